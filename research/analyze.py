@@ -8,16 +8,17 @@
     python research/analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512]
     python research/analyze.py transfer [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512]
 
-rank: effective rank of the hidden states, their size, and gradient norms, over depth (docs/mgt.md).
-gates: what every site writes and erases, and the loss without a piece of one (docs/gates.md).
-spectrum, lens: what becomes of a token's state end to end, what the model would say after each site
-(docs/analysis.md). causality: whether a later token changes what is computed before it, and where
-first, in a run or in the file of a stream (docs/analysis.md). mup, transfer: whether training changes
-as much in wide models as in narrow ones, and whether the best learning rate stays; the same command
-goes on where it was stopped (docs/mup.md). All but causality store their figures as JSON
-(--json=FILE), and draw them beside it.
+rank measures the effective rank and size of the hidden states, and gradient norms, over depth
+(docs/mgt.md). gates measures what every site writes and erases, and the loss without a piece of a
+site (docs/gates.md). spectrum measures what becomes of a token's state end to end, and lens what the
+model would predict after each site (docs/analysis.md). causality finds whether and where a later
+token changes what is computed before it, in a run or in the file of a stream (docs/analysis.md). mup
+and transfer find whether training changes as much in wide models as in narrow ones, and whether the
+best learning rate stays; if they are stopped, the same command resumes (docs/mup.md). All commands
+except causality store their figures as JSON (--json=FILE) and draw them beside it.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -41,7 +42,8 @@ from research.analysis import (
     transfer,
 )
 
-# A module has a docstring, run(args) and, for options of its own, add_options(parser).
+# Each module has a docstring, whose first line is the help of its command, and run(args). It may have
+# add_options(parser) for options of its own.
 OVER_RUNS = {"gates": gates, "lens": lens, "rank": rank, "spectrum": spectrum}
 OVER_WIDTHS = {"mup": coordinates, "transfer": transfer}
 COMMANDS = {**OVER_RUNS, "causality": causality, **OVER_WIDTHS}
@@ -52,44 +54,71 @@ def numbers(text: str) -> list[int]:
 
 
 def optimizers(text: str) -> list[str]:
+    """Parse --optimizers; its name is what argparse calls a wrong value."""
     names = text.split(",")
     if not set(names) <= {"adamw", "muon"}:
         raise ValueError(text)
     return names
 
 
-def check(args) -> None:
-    """ValueError: a count below 1, or widths that are not two or more of heads of 32 features."""
+def add_width_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of a command over models of several widths; name: of its file of figures."""
+    parser.add_argument(
+        "--widths",
+        type=numbers,
+        default="64,128,256,512",
+        help="rising multiples of 32, separated by commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--optimizers",
+        type=optimizers,
+        default="adamw,muon",
+        help="adamw, muon or both, separated by a comma (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path(f"runs/{name}.json"),
+        help="file to store the figures in; what it has is not measured again, and a picture is "
+        "drawn beside it (default: %(default)s)",
+    )
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    """Raise ValueError if a count is below 1."""
     for name, value in vars(args).items():
         if type(value) is int and value < 1:
             raise ValueError(f"--{name}={value}: give 1 or more")
-    widths = getattr(args, "widths", [32, 64])
-    if len(widths) < 2 or any(w < 32 or w % 32 for w in widths) or sorted(set(widths)) != widths:
-        fix = "give two or more multiples of 32, rising, separated by commas"
-        raise ValueError(f"--widths={','.join(map(str, widths))}: {fix}")
 
 
-def main():
+def check_widths(widths: list[int]) -> None:
+    """Raise ValueError if the widths are not two or more rising multiples of 32, the size of a head."""
+    are_multiples = all(width >= 32 and width % 32 == 0 for width in widths)
+    are_rising = widths == sorted(set(widths))
+    if len(widths) < 2 or not are_multiples or not are_rising:
+        raise ValueError(
+            f"--widths={','.join(map(str, widths))}: give two or more multiples of 32, rising, "
+            "separated by commas"
+        )
+
+
+def main() -> None:
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
-        first = module.__doc__.partition("\n")[0].partition(": ")[2]
-        command = commands.add_parser(name, help=first, description=module.__doc__)
+        summary = module.__doc__.partition("\n")[0].partition(": ")[2]
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
         if name in OVER_RUNS:
             common.add_arguments(command, name)
         elif name in OVER_WIDTHS:
-            add, file = command.add_argument, Path(f"runs/{module.FILE}.json")
-            shown = "multiples of 32 (default: %(default)s)"
-            add("--widths", type=numbers, default="64,128,256,512", help=shown)
-            shown = "(default: %(default)s)"
-            add("--optimizers", type=optimizers, default="adamw,muon", help=shown)
-            shown = "goes on from there; the figure is beside it (default: %(default)s)"
-            add("--json", type=Path, default=file, help=shown)
+            add_width_options(command, module.FILE)
         if hasattr(module, "add_options"):
             module.add_options(command)
     args = parser.parse_args()
     with errors.one_line_errors():
-        check(args)
+        check_counts(args)
+        if args.command in OVER_WIDTHS:
+            check_widths(args.widths)
         COMMANDS[args.command].run(args)
 
 

@@ -59,31 +59,31 @@ def build_from_file(path: Path, key_values: list[str]) -> GPT:
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give the file of a stream, or a run folder")
-    name = path.stem
+    model_name = path.stem
     folder = str(path.resolve().parent)
     # searched after model/ itself, as if the file were there
     if folder not in map(str, model.__path__):
         model.__path__.append(folder)
-    if name not in model.MODEL_NAMES:
-        model.MODEL_NAMES.append(name)
+    if model_name not in model.MODEL_NAMES:
+        model.MODEL_NAMES.append(model_name)
     importlib.invalidate_caches()
-    imported_file = Path(importlib.util.find_spec(f"model.{name}").origin)
+    imported_file = Path(importlib.util.find_spec(f"model.{model_name}").origin)
     if imported_file.resolve() != path.resolve():
         raise ValueError(
             f"{path} has the name of {imported_file}; rename it, so that it can be imported"
         )
-    cls = model.model_class(name)
+    cls = model.model_class(model_name)
     options = collect_options(cls.Config)
     texts = dict(key_value.partition("=")[::2] for key_value in key_values)
     configurator.check_names(texts, options)
     # the user's keys count over the sizes of the tiny model
     config = cls.Config(**{**TINY, **configurator.read_settings({}, texts, options)})
     torch.manual_seed(0)
-    with model.errors_as_value_errors(name):
-        return move_parameters(model.build(name, config))
+    with model.errors_as_value_errors(model_name):
+        return move_parameters(model.build(model_name, config))
 
 
-def load(text: str) -> GPT:
+def load_model(text: str) -> GPT:
     """Return the model of RUN_OR_FILE on the CPU.
 
     Raises:
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--tokens={args.tokens}: give 2 or more")
     has_leak = False
     for text in args.models:
-        loaded = load(text).double().eval()
+        loaded = load_model(text).double().eval()
         num_tokens = min(args.tokens, loaded.config.block_size)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, loaded.config.vocab_size, (1, num_tokens), generator=generator)

@@ -1,138 +1,227 @@
-"""What analyses of trained models share: options, validation sequences, what is stored and drawn."""
+"""What the analyses of trained models share: options, validation sequences, storing and drawing."""
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from data.loader import ValidationBatches
 from data.sequences import SequenceLayout
+from data.shards import Corpus
 from evaluation import subjects
-from evaluation.subjects import open_corpus_of
+from evaluation.subjects import Subject, open_corpus_of
+from model.gpt import GPT
 from research import plots
 from training import distributed
 from training.provenance import collect_provenance, store_figures
 from utils.units import format_duration
 
-SAY_AFTER = 20.0  # seconds without a line
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PROGRESS_INTERVAL = 20.0  # seconds between two lines of progress
 
 
-def add_arguments(parser, name: str) -> None:
-    """The options of a command over validation sequences of runs; `name` is that of its file."""
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="run, checkpoint or exported folders")
-    add("--dataset", help="folder of token shards (default: the run's own)")
-    add("--windows", type=int, default=16, help="validation sequences (default: %(default)s)")
-    add("--rows", type=int, default=8, help="sequences at once (default: %(default)s)")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    where = f"figures are beside it (default: {name}.json in the run, or beside the runs)"
-    add("--json", type=Path, help=where)
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of a command that measures runs on validation sequences.
+
+    name: that of the command, after which its file of figures is named
+    """
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run, checkpoint or exported folders"
+    )
+    parser.add_argument(
+        "--dataset", help="folder of token shards (default: the one that the run was trained on)"
+    )
+    parser.add_argument(
+        "--windows",
+        type=int,
+        default=16,
+        help="number of validation sequences (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=8, help="sequences per forward pass (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="where to compute (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file to store the figures in; pictures are drawn beside it (default: "
+        f"{name}.json in the run folder, or in the folder that contains all runs)",
+    )
 
 
-def chosen(args) -> list[subjects.Subject]:
-    """The subjects of args.runs. ValueError: one, or its corpus, is not there."""
-    found = subjects.find_all(args.runs)
-    for subject in found:
+def find_subjects(args: argparse.Namespace) -> list[Subject]:
+    """Return the subjects of args.runs.
+
+    Raises:
+        ValueError: there is no such run, or its corpus is missing
+    """
+    found_subjects = subjects.find_all(args.runs)
+    for subject in found_subjects:
         open_corpus_of(subject, args.dataset or "")
-    return found
+    return found_subjects
 
 
-def output(args, name: str) -> Path:
-    """The JSON file of a command's figures, in a folder that is there."""
+def prepare_output_file(args: argparse.Namespace, name: str) -> Path:
+    """Return the path of a command's JSON file, and create its folder."""
     out = args.json or subjects.default_out_folder(args.runs).parent / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 
 
-def about(subject, model, stem: str) -> dict:
-    """What a stored row says of its run."""
+def describe_run(subject: Subject, model: GPT, model_name: str) -> dict:
+    """Return what every stored row says of its run: label, model, layers, step and seed."""
     state = subject.state or {}
-    row = {"label": subject.label, "model": stem, "layers": model.config.num_hidden_layers}
-    return row | {"step": state.get("step"), "seed": state.get("run_config", {}).get("seed")}
+    return {
+        "label": subject.label,
+        "model": model_name,
+        "layers": model.config.num_hidden_layers,
+        "step": state.get("step"),
+        "seed": state.get("run_config", {}).get("seed"),
+    }
 
 
-def validation_batches(model, corpus) -> ValidationBatches:
-    """The corpus's validation split, in sequences of the model's length."""
-    layout, length = SequenceLayout.from_meta(corpus.meta), model.config.block_size
-    return ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], layout)
+# ---- validation sequences ----
 
 
-def whole_windows(batches: ValidationBatches, count: int) -> list[int]:
-    """`count` windows, or all, evenly over the split; without the last where it is short.
+def open_validation_batches(model: GPT, corpus: Corpus) -> ValidationBatches:
+    """Return the validation split of a corpus in sequences of the model's block_size."""
+    layout = SequenceLayout.from_meta(corpus.meta)
+    return ValidationBatches(corpus.val, model.config.block_size, corpus.meta["vocab_size"], layout)
 
-    ValueError: there is none.
+
+def select_sequences(batches: ValidationBatches, count: int) -> list[int]:
+    """Return the indices of `count` sequences, or of all, spread evenly over the split.
+
+    A last sequence that is shorter than the others is never selected.
+
+    Raises:
+        ValueError: there is no sequence of full length
     """
-    length, whole = batches.seq_len, batches.num_sequences
-    if batches.stride == length:
-        whole = (len(batches.tokens) - 1) // length
-    if whole < 1:
+    num_full_sequences = batches.num_sequences
+    if batches.stride == batches.seq_len:
+        num_full_sequences = (len(batches.tokens) - 1) // batches.seq_len
+    if num_full_sequences < 1:
         raise ValueError(
-            f"the validation split has no whole sequence of block_size={length} tokens"
+            f"the validation split has no sequence of block_size={batches.seq_len} tokens; prepare "
+            "a larger one, or give another corpus with --dataset"
         )
-    return sorted(set(np.linspace(0, whole - 1, min(count, whole)).round().astype(int).tolist()))
+    spread = np.linspace(0, num_full_sequences - 1, min(count, num_full_sequences))
+    return sorted(set(spread.round().astype(int).tolist()))
 
 
-def in_batches(
-    batches: ValidationBatches, windows: list[int], rows: int, device, progress=None
-) -> Iterator[tuple]:
-    """ids and targets, int64 (rows or fewer, seq_len), of all windows in turn.
+def iterate_batches(
+    batches: ValidationBatches,
+    sequences: list[int],
+    batch_size: int,
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield ids and targets, int64 (batch_size or fewer, seq_len), of all sequences in turn.
 
-    progress(done) is told of every batch that its receiver is finished with.
+    Args:
+        sequences: indices of sequences of the split
+        progress: called with the number of sequences so far after each batch has been used
     """
-    for first in range(0, len(windows), rows):
-        chunk = windows[first : first + rows]
-        yield tuple(tensor.to(device) for tensor in batches.get(chunk, len(chunk)))
-        if progress:
-            progress(first + len(chunk))
+    for start in range(0, len(sequences), batch_size):
+        indices = sequences[start : start + batch_size]
+        ids, targets = batches.get(indices, len(indices))
+        yield ids.to(device), targets.to(device)
+        if progress is not None:
+            progress(start + len(indices))
 
 
-def device_of(model) -> torch.device:
+# ---- models ----
+
+
+def get_device(model: GPT) -> torch.device:
+    """Return the device of the model's parameters."""
     return model.transformer.wte.weight.device
 
 
-def site_names(model) -> list[str]:
+def list_site_names(model: GPT) -> list[str]:
+    """Return a name for each site in order: "0 attn", "0 mlp", "1 attn", and so on."""
     return [f"{site.layer} {site.name}" for block in model.transformer.h for site in block.sites]
 
 
+# ---- commands ----
+
+
 class Progress:
-    """Says now and then how many of `total` are done, and how long the rest will take."""
+    """Print now and then how many of `total` units are finished, and an estimate of the rest."""
 
-    def __init__(self, label: str, total: int, what: str = "sequences"):
-        self.label, self.total, self.what = label, total, what
-        self.started = self.said = time.monotonic()
+    def __init__(self, label: str, total: int, unit: str = "sequences"):
+        self.label = label
+        self.total = total
+        self.unit = unit
+        self.start_time = time.monotonic()
+        self.last_print_time = self.start_time
 
-    def __call__(self, done: int) -> None:
-        now = time.monotonic()
-        if now - self.said > SAY_AFTER:
-            self.said = now
-            left = format_duration((now - self.started) / done * (self.total - done))
-            print(f"{self.label}: {done} of {self.total} {self.what}, {left} left", flush=True)
+    def __call__(self, num_finished: int) -> None:
+        current_time = time.monotonic()
+        if current_time - self.last_print_time <= PROGRESS_INTERVAL:
+            return
+        self.last_print_time = current_time
+        seconds_per_unit = (current_time - self.start_time) / num_finished
+        remaining = format_duration(seconds_per_unit * (self.total - num_finished))
+        print(
+            f"{self.label}: {num_finished} of {self.total} {self.unit}, {remaining} left",
+            flush=True,
+        )
 
 
-def over_runs(
-    args, name: str, measure: Callable, say: Callable, table: Callable, draw: Callable
+def analyze_runs(
+    args: argparse.Namespace,
+    name: str,
+    measure: Callable[..., dict],
+    summarize: Callable[[dict], str],
+    format_table: Callable[[list[dict]], str],
+    draw: Callable[[list[dict]], "Figure"],
 ) -> None:
-    """Measure every run, storing each row; then print the table and draw the figure beside it.
+    """Measure every run and store its row; then print the table and draw the figure beside it.
 
-    measure(model, encoding, batches, windows, args, progress) -> figures of a row;
-    say(row) -> a line; table(rows) -> Markdown; draw(rows) -> a figure. ValueError: a run or its
-    corpus is not there.
+    Args:
+        name: that of the command
+        measure: measure(model, encoding, batches, sequences, args, progress) -> figures of a row
+        summarize: returns the line that is printed of a row
+        format_table: returns the Markdown table of all rows
+        draw: returns the figure of all rows
+
+    Raises:
+        ValueError: there is no such run, or its corpus is missing
     """
-    origin, device, rows = collect_provenance(), distributed.pick_device(args.device), []
-    with plots.printing():  # a missing package is known before the work
-        found, out = chosen(args), output(args, name)
-        for subject in found:
-            model, encoding, stem = subject.load(device)
-            batches = validation_batches(model, open_corpus_of(subject, args.dataset or ""))
-            windows = whole_windows(batches, args.windows)
-            progress = Progress(subject.label, len(windows))
-            row = about(subject, model, stem) | {"sequences": len(windows)}
-            rows.append(row | measure(model, encoding, batches, windows, args, progress))
-            print(f"{subject.label}: {say(rows[-1])}", flush=True)
+    origin = collect_provenance()
+    device = distributed.pick_device(args.device)
+    rows = []
+    # entered first, because a missing package should be noticed before anything is measured
+    with plots.printing():
+        found_subjects = find_subjects(args)
+        out = prepare_output_file(args, name)
+        for subject in found_subjects:
+            model, encoding, model_name = subject.load(device)
+            corpus = open_corpus_of(subject, args.dataset or "")
+            batches = open_validation_batches(model, corpus)
+            sequences = select_sequences(batches, args.windows)
+            progress = Progress(subject.label, len(sequences))
+            row = {
+                **describe_run(subject, model, model_name),
+                "sequences": len(sequences),
+                **measure(model, encoding, batches, sequences, args, progress),
+            }
+            rows.append(row)
+            print(f"{subject.label}: {summarize(row)}", flush=True)
             store_figures(out, {"rows": rows}, origin)
-        print(table(rows))
+        print(format_table(rows))
         picture = out.with_suffix(".png")
         plots.save(draw(rows), picture)
     print(f"wrote {out}, drew {picture}")

@@ -1,6 +1,6 @@
-"""What a trained model loses where a piece of one site is forced, or taken away. An edit is not a retrained model.
+"""The loss of a trained model with a piece of one site forced to a value, or removed. An edit is not a retrained model.
 
-A read, a write or a `post_write` may have edits in parts.py; a site without any is tried without its
+A read, a write or a `post_write` may have edits in parts.py; a site without any is run without its
 sublayer, h = 0. Parameters stay as they are: an edit is another function in the place of a part.
 """
 
@@ -11,167 +11,275 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from model.block import Site, Stream
+from data.loader import ValidationBatches
+from model.block import Site, State, Stream
+from model.gpt import GPT
+from model.layers import Positions
 from research import compare
 from research.analysis import common
-from research.analysis.parts import EDITS, entry
+from research.analysis.parts import EDITS, find_entry
+from research.benchmarks.figures import Figures
 
-PARTS = "read", "write", "post_write"  # of a site, those that may name edits
+PARTS = ("read", "write", "post_write")  # the parts of a site that may have edits
 UNEDITED = "unedited"
+
+SiteKey = tuple[int, str]  # layer and name of a site
 
 
 class Edit(NamedTuple):
-    """Its name, the part of the site that the function replaces; "h": the sublayer's output is zero."""
+    """A function in the place of one part of a site."""
 
     name: str
+
+    # the part that is replaced; "h" if the sublayer's output is zero instead
     part: str
+
+    # None if `part` is "h"
     function: Callable | None
 
 
-def edits_of(site: Site) -> list[Edit]:
-    """Those that the site's parts name; where no part can name any, h = 0."""
-    parts = [(part, getattr(site, part)) for part in PARTS]
-    named = [(part, entry(EDITS, module)(module)) for part, module in parts if entry(EDITS, module)]
-    if not named:
+def list_edits(site: Site) -> list[Edit]:
+    """Return the edits of the site's parts; h = 0 if none of them has an entry in EDITS."""
+    edits = []
+    has_entry = False
+    for part in PARTS:
+        module = getattr(site, part)
+        make_edits = find_entry(EDITS, module)
+        if make_edits is not None:
+            has_entry = True
+            edits += [Edit(name, part, function) for name, function in make_edits(module).items()]
+    if not has_entry:
         return [Edit("h=0", "h", None)]
-    return [Edit(name, part, function) for part, edits in named for name, function in edits.items()]
+    return edits
 
 
-class Edited(Stream):
-    """Every step by itself; a site (layer, name) that is in `edits` is met as its edit has it, without extra losses."""
+class EditedStream(Stream):
+    """Run the stream with some sites edited, and without extra losses of edited writes."""
 
-    def __init__(self, edits: dict[tuple[int, str], Edit]):
+    def __init__(self, edits: dict[SiteKey, Edit]):
         self.edits = edits
 
-    def edited(self, site: Site) -> Site:
+    def edit_site(self, site: Site) -> Site:
+        """Return the site with its edited part."""
         edit = self.edits.get((site.layer, site.name))
         if edit is None or edit.part == "h":
             return site
         return replace(site, **{edit.part: edit.function})
 
-    def read(self, site, state, cache, positions):
-        return super().read(self.edited(site), state, cache, positions)
+    def read(
+        self, site: Site, state: State, cache: dict | None, positions: Positions
+    ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
+        return super().read(self.edit_site(site), state, cache, positions)
 
-    def write(self, site, state, h, c, x_in, cache):
+    def write(
+        self,
+        site: Site,
+        state: State,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: torch.Tensor | tuple,
+        cache: dict | None,
+    ) -> tuple[State, torch.Tensor | None]:
         edit = self.edits.get((site.layer, site.name))
         if edit is not None and edit.part == "h":
             h = torch.zeros_like(h)
-        return super().write(self.edited(site), state, h, c, x_in, cache)
+        return super().write(self.edit_site(site), state, h, c, x_in, cache)
+
+
+# ---- losses ----
+
+
+class BlockInput(NamedTuple):
+    """The arguments of a block."""
+
+    state: State
+    positions: Positions
 
 
 @torch.no_grad()
-def states_before(model, ids) -> list:
-    """What each block is handed, ids (B, T): a state and the positions."""
-    handed = []
-    hooks = [
-        block.register_forward_pre_hook(lambda _, given: handed.append(given[:2]))
-        for block in set(model.transformer.h)
-    ]
+def record_block_inputs(model: GPT, ids: torch.Tensor) -> list[BlockInput]:
+    """Return what each block gets when the model runs on ids (B, T)."""
+    block_inputs = []
+
+    def record(block: torch.nn.Module, arguments: tuple) -> None:
+        state, positions, *_ = arguments
+        block_inputs.append(BlockInput(state, positions))
+
+    # a set, because a model may have the same block several times
+    hooks = [block.register_forward_pre_hook(record) for block in set(model.transformer.h)]
     with model.through(Stream()):
         model.hidden(ids)
     for hook in hooks:
         hook.remove()
-    return handed
+    return block_inputs
 
 
 @torch.no_grad()
-def losses_from(
-    model, handed, first: int, targets, edits: dict[tuple[int, str], Edit]
+def measure_losses_from(
+    model: GPT,
+    block_input: BlockInput,
+    first_layer: int,
+    targets: torch.Tensor,
+    edits: dict[SiteKey, Edit],
 ) -> torch.Tensor:
-    """Nats per token of each sequence (B,), in float64, from what block `first` is handed on; targets (B, T)."""
-    state, positions = handed
-    with model.through(Edited(edits)):
-        for block in model.transformer.h[first:]:
-            state, _ = block(state, positions)
+    """Run the blocks from `first_layer` on, and return the loss of each sequence.
+
+    Args:
+        block_input: what block `first_layer` gets
+        targets: (B, T)
+
+    Returns:
+        Nats per token (B,), in float64.
+    """
+    state = block_input.state
+    with model.through(EditedStream(edits)):
+        for block in model.transformer.h[first_layer:]:
+            state, _ = block(state, block_input.positions)
         hidden = model.stream.finish(model, state, None)
-    rows = zip(hidden, targets)  # one after the other: logits are large
-    return torch.stack(
-        [F.cross_entropy(model.logits(h), t, reduction="none").double().mean() for h, t in rows]
-    )
+    losses = []
+    # one sequence at a time, because logits are large
+    for sequence_hidden, sequence_targets in zip(hidden, targets):
+        logits = model.logits(sequence_hidden)
+        token_losses = F.cross_entropy(logits, sequence_targets, reduction="none")
+        losses.append(token_losses.double().mean())
+    return torch.stack(losses)
 
 
-class Plan:
-    """The edits that are tried: `sites` {(layer, name): edits}; `everywhere` {edit's name: {site: its edit}}, at all
-    sites at once, of the names that several sites have."""
+class EditPlan:
+    """The edits whose losses are measured.
 
-    def __init__(self, model, names: list[str] | None = None):
-        """names: only these. ValueError: no site has one of them."""
-        found = {
-            (site.layer, site.name): edits_of(site)
+    Attributes:
+        names: of the edits, in order of appearance
+        at_site: site -> its edits
+        at_all_sites: name of an edit -> site -> its edit of that name, for edits that several
+            sites have; they are made at all these sites at once
+
+    Raises:
+        ValueError: no site has one of the given names
+    """
+
+    def __init__(self, model: GPT, names: list[str] | None = None):
+        """names: only these edits; None for all"""
+        edits_by_site = {
+            (site.layer, site.name): list_edits(site)
             for block in model.transformer.h
             for site in block.sites
         }
-        known = list(dict.fromkeys(edit.name for edits in found.values() for edit in edits))
-        if unknown := set(names or []) - set(known):
+        known_names = list(
+            dict.fromkeys(edit.name for edits in edits_by_site.values() for edit in edits)
+        )
+        unknown_names = sorted(set(names or []) - set(known_names))
+        if unknown_names:
             raise ValueError(
-                f"--edits={','.join(sorted(unknown))}: this model has {', '.join(known)}"
+                f"--edits={','.join(unknown_names)}: this model has {', '.join(known_names)}"
             )
-        self.names = [name for name in known if names is None or name in names]
-        self.sites = {
-            key: [edit for edit in edits if edit.name in self.names] for key, edits in found.items()
+        self.names = [name for name in known_names if names is None or name in names]
+        self.at_site = {
+            key: [edit for edit in edits if edit.name in self.names]
+            for key, edits in edits_by_site.items()
         }
-        self.everywhere = {}
+        self.at_all_sites: dict[str, dict[SiteKey, Edit]] = {}
         for name in self.names:
-            at = {
+            sites_with_edit = {
                 key: edit
-                for key, edits in self.sites.items()
+                for key, edits in self.at_site.items()
                 for edit in edits
                 if edit.name == name
             }
-            if len(at) > 1:
-                self.everywhere[name] = at
+            if len(sites_with_edit) > 1:
+                self.at_all_sites[name] = sites_with_edit
 
-    def of_layer(self, layer: int | None) -> dict[str, dict[str, dict]]:
-        """{site's name: {edit's name: what `Edited` takes}}; layer None: under "all", of all sites, and no edit."""
+    def list_edits_of_layer(self, layer: int | None) -> dict[str, dict[str, dict[SiteKey, Edit]]]:
+        """Return {name of a site: {name of an edit: what `EditedStream` takes}}.
+
+        layer: None for the edits at all sites at once, and no edit, under the name "all"
+        """
         if layer is None:
-            return {"all": {UNEDITED: {}, **self.everywhere}}
-        here = {name: edits for (of, name), edits in self.sites.items() if of == layer}
-        return {
-            name: {edit.name: {(layer, name): edit} for edit in edits}
-            for name, edits in here.items()
-        }
-
-
-def measure(
-    model, batches, windows: list[int], rows: int, plan: Plan, figures, key: dict, label: str
-) -> None:
-    """A row in `figures` for each batch of windows and each layer (None: all at once) that has none under `key` yet:
-    "losses" {site: {edit: nats per token of each window}}."""
-    device, layers = common.device_of(model), [None, *range(len(model.transformer.h))]
-    wanted = [(first, layer) for first in range(0, len(windows), rows) for layer in layers]
-    missing = [each for each in wanted if figures.find(**key, first=each[0], layer=each[1]) is None]
-    progress, done = common.Progress(label, len(missing), "parts of the edits"), 0
-    for first in sorted({first for first, _ in missing}):
-        [(ids, targets)] = common.in_batches(batches, windows[first : first + rows], rows, device)
-        states = states_before(model, ids)
-        for layer in [layer for start, layer in missing if start == first]:
-            begin, losses = layer or 0, {}
-            for site, edits in plan.of_layer(layer).items():
-                found = {
-                    name: losses_from(model, states[begin], begin, targets, edit)
-                    for name, edit in edits.items()
+            return {"all": {UNEDITED: {}, **self.at_all_sites}}
+        edits_of_layer = {}
+        for (site_layer, site_name), edits in self.at_site.items():
+            if site_layer == layer:
+                edits_of_layer[site_name] = {
+                    edit.name: {(layer, site_name): edit} for edit in edits
                 }
-                losses[site] = {name: values.tolist() for name, values in found.items()}
+        return edits_of_layer
+
+
+def measure_losses(
+    model: GPT,
+    batches: ValidationBatches,
+    sequences: list[int],
+    batch_size: int,
+    plan: EditPlan,
+    figures: Figures,
+    key: dict,
+    label: str,
+) -> None:
+    """Measure the losses of all edits, and add a row to `figures` for each batch and layer.
+
+    A row has "losses", {site: {edit: nats per token of each sequence}}. Its "layer" is None for
+    edits at all sites at once. Rows that `figures` has under `key` are not measured again.
+
+    Args:
+        key: what tells the rows of this model from others
+        label: of the model, for lines of progress
+    """
+    device = common.get_device(model)
+    layers = [None, *range(len(model.transformer.h))]
+    missing_layers: dict[int, list[int | None]] = {}  # by the index of a batch's first sequence
+    for first in range(0, len(sequences), batch_size):
+        for layer in layers:
+            if figures.find(**{**key, "first": first, "layer": layer}) is None:
+                missing_layers.setdefault(first, []).append(layer)
+    num_missing = sum(len(batch_layers) for batch_layers in missing_layers.values())
+    progress = common.Progress(label, num_missing, "parts of the edits")
+    num_finished = 0
+    for first, batch_layers in missing_layers.items():
+        batch_sequences = sequences[first : first + batch_size]
+        [(ids, targets)] = common.iterate_batches(batches, batch_sequences, batch_size, device)
+        block_inputs = record_block_inputs(model, ids)
+        for layer in batch_layers:
+            first_layer = 0 if layer is None else layer
+            losses: dict[str, dict[str, list[float]]] = {}
+            for site_name, edits_by_name in plan.list_edits_of_layer(layer).items():
+                losses[site_name] = {}
+                for name, edits in edits_by_name.items():
+                    values = measure_losses_from(
+                        model, block_inputs[first_layer], first_layer, targets, edits
+                    )
+                    losses[site_name][name] = values.tolist()
             figures.add({**key, "first": first, "layer": layer, "losses": losses})
-            done += 1
-            progress(done)
+            num_finished += 1
+            progress(num_finished)
 
 
-def effects(rows: list[dict]) -> list[dict]:
-    """What each edit changes, in nats per token, with its 95% interval over windows: the rows of one model."""
-    losses = {}
+def compute_effects(rows: list[dict]) -> list[dict]:
+    """Return how much each edit changes the loss, in nats per token, with its 95% interval.
+
+    The interval is over sequences.
+
+    rows: those of one model, as `measure_losses` stores them
+    """
+    losses: dict[tuple[int | None, str, str], list[float]] = {}
     for row in sorted(rows, key=lambda row: row["first"]):
-        for site, edits in row["losses"].items():
-            for name, values in edits.items():
-                losses.setdefault((row["layer"], site, name), []).extend(values)
-    base = losses.pop((None, "all", UNEDITED))
-    result = []
-    for (layer, site, name), values in losses.items():
-        difference = compare.paired(values, base)
-        half, error = (
-            (difference.half, difference.standard_error) if difference.n > 1 else (None, None)
+        for site_name, edits in row["losses"].items():
+            for edit_name, values in edits.items():
+                losses.setdefault((row["layer"], site_name, edit_name), []).extend(values)
+    unedited_losses = losses.pop((None, "all", UNEDITED))
+    effects = []
+    for (layer, site_name, edit_name), values in losses.items():
+        difference = compare.paired(values, unedited_losses)
+        has_interval = difference.n > 1
+        effects.append(
+            {
+                "layer": layer,
+                "site": site_name,
+                "edit": edit_name,
+                "loss": sum(values) / len(values),
+                "difference": difference.mean,
+                "ci95": difference.half if has_interval else None,
+                "standard_error": difference.standard_error if has_interval else None,
+                "windows": difference.n,
+            }
         )
-        about = {"layer": layer, "site": site, "edit": name, "loss": sum(values) / len(values)}
-        spread = {"ci95": half, "standard_error": error, "windows": difference.n}
-        result.append({**about, "difference": difference.mean, **spread})
-    return result
+    return effects

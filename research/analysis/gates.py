@@ -1,234 +1,427 @@
-"""`analyze.py gates`: what a trained model does at every site of its residual stream, and what the loss makes of it.
+"""`analyze.py gates`: what a trained model does at every site of its residual stream, and how the loss depends on it.
 
-Over validation sequences, in float32: what each write says of itself (`statistics`, `details`: of a delta rewrite the
-gate, its shares, the discrepancy before and after, what is erased and written), the size of what it changes, how its
-direction turns from site to site and token to token, effective ranks, and how columns differ; then the loss where a
-piece of one site, or of all, is forced or taken away. Any stream has a row; what it names shows (docs/gates.md).
+Over validation sequences, in float32, it measures what the statistics and details of each write say (for a delta
+rewrite: the gate, the fractions of tokens in its intervals, the discrepancy before and after, what is erased and
+written), the size of the change of the state, how the direction of a write turns from site to site and from token to
+token, effective ranks, and how value channels differ. Then it measures the loss with a piece of one site, or of all
+sites, forced to a value or removed. This works for any stream, and shows whatever its parts name (docs/gates.md).
 """
+
+import argparse
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-from evaluation.subjects import open_corpus_of
-from model.block import Stream
+from data.loader import ValidationBatches
+from evaluation.subjects import Subject, open_corpus_of
+from model.block import Site, State, Stream
+from model.gpt import GPT
 from research import plots
 from research.analysis import common, edits, gates_page
-from research.analysis.parts import ALONG, DETAILS, cosines, entry, shares_of
-from research.analysis.rank import effective_rank, side_by_side
+from research.analysis.parts import (
+    DETAILS,
+    DIRECTIONS,
+    compute_cosines,
+    find_entry,
+    get_intervals,
+)
+from research.analysis.rank import concatenate_state, effective_rank
 from research.benchmarks.figures import Figures
 from training import distributed
 from training.provenance import compute_digest
 from utils import files
 
+# the code that the figures depend on
 CODE = (
     "model/*.py",
-    *(f"research/analysis/{name}.py" for name in ("common", "rank", "parts", "edits", "gates")),
+    "research/analysis/common.py",
+    "research/analysis/rank.py",
+    "research/analysis/parts.py",
+    "research/analysis/edits.py",
+    "research/analysis/gates.py",
 )
-BINS = 40
-QUANTILES = 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99
-LARGEST = 2**14  # numbers of a detail that is stored
+NUM_BINS = 40
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+MAX_DETAIL_SIZE = 2**14  # larger details are not stored
 
 
-class Collected:
-    """What comes in of one site: numbers of tokens or sequences as they are, of vectors and matrices the moments."""
+# ---- what is collected at each site ----
 
-    def __init__(self, shares: dict):
-        self.numbers, self.moments, self.shares = {}, {}, shares
+
+class Moments:
+    """The sums over tokens of a vector or matrix and of its squares, in float64."""
+
+    def __init__(self):
+        self.count = 0
+        self.total = 0.0
+        self.total_of_squares = 0.0
+
+    def add(self, values: torch.Tensor) -> None:
+        """values: (tokens, ...)"""
+        values = values.double()
+        self.count += len(values)
+        self.total = self.total + values.sum(0)
+        self.total_of_squares = self.total_of_squares + values.square().sum(0)
+
+    def summarize(self) -> dict[str, list]:
+        """Return the mean and the standard deviation over tokens."""
+        mean = self.total / self.count
+        variance = (self.total_of_squares / self.count - mean.square()).clamp_min(0)
+        return {"mean": mean.tolist(), "std": variance.sqrt().tolist()}
+
+
+class SiteRecord:
+    """What is collected at one site.
+
+    Numbers of tokens or sequences are kept as they are, so that quantiles can be computed; of
+    vectors and matrices only the moments are kept.
+
+    Args:
+        intervals: statistic -> label -> (low, high); the fraction of tokens strictly between the
+            ends is reported
+    """
+
+    def __init__(self, intervals: dict[str, dict[str, tuple[float, float]]]):
+        self.numbers: dict[str, list[torch.Tensor]] = {}
+        self.moments: dict[str, Moments] = {}
+        self.intervals = intervals
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        """values (B,) or (B, T), or (B, T, ...)."""
+        """Add numbers (B,) or (B, T), or vectors or matrices (B, T, ...)."""
         if values.ndim <= 2:
             self.numbers.setdefault(name, []).append(values.flatten().cpu())
-            return
-        values = values.double().flatten(0, 1)
-        found = torch.stack([values.sum(0), values.square().sum(0)])
-        count, total = self.moments.get(name, (0, 0.0))
-        self.moments[name] = count + len(values), total + found
+        else:
+            self.moments.setdefault(name, Moments()).add(values.flatten(0, 1))
 
-    def all(self, name: str) -> np.ndarray:
-        """Every number of it, float64. ValueError: one is not finite."""
+    def join_numbers(self, name: str) -> np.ndarray:
+        """Return all numbers of a statistic in float64.
+
+        Raises:
+            ValueError: one of them is not finite
+        """
         values = torch.cat(self.numbers[name]).double().numpy()
         if not np.isfinite(values).all():
-            raise ValueError(f"{name} is not finite for {(~np.isfinite(values)).sum()} tokens")
+            raise ValueError(
+                f"{name} is not finite for {(~np.isfinite(values)).sum()} tokens: the model has "
+                "diverged"
+            )
         return values
 
-    def summary(self, edges: dict[str, np.ndarray]) -> dict:
-        """Of numbers mean, standard deviation, quantiles, histogram and shares; of vectors and matrices mean and
-        standard deviation over tokens."""
-        found = {name: described(self.all(name), edges[name]) for name in self.numbers}
-        for name, intervals in self.shares.items():
-            values = self.all(name)
-            inside = {each: (values > a) & (values < b) for each, (a, b) in intervals.items()}
-            shares = {each: float(where.mean()) for each, where in inside.items()}
-            found[name] |= {"shares": shares, "intervals": intervals}
-        details = {}
-        for name, (count, (total, squares)) in self.moments.items():
-            if total.numel() <= LARGEST:
-                mean = total / count
-                deviation = (squares / count - mean.square()).clamp_min(0).sqrt()
-                details[name] = {"mean": mean.tolist(), "std": deviation.tolist()}
-        return {"statistics": found, "details": details}
+    def summarize(self, edges: dict[str, np.ndarray]) -> dict[str, dict]:
+        """Return the summaries of all "statistics", which are numbers, and of all "details".
+
+        edges: statistic -> edges of the bins of its histogram
+        """
+        statistics = {}
+        for name in self.numbers:
+            values = self.join_numbers(name)
+            statistics[name] = summarize_numbers(values, edges[name])
+        for name, intervals in self.intervals.items():
+            values = self.join_numbers(name)
+            fractions = {}
+            for label, (low, high) in intervals.items():
+                inside = (values > low) & (values < high)
+                fractions[label] = float(inside.mean())
+            statistics[name]["shares"] = fractions
+            statistics[name]["intervals"] = intervals
+        details = {
+            name: moments.summarize()
+            for name, moments in self.moments.items()
+            if moments.total.numel() <= MAX_DETAIL_SIZE
+        }
+        return {"statistics": statistics, "details": details}
 
 
-def described(values: np.ndarray, edges: np.ndarray) -> dict:
-    found = {"mean": values.mean(), "std": values.std(), "mean_abs": np.abs(values).mean()}
-    found |= {"min": values.min(), "max": values.max()}
-    quantiles = dict(zip(map(str, QUANTILES), np.quantile(values, QUANTILES).tolist()))
-    histogram = np.histogram(values, edges)[0].tolist()
+def summarize_numbers(values: np.ndarray, edges: np.ndarray) -> dict:
+    """Return the count, mean, standard deviation, extremes, quantiles and histogram of numbers."""
+    quantiles = np.quantile(values, QUANTILES).tolist()
     return {
         "count": len(values),
-        **{key: float(value) for key, value in found.items()},
-        "quantiles": quantiles,
-        "histogram": histogram,
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "mean_abs": float(np.abs(values).mean()),
+        "min": float(values.min()),
+        "max": float(values.max()),
+        "quantiles": dict(zip(map(str, QUANTILES), quantiles)),
+        "histogram": np.histogram(values, edges)[0].tolist(),
     }
 
 
-def cosine(x, y):
-    """(B, T) of directions (B, T, d); 0 where one of them is zero."""
-    return (F.normalize(x, dim=-1) * F.normalize(y, dim=-1)).sum(-1)
+def choose_bin_edges(records: Iterable[SiteRecord]) -> dict[str, np.ndarray]:
+    """Return, for each statistic, the edges of NUM_BINS equal bins, the same at all sites.
+
+    They cover the intervals of the statistic, or, without any, the range of its values.
+    """
+    ranges: dict[str, tuple[float, float]] = {}
+    for record in records:
+        for name in record.numbers:
+            if record.intervals.get(name):
+                values = [end for interval in record.intervals[name].values() for end in interval]
+            else:
+                values = record.join_numbers(name)
+            low, high = ranges.get(name, (np.inf, -np.inf))
+            ranges[name] = (min(low, np.min(values)), max(high, np.max(values)))
+    edges = {}
+    for name, (low, high) in ranges.items():
+        if high <= low:  # all values are equal
+            high = low + 1
+        edges[name] = np.linspace(low, high, NUM_BINS + 1)
+    return edges
+
+
+# ---- a forward pass ----
 
 
 class Audit(Stream):
-    """Every step by itself; what happens at each site goes to `found` {(layer, name): Collected}.
+    """Run the stream as it is, and add what happens at each site to its record.
 
-    `embedded` (B, T, d) are the tokens' embeddings; `before` the direction of the site before, None at the first one.
+    Args:
+        records: (layer, site name) -> record, which is created if it is missing
+        embeddings: of the tokens (B, T, d)
     """
 
-    def __init__(self, found: dict, embedded: torch.Tensor):
-        self.found, self.embedded, self.before = found, embedded, None
+    def __init__(self, records: dict[tuple[int, str], SiteRecord], embeddings: torch.Tensor):
+        self.records = records
+        self.embeddings = embeddings
+        self.previous_direction: torch.Tensor | None = None
 
-    def write(self, site, state, h, c, x_in, cache):
-        written, loss = super().write(site, state, h, c, x_in, cache)
-        found = self.found.setdefault((site.layer, site.name), Collected(shares_of(site.write)))
-        direction = direction_of(site, state, h, x_in, c)
-        numbers = said(site, state, h, x_in, c, written) | changed(state, written)
-        for name, values in (numbers | turned(direction, self.before, self.embedded)).items():
-            found.add(name, values)
-        self.before = direction
-        return written, loss
+    def write(
+        self,
+        site: Site,
+        state: State,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: torch.Tensor | tuple,
+        cache: dict | None,
+    ) -> tuple[State, torch.Tensor | None]:
+        written, extra_loss = super().write(site, state, h, c, x_in, cache)
+        direction = get_direction(site, state, h, x_in, c)
+        values_by_name = {
+            **collect_from_parts(site, state, h, x_in, c, written),
+            **measure_change(state, written),
+            **measure_turns(direction, self.previous_direction, self.embeddings),
+        }
+        key = (site.layer, site.name)
+        if key not in self.records:
+            self.records[key] = SiteRecord(get_intervals(site.write))
+        for name, values in values_by_name.items():
+            self.records[key].add(name, values)
+        self.previous_direction = direction
+        return written, extra_loss
 
 
-def said(site, state, h, x_in, c, written) -> dict:
-    """What the site's parts say of themselves."""
-    result = {}
+def collect_from_parts(
+    site: Site,
+    state: State,
+    h: torch.Tensor,
+    x_in: torch.Tensor | tuple,
+    c: torch.Tensor,
+    written: State,
+) -> dict[str, torch.Tensor]:
+    """Return the statistics of the write, and the details of the write and the read (parts.py)."""
+    values_by_name = {}
     if hasattr(site.write, "statistics"):
-        result |= site.write.statistics(state, h, x_in, c, written)
-    if details := entry(DETAILS, site.write):
-        result |= details(site.write, state, h, x_in, c, written)
-    if details := entry(DETAILS, site.read):
-        result |= details(site.read, state)
-    return result
+        values_by_name.update(site.write.statistics(state, h, x_in, c, written))
+    write_details = find_entry(DETAILS, site.write)
+    if write_details is not None:
+        values_by_name.update(write_details(site.write, state, h, x_in, c, written))
+    read_details = find_entry(DETAILS, site.read)
+    if read_details is not None:
+        values_by_name.update(read_details(site.read, state))
+    return values_by_name
 
 
-def direction_of(site, state, h, x_in, c):
-    """(B, T, d), of any length: what the write names, or the sublayer's output."""
-    along = entry(ALONG, site.write)
-    return h if along is None else along(site.write, state, h, x_in, c)
+def get_direction(
+    site: Site,
+    state: State,
+    h: torch.Tensor,
+    x_in: torch.Tensor | tuple,
+    c: torch.Tensor,
+) -> torch.Tensor:
+    """Return the direction of a write (B, T, d), of any length: h, unless parts.py has another."""
+    direction = find_entry(DIRECTIONS, site.write)
+    if direction is None:
+        return h
+    return direction(site.write, state, h, x_in, c)
 
 
-def turned(direction, before, embedded) -> dict:
-    """Cosines of a site's directions (B, T, d) with those of the token before, of the site before and with the tokens'
-    embeddings, and their effective rank, of each sequence."""
-    found = {"cosine_tokens": cosine(direction[:, 1:], direction[:, :-1])}
-    if before is not None:
-        found["cosine_sites"] = cosine(direction, before)
-    found["cosine_embedding"] = cosine(direction, embedded)
-    return found | {"rank_direction": effective_rank(direction)}
+def cosine(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the cosines (B, T) between vectors (B, T, d); 0 where one of them is zero."""
+    return (F.normalize(x, dim=-1) * F.normalize(y, dim=-1)).sum(-1)
 
 
-def changed(state, written) -> dict:
-    """|X' - X| / |X| of each token, unless the write makes the state grow; effective rank of the new state; cosines
-    between its columns, where it has several."""
-    found, shapes = {}, [[part.shape for part in tree_leaves(each)] for each in (state, written)]
-    if shapes[0] == shapes[1]:
-        old, new = side_by_side(state), side_by_side(written)
+def measure_turns(
+    direction: torch.Tensor, previous_direction: torch.Tensor | None, embeddings: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the cosines of a site's directions with other vectors, and their effective rank (B,).
+
+    The cosines are those with the direction of the previous token (B, T - 1), with that of the
+    previous site, if there is one, and with the embedding of the token (B, T).
+    """
+    values_by_name = {"cosine_tokens": cosine(direction[:, 1:], direction[:, :-1])}
+    if previous_direction is not None:
+        values_by_name["cosine_sites"] = cosine(direction, previous_direction)
+    values_by_name["cosine_embedding"] = cosine(direction, embeddings)
+    values_by_name["rank_direction"] = effective_rank(direction)
+    return values_by_name
+
+
+def measure_change(state: State, written: State) -> dict[str, torch.Tensor]:
+    """Return how a write changes the state.
+
+    Returns:
+        `write_size` (B, T), ||X' - X|| / ||X||, unless the state grows; `rank_state` (B,), the
+        effective rank of the new state; `column_cosine` (B, T, d_v, d_v), the cosines between its
+        value channels or streams, if there are several.
+    """
+    values_by_name = {}
+    shapes = [part.shape for part in tree_leaves(state)]
+    if shapes == [part.shape for part in tree_leaves(written)]:
+        old = concatenate_state(state)
+        new = concatenate_state(written)
         norm = old.norm(dim=-1).clamp_min(torch.finfo(old.dtype).tiny)
-        found["write_size"] = (new - old).norm(dim=-1) / norm
-    found["rank_state"] = effective_rank(side_by_side(written))
+        values_by_name["write_size"] = (new - old).norm(dim=-1) / norm
+    values_by_name["rank_state"] = effective_rank(concatenate_state(written))
     if torch.is_tensor(written) and written.ndim == 4 and written.shape[2] > 1:
-        found["column_cosine"] = cosines(written)
-    return found
+        values_by_name["column_cosine"] = compute_cosines(written)
+    return values_by_name
+
+
+# ---- a run ----
 
 
 @torch.no_grad()
-def measure(model, batches, windows: list[int], rows: int, device, progress=None) -> dict:
-    """Over the windows, which are whole: "sites", a row for each site with its `statistics` and `details`; "edges" of
-    each statistic's histogram, the same at all sites; "tokens".
+def measure(
+    model: GPT,
+    batches: ValidationBatches,
+    sequences: list[int],
+    batch_size: int,
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> dict:
+    """Measure every site over sequences of full length.
 
-    Numbers of tokens are kept to the end, 4 bytes each; states are not. ValueError: one is not finite.
+    The numbers of all tokens stay in memory until the end, 4 bytes each; states do not.
+
+    Returns:
+        "sequences" and "tokens", their numbers; "sites", with the "statistics" and "details" of
+        each; "edges", those of the histogram of each statistic, which are the same at all sites.
+
+    Raises:
+        ValueError: a number is not finite
     """
-    found: dict[tuple[int, str], Collected] = {}
-    for ids, _ in common.in_batches(batches, windows, rows, device, progress):
-        with model.through(Audit(found, model.transformer.wte(ids))):
+    records: dict[tuple[int, str], SiteRecord] = {}
+    for ids, _ in common.iterate_batches(batches, sequences, batch_size, device, progress):
+        with model.through(Audit(records, model.transformer.wte(ids))):
             model.hidden(ids)
-    edges, tokens = edges_of(found.values()), len(windows) * batches.seq_len
-    sites = [{"layer": n, "site": name, **e.summary(edges)} for (n, name), e in found.items()]
-    listed = {name: bins.tolist() for name, bins in edges.items()}
-    return {"sequences": len(windows), "tokens": tokens, "sites": sites, "edges": listed}
-
-
-def edges_of(sites) -> dict[str, np.ndarray]:
-    """Of each statistic 40 equal bins over all sites: the range that its shares cover, or that of its values."""
-    ranges: dict[str, tuple[float, float]] = {}
-    for site in sites:
-        for name in site.numbers:
-            values = [end for interval in site.shares.get(name, {}).values() for end in interval]
-            values = values or site.all(name)
-            low, high = ranges.get(name, (np.inf, -np.inf))
-            ranges[name] = min(low, np.min(values)), max(high, np.max(values))
+    edges = choose_bin_edges(records.values())
     return {
-        name: np.linspace(low, high if high > low else low + 1, BINS + 1)
-        for name, (low, high) in ranges.items()
+        "sequences": len(sequences),
+        "tokens": len(sequences) * batches.seq_len,
+        "sites": [
+            {"layer": layer, "site": name, **record.summarize(edges)}
+            for (layer, name), record in records.items()
+        ],
+        "edges": {name: bins.tolist() for name, bins in edges.items()},
     }
 
 
-def measure_run(subject, args, device, figures: Figures) -> dict:
-    """The row of a subject's statistics with what its edits change (`effects`); each is taken from
-    `figures` where it is there. ValueError: an edit that the model does not have."""
+def measure_run(
+    subject: Subject, args: argparse.Namespace, device: torch.device, figures: Figures
+) -> dict:
+    """Return the row of a run's statistics with the effects of its edits.
+
+    What `figures` has is not measured again.
+
+    Raises:
+        ValueError: args.edits names an edit that the model does not have
+    """
     corpus = open_corpus_of(subject, args.dataset or "")
-    model, _, stem = subject.load(device)
-    batches = common.validation_batches(model, corpus)
-    windows = common.whole_windows(batches, args.windows)
-    key = {"weights": subject.identity, "corpus": corpus.identity}
-    if figures.find(kind="statistics", **key) is None:
-        progress = common.Progress(subject.label, len(windows))
-        found = measure(model, batches, windows, args.rows, device, progress)
-        figures.add({"kind": "statistics", **key, **common.about(subject, model, stem), **found})
-        counts = f"{len(found['sites'])} sites over {found['tokens']:,} tokens"
-        print(f"{subject.label}: {counts}", flush=True)
-    row = figures.find(kind="statistics", **key) | {"effects": []}
-    if args.edits != "none":
-        plan = edits.Plan(model, None if args.edits == "all" else args.edits.split(","))
-        key = {"kind": "losses", **key, "names": plan.names}
-        label = f"{subject.label}, edits"
-        edits.measure(model, batches, windows, args.rows, plan, figures, key, label)
-        row["effects"] = edits.effects([r for r in figures.rows if key.items() <= r.items()])
-    return row
+    model, _, model_name = subject.load(device)
+    batches = common.open_validation_batches(model, corpus)
+    sequences = common.select_sequences(batches, args.windows)
+    row = figures.find(kind="statistics", weights=subject.identity, corpus=corpus.identity)
+    if row is None:
+        progress = common.Progress(subject.label, len(sequences))
+        measured = measure(model, batches, sequences, args.rows, device, progress)
+        row = {
+            "kind": "statistics",
+            "weights": subject.identity,
+            "corpus": corpus.identity,
+            **common.describe_run(subject, model, model_name),
+            **measured,
+        }
+        figures.add(row)
+        print(
+            f"{subject.label}: {len(measured['sites'])} sites over {measured['tokens']:,} tokens",
+            flush=True,
+        )
+    if args.edits == "none":
+        return {**row, "effects": []}
+    plan = edits.EditPlan(model, None if args.edits == "all" else args.edits.split(","))
+    key = {
+        "kind": "losses",
+        "weights": subject.identity,
+        "corpus": corpus.identity,
+        "names": plan.names,
+    }
+    edits.measure_losses(
+        model,
+        batches,
+        sequences,
+        args.rows,
+        plan,
+        figures,
+        key,
+        label=f"{subject.label}, edits",
+    )
+    losses = [stored for stored in figures.rows if key.items() <= stored.items()]
+    return {**row, "effects": edits.compute_effects(losses)}
 
 
-def add_options(parser) -> None:
+# ---- the command ----
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(windows=32)
-    names = "all, none, or names with commas between (default: %(default)s)"
-    parser.add_argument("--edits", default="all", help=names)
+    parser.add_argument(
+        "--edits",
+        default="all",
+        help="all, none, or names separated by commas (default: %(default)s)",
+    )
 
 
-def run(args) -> None:
-    """Measure every run, store what is found, draw it and write its page."""
-    plots.printing()  # a missing package is known before the work
-    device, out = distributed.pick_device(args.device), common.output(args, "gates")
-    chosen, settings = common.chosen(args), {"windows": args.windows, "at_once": args.rows}
-    for subject in chosen if args.edits not in ("all", "none") else ():
-        edits.Plan(subject.load("cpu")[0], args.edits.split(","))
-    code, notes = compute_digest(*CODE)[:12], {"summary": {}}
-    figures = Figures(out, device, settings, resume=True, code=code, notes=notes)
-    rows = [measure_run(subject, args, device, figures) for subject in chosen]
-    groups = gates_page.groups(rows, chosen)
-    figures.notes["summary"] = {group.label: group.stored() for group in groups}
+def run(args: argparse.Namespace) -> None:
+    """Measure every run and store its figures; then draw them and write the page."""
+    plots.printing()  # a missing package should be noticed before anything is measured
+    device = distributed.pick_device(args.device)
+    out = common.prepare_output_file(args, "gates")
+    subjects = common.find_subjects(args)
+    if args.edits not in ("all", "none"):
+        # a wrong name should be noticed before anything is measured
+        for subject in subjects:
+            model, _, _ = subject.load("cpu")
+            edits.EditPlan(model, args.edits.split(","))
+    figures = Figures(
+        out,
+        device,
+        {"windows": args.windows, "at_once": args.rows},
+        resume=True,
+        code=compute_digest(*CODE)[:12],
+        notes={"summary": {}},
+    )
+    rows = [measure_run(subject, args, device, figures) for subject in subjects]
+    groups = gates_page.group_runs(rows, subjects)
+    figures.notes["summary"] = {group.label: group.summarize() for group in groups}
     figures.store()
-    drawn = [path for group in groups for path in gates_page.draw(group, out, len(groups) > 1)]
-    text = gates_page.markdown(groups, drawn)
-    files.write_text(out.with_suffix(".md"), text)
-    print(text)
-    print(f"wrote {out} and {out.with_suffix('.md')}, drew {len(drawn)} figures beside them")
+    pictures = []
+    for group in groups:
+        pictures += gates_page.draw(group, out, in_several_groups=len(groups) > 1)
+    page = gates_page.format_page(groups, pictures)
+    page_file = out.with_suffix(".md")
+    files.write_text(page_file, page)
+    print(page)
+    print(f"wrote {out} and {page_file}, drew {len(pictures)} figures beside them")

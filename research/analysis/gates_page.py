@@ -1,25 +1,41 @@
-"""What `analyze.py gates` found, as tables and figures: means over seeds, with intervals.
+"""The page and the figures of `analyze.py gates`: tables of means over seeds, with intervals.
 
-A group is the runs of one setting and step, each with a seed of its own. Of one run, the interval
-of an edit is over validation sequences: it covers the choice of the text. Of several, it is over
-their means: it covers the seed.
+A group holds the runs of one setting at one step, each with a seed of its own. In a group of one
+run, the interval of an edit's effect is over validation sequences: it covers the choice of the text.
+In a group of several runs it is over their means: it covers the seed.
 """
 
 import json
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from evaluation.subjects import Subject
 from research import compare, plots
 from research.compare import Estimate
 from research.runs import UNSHOWN
 from utils import errors, tables
 
-SHOWN = 3  # statistics in the heat maps of a stream whose statistics have no shares
-THIN = {"linewidth": 0.6, "alpha": 0.6, "marker": ""}  # a run beside the mean over runs
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+SiteKey = tuple[int, str]  # layer and name of a site
+Verdict = tuple[Estimate, str]  # a change of the loss, and whether it is better or worse
+Key = TypeVar("Key", bound=Hashable)
+
+MAX_COLUMNS = 3  # panels side by side
+NUM_HISTOGRAMS = 3  # statistics with histograms, in streams whose statistics have no intervals
+# between which 90% of the tokens lie
+LOW_QUANTILE = "0.05"
+HIGH_QUANTILE = "0.95"
+ALL_SITES: tuple[None, str] = (None, "all")  # layer and site of an edit at all sites at once
 
 
 @dataclass(frozen=True)
@@ -30,372 +46,571 @@ class Group:
     rows: list[dict]
 
     @property
-    def sites(self) -> list[tuple[int, str]]:
+    def sites(self) -> list[SiteKey]:
         return [(site["layer"], site["site"]) for site in self.rows[0]["sites"]]
 
     @property
-    def kinds(self) -> list[str]:
+    def site_names(self) -> list[str]:
         """Names of sites within a block."""
         return list(dict.fromkeys(name for _, name in self.sites))
 
     @cached_property
-    def names(self) -> list[str]:
-        """Of all statistics; those of the first sites come first."""
-        return list(dict.fromkeys(n for site in self.rows[0]["sites"] for n in site["statistics"]))
+    def statistic_names(self) -> list[str]:
+        """Names of the statistics of all sites; those of the first sites come first."""
+        return list(
+            dict.fromkeys(name for site in self.rows[0]["sites"] for name in site["statistics"])
+        )
 
     @cached_property
     def intervals(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """Of the statistics that have shares: {statistic: {label: (low, high)}}."""
-        found = [each for site in self.rows[0]["sites"] for each in site["statistics"].items()]
-        return {name: each["intervals"] for name, each in found if "intervals" in each}
+        """Intervals in which tokens are counted: {statistic: {label: (low, high)}}."""
+        intervals = {}
+        for site in self.rows[0]["sites"]:
+            for name, statistic in site["statistics"].items():
+                if "intervals" in statistic:
+                    intervals[name] = statistic["intervals"]
+        return intervals
 
-    def found(self, key: tuple[int, str], part: str, name: str) -> list[dict]:
-        """Of each run, what `part`, statistics or details, has of this name at the site."""
-        at = [next(s for s in row["sites"] if (s["layer"], s["site"]) == key) for row in self.rows]
-        return [site[part][name] for site in at if name in site[part]]
+    def get_summaries(self, key: SiteKey, name: str, part: str = "statistics") -> list[dict]:
+        """Return what each run has of a statistic at a site; [] if the site does not have it.
 
-    def layers(self, kind: str, name: str, part: str = "statistics") -> dict[int, list[dict]]:
-        """{layer: what each run has} of the sites of this kind that have the statistic."""
-        found = {n: self.found((n, of), part, name) for n, of in self.sites if of == kind}
-        return {layer: runs for layer, runs in found.items() if runs}
-
-    def means(self, name: str) -> dict[tuple[int, str], list[float]]:
-        """{site: the mean of each run} of the sites that have the statistic."""
-        found = {key: self.found(key, "statistics", name) for key in self.sites}
-        return {key: [run["mean"] for run in runs] for key, runs in found.items() if runs}
-
-    def per_run(self, name: str, share: str = "") -> list[float]:
-        """Of each run the mean over sites, of a statistic or of one of its shares."""
-        runs = []
+        part: "statistics" or "details"
+        """
+        summaries = []
         for row in self.rows:
-            at = [s["statistics"][name] for s in row["sites"] if name in s["statistics"]]
-            values = [each["shares"][share] if share else each["mean"] for each in at]
-            runs.append(float(np.mean(values)))
-        return runs
+            for site in row["sites"]:
+                if (site["layer"], site["site"]) == key and name in site[part]:
+                    summaries.append(site[part][name])
+        return summaries
+
+    def get_summaries_by_layer(
+        self, site_name: str, name: str, part: str = "statistics"
+    ) -> dict[int, list[dict]]:
+        """Return {layer: what each run has of a statistic} for the sites that have it."""
+        by_layer = {}
+        for layer, other_site_name in self.sites:
+            if other_site_name == site_name:
+                summaries = self.get_summaries((layer, site_name), name, part)
+                if summaries:
+                    by_layer[layer] = summaries
+        return by_layer
+
+    def get_means_by_site(self, name: str) -> dict[SiteKey, list[float]]:
+        """Return {site: the mean of each run} for the sites that have the statistic."""
+        means = {}
+        for key in self.sites:
+            summaries = self.get_summaries(key, name)
+            if summaries:
+                means[key] = [summary["mean"] for summary in summaries]
+        return means
+
+    def average_over_sites(self, name: str, interval: str = "") -> list[float]:
+        """Return the mean of a statistic over the sites of each run.
+
+        interval: label of an interval; if given, average the fraction of tokens in it instead
+        """
+        means = []
+        for row in self.rows:
+            values = []
+            for site in row["sites"]:
+                if name in site["statistics"]:
+                    statistic = site["statistics"][name]
+                    values.append(statistic["shares"][interval] if interval else statistic["mean"])
+            means.append(float(np.mean(values)))
+        return means
 
     @cached_property
-    def edits(self) -> list[str]:
+    def edit_names(self) -> list[str]:
         return list(dict.fromkeys(effect["edit"] for effect in self.rows[0]["effects"]))
 
-    def effect(self, layer: int | None, site: str, edit: str) -> Estimate | None:
-        """The change in loss: over the windows of one run, or the means of several."""
-        key = {"layer": layer, "site": site, "edit": edit}.items()
-        found = [each for row in self.rows for each in row["effects"] if key <= each.items()]
-        if not found:
+    def get_effect(self, layer: int | None, site: str, edit: str) -> Estimate | None:
+        """Return the change of the loss over the sequences of one run, or the means of several.
+
+        None if the site does not have the edit.
+        """
+        key = {"layer": layer, "site": site, "edit": edit}
+        effects = [
+            effect
+            for row in self.rows
+            for effect in row["effects"]
+            if key.items() <= effect.items()
+        ]
+        if not effects:
             return None
         if len(self.rows) > 1:
-            return compare.interval([effect["difference"] for effect in found])
-        n, error = found[0]["windows"], found[0]["standard_error"]
-        return Estimate(found[0]["difference"], np.inf if error is None else error, n - 1, n)
+            return compare.interval([effect["difference"] for effect in effects])
+        [effect] = effects
+        standard_error = effect["standard_error"]
+        if standard_error is None:  # of one sequence
+            standard_error = np.inf
+        num_sequences = effect["windows"]
+        return Estimate(effect["difference"], standard_error, num_sequences - 1, num_sequences)
 
-    def verdicts(self, edit: str) -> dict[tuple[int, str], tuple[Estimate, str]]:
-        """Of every site that has the edit the change and a word for it (Holm over sites)."""
-        return worded({key: self.effect(*key, edit) for key in self.sites})
+    def judge_edit(self, edit: str) -> dict[SiteKey, Verdict]:
+        """Return the verdict on an edit at each site that has it (corrected by Holm over sites)."""
+        return judge({key: self.get_effect(*key, edit) for key in self.sites})
 
     @cached_property
-    def at_once(self) -> dict[str, tuple[Estimate, str]]:
-        """Of every edit at all sites at once the change and a word for it (Holm over edits)."""
-        return worded({edit: self.effect(None, "all", edit) for edit in self.edits})
+    def verdicts_at_all_sites(self) -> dict[str, Verdict]:
+        """Verdict on each edit at all sites at once (corrected by Holm over edits)."""
+        return judge({edit: self.get_effect(*ALL_SITES, edit) for edit in self.edit_names})
 
     @property
-    def over(self) -> str:
-        first, runs = self.rows[0], len(self.rows)
-        return f"{runs} seeds" if runs > 1 else f"{first['sequences']} sequences"
+    def interval_source(self) -> str:
+        """Say what the intervals of effects are over."""
+        if len(self.rows) > 1:
+            return f"{len(self.rows)} seeds"
+        return f"{self.rows[0]['sequences']} sequences"
 
-    def stored(self) -> dict:
-        """Means over sites and runs, and effects, as they go to the JSON file."""
-        means = {name: compare.summary(self.per_run(name)) for name in self.names}
+    def summarize(self) -> dict:
+        """Return means over sites and runs, and effects, as they are stored in the JSON file."""
         effects = []
-        for edit in self.edits:
-            found = {(None, "all"): self.at_once[edit]} if edit in self.at_once else {}
-            for (layer, site), (change, _) in (found | self.verdicts(edit)).items():
-                half = change.half if np.isfinite(change.half) else None
-                about = {"edit": edit, "layer": layer, "site": site}
-                effects.append({**about, "difference": change.mean, "ci95": half, "n": change.n})
-        runs = [row["label"] for row in self.rows]
-        return {"runs": runs, "interval_over": self.over, "over_sites": means, "effects": effects}
+        for edit in self.edit_names:
+            verdicts: dict[tuple[int | None, str], Verdict] = {}
+            if edit in self.verdicts_at_all_sites:
+                verdicts[ALL_SITES] = self.verdicts_at_all_sites[edit]
+            verdicts.update(self.judge_edit(edit))
+            for (layer, site), (change, _) in verdicts.items():
+                effects.append(
+                    {
+                        "edit": edit,
+                        "layer": layer,
+                        "site": site,
+                        "difference": change.mean,
+                        "ci95": change.half if np.isfinite(change.half) else None,
+                        "n": change.n,
+                    }
+                )
+        return {
+            "runs": [row["label"] for row in self.rows],
+            "interval_over": self.interval_source,
+            "over_sites": {
+                name: compare.summary(self.average_over_sites(name))
+                for name in self.statistic_names
+            },
+            "effects": effects,
+        }
 
 
-def worded(changes: dict) -> dict:
-    """{key: (change, its word)} of the changes that there are, corrected for their number."""
-    changes = {key: change for key, change in changes.items() if change is not None}
-    return dict(zip(changes, zip(changes.values(), compare.verdicts(list(changes.values())))))
+def judge(changes: dict[Key, Estimate | None]) -> dict[Key, Verdict]:
+    """Return the verdict on each change that is not None, corrected for their number."""
+    estimates = {key: change for key, change in changes.items() if change is not None}
+    words = compare.verdicts(list(estimates.values()))
+    return {key: (estimate, word) for (key, estimate), word in zip(estimates.items(), words)}
 
 
-def groups(rows: list[dict], subjects: list) -> list[Group]:
-    """The rows by setting and step, in the order in which they come up. By itself is each run of a
-    setting that has a seed twice, and a folder without a run's settings. The same weights are
-    counted once, which is said."""
-    found: dict[str, list[dict]] = {}
-    seen: set[str] = set()
+# ---- groups ----
+
+
+def group_runs(rows: list[dict], subjects: list[Subject]) -> list[Group]:
+    """Group the rows by setting and step, in order of appearance.
+
+    A run is a group by itself if its setting has a seed twice, or if its folder does not say its
+    settings. Equal weights are counted once, and a note is printed.
+    """
+    rows_by_setting: dict[str, list[dict]] = {}
+    counted_weights: set[str] = set()
     for row, subject in zip(rows, subjects):
-        if subject.identity in seen:
+        if subject.identity in counted_weights:
             print(f"{subject.label}: these weights are there already: counted once", flush=True)
             continue
-        seen.add(subject.identity)
-        found.setdefault(setting_of(subject), []).append(row | {"label": subject.label})
-    lists = []
-    for members in found.values():
-        independent = len({row["seed"] for row in members}) == len(members)
-        lists += [members] if independent else [[row] for row in members]
-    stems = [members[0]["model"] for members in lists]
-    labels = [m[0]["model"] if stems.count(m[0]["model"]) == 1 else m[0]["label"] for m in lists]
-    return [Group(label, members) for label, members in zip(labels, lists)]
+        counted_weights.add(subject.identity)
+        rows_by_setting.setdefault(describe_setting(subject), []).append(
+            {**row, "label": subject.label}
+        )
+    row_lists = []
+    for setting_rows in rows_by_setting.values():
+        seeds = {row["seed"] for row in setting_rows}
+        if len(seeds) == len(setting_rows):
+            row_lists.append(setting_rows)
+        else:
+            row_lists += [[row] for row in setting_rows]
+    # a group has the name of its model, unless several have the same
+    model_names = [group_rows[0]["model"] for group_rows in row_lists]
+    groups = []
+    for model_name, group_rows in zip(model_names, row_lists):
+        is_unique = model_names.count(model_name) == 1
+        groups.append(Group(model_name if is_unique else group_rows[0]["label"], group_rows))
+    return groups
 
 
-def setting_of(subject) -> str:
-    """What runs of one group have in common."""
+def describe_setting(subject: Subject) -> str:
+    """Return what the runs of one group have in common, as text."""
     if subject.state is None:
         return subject.identity
     state = subject.state
-    settings = {**state["run_config"], **state["model_config"]}
-    unshown = {*UNSHOWN, "model", "seed"}
-    same = {key: value for key, value in settings.items() if key not in unshown}
-    return json.dumps([state["model"], state["step"], same], sort_keys=True)
+    ignored_keys = {*UNSHOWN, "model", "seed"}
+    settings = {
+        key: value
+        for key, value in {**state["run_config"], **state["model_config"]}.items()
+        if key not in ignored_keys
+    }
+    return json.dumps([state["model"], state["step"], settings], sort_keys=True)
 
 
 # ---- the page ----
 
 
-def place(key: tuple[int, str]) -> str:
-    return f"block {key[0]} {key[1]}"
+def describe_site(key: SiteKey) -> str:
+    layer, name = key
+    return f"block {layer} {name}"
 
 
-def extremes(group: Group, name: str) -> str:
-    """ "0.41 (block 0 attn) to 1.20 (block 3 mlp)"."""
-    means = {key: np.mean(runs) for key, runs in group.means(name).items()}
-    low, high = min(means, key=means.get), max(means, key=means.get)
-    return f"{means[low]:.4g} ({place(low)}) to {means[high]:.4g} ({place(high)})"
+def format_extremes(group: Group, name: str) -> str:
+    """Return the lowest and the highest mean: "0.41 (block 0 attn) to 1.20 (block 3 mlp)"."""
+    means = {key: np.mean(runs) for key, runs in group.get_means_by_site(name).items()}
+    low = min(means, key=means.get)
+    high = max(means, key=means.get)
+    return f"{means[low]:.4g} ({describe_site(low)}) to {means[high]:.4g} ({describe_site(high)})"
 
 
-def apart(group: Group, name: str) -> str:
-    """The site at which runs differ most, and between what; a mean over runs hides it where they
-    do different things at one site."""
-    means = group.means(name)
-    most = max(means, key=lambda key: max(means[key]) - min(means[key]))
-    return f"{min(means[most]):.4g} to {max(means[most]):.4g} ({place(most)})"
+def format_widest_spread(group: Group, name: str) -> str:
+    """Return the site at which runs differ most, and their lowest and highest mean there.
+
+    A mean over runs hides it if they do different things at one site.
+    """
+    means = group.get_means_by_site(name)
+    widest = max(means, key=lambda key: max(means[key]) - min(means[key]))
+    return f"{min(means[widest]):.4g} to {max(means[widest]):.4g} ({describe_site(widest)})"
 
 
-def table_of_statistics(group: Group) -> str:
+def format_statistics_table(group: Group) -> str:
     header = ["statistic", "mean over sites (runs)", "lowest to highest site"]
-    if several := len(group.rows) > 1:
+    has_several_runs = len(group.rows) > 1
+    if has_several_runs:
         header.append("lowest to highest run, at the site where runs differ most")
     rows = []
-    for name in group.names:
-        mean = compare.interval(group.per_run(name)).text(".4g")
-        differ = [apart(group, name)] if several else []
-        rows.append([name, mean, extremes(group, name), *differ])
+    for name in group.statistic_names:
+        mean = compare.interval(group.average_over_sites(name)).text(".4g")
+        row = [name, mean, format_extremes(group, name)]
+        if has_several_runs:
+            row.append(format_widest_spread(group, name))
+        rows.append(row)
         for label, (low, high) in group.intervals.get(name, {}).items():
-            share = compare.interval(group.per_run(name, label)).text(".3f")
-            rows.append(
-                [f"share {label} ({low:g} to {high:g})", share, *[None] * (len(header) - 2)]
-            )
+            fraction = compare.interval(group.average_over_sites(name, label)).text(".3f")
+            row = [f"share {label} ({low:g} to {high:g})", fraction]
+            row += [None] * (len(header) - len(row))
+            rows.append(row)
     return tables.format_markdown(header, rows)
 
 
-def signed(change: Estimate) -> str:
-    """`+0.0123 ± 0.0045`."""
+def format_change(change: Estimate) -> str:
+    """Return `+0.0123 ± 0.0045`."""
     return change.text("+.4f").rpartition(" ")[0]
 
 
-def table_of_edits(group: Group) -> str:
-    """Changes of the loss, in brackets where they are undecided."""
-    found = {edit: group.verdicts(edit) for edit in group.edits}
-    for edit, change in group.at_once.items():
-        found[edit]["all at once"] = change
-
-    def cell(edit, key):
-        if key not in found[edit]:
-            return None
-        change, word = found[edit][key]
-        return f"({signed(change)})" if word == "undecided" else signed(change)
-
-    rows = []
-    for key in ("all at once", *group.sites):
-        name = key if isinstance(key, str) else place(key)
-        rows.append([name, *(cell(edit, key) for edit in group.edits)])
-    return tables.format_markdown(("site", *group.edits), rows)
+def format_verdict(verdict: Verdict | None) -> str | None:
+    """Return a change of the loss, in brackets if it is undecided; None if there is none."""
+    if verdict is None:
+        return None
+    change, word = verdict
+    return f"({format_change(change)})" if word == "undecided" else format_change(change)
 
 
-def markdown(groups: list[Group], drawn: list[Path]) -> str:
-    """The page: for each group its statistics and edits; then the figures."""
+def format_edit_table(group: Group) -> str:
+    """Return the table of changes of the loss, with a row for each site and a column per edit."""
+    first_row = ["all at once"]
+    for edit in group.edit_names:
+        first_row.append(format_verdict(group.verdicts_at_all_sites.get(edit)))
+    rows = [first_row]
+    verdicts = {edit: group.judge_edit(edit) for edit in group.edit_names}
+    for key in group.sites:
+        cells = [format_verdict(verdicts[edit].get(key)) for edit in group.edit_names]
+        rows.append([describe_site(key), *cells])
+    return tables.format_markdown(("site", *group.edit_names), rows)
+
+
+def format_page(groups: list[Group], pictures: list[Path]) -> str:
+    """Return the page in Markdown: statistics and edits of each group, then the pictures."""
     parts = ["# Gates and writes of trained models\n"]
     for group in groups:
-        runs, first = "; ".join(row["label"] for row in group.rows), group.rows[0]
-        count = f"{first['sequences']} validation sequences, {first['tokens']:,} tokens"
-        parts += [f"## {group.label}\n", f"{runs}; {count}.\n", table_of_statistics(group) + "\n"]
-        if group.edits:
+        runs = "; ".join(row["label"] for row in group.rows)
+        num_sequences = group.rows[0]["sequences"]
+        num_tokens = group.rows[0]["tokens"]
+        parts.append(f"## {group.label}\n")
+        parts.append(f"{runs}; {num_sequences} validation sequences, {num_tokens:,} tokens.\n")
+        parts.append(format_statistics_table(group) + "\n")
+        if group.edit_names:
             parts.append(
                 "Change of the loss, in nats a token, with its 95% interval over "
-                f"{group.over}; in brackets where no difference is seen (Holm: at one site for the "
-                "number of sites, at all at once for that of the edits). An edit is not a "
-                "retrained model.\n"
+                f"{group.interval_source}; in brackets where no difference is seen (Holm: at one "
+                "site for the number of sites, at all at once for that of the edits). An edit is "
+                "not a retrained model.\n"
             )
-            parts.append(table_of_edits(group) + "\n")
-    parts += [f"![{path.stem}]({path.name})" for path in drawn]
+            parts.append(format_edit_table(group) + "\n")
+    parts += [f"![{picture.stem}]({picture.name})" for picture in pictures]
     return "\n".join(parts) + "\n"
 
 
 # ---- figures ----
 
 
-def draw(group: Group, out: Path, several: bool) -> list[Path]:
-    """The files, named after `out` and, among `several` groups, the group."""
-    name = out.stem
-    if several:
-        name += "_" + group.label.replace("/", "_").replace(" ", "_")
-    kinds = {"course": course, "histograms": histograms, "edits": edits, "details": details}
-    paths = []
-    with plots.printing():
-        for kind, make in kinds.items():
-            if (figure := make(group)) is not None:
-                paths.append(out.with_name(f"{name}_{kind}.png"))
-                plots.save(figure, paths[-1])
-    return paths
+def draw(group: Group, out: Path, in_several_groups: bool) -> list[Path]:
+    """Draw the figures of a group and return their files.
 
-
-def grid(count: int, columns: int, height: float, labels: list[str]):
-    """A figure of `count` panels, and these."""
-    figure, axes = plots.panels(math.ceil(count / columns), columns, height, labels)
-    for axis in axes.flat[count:]:
-        axis.axis("off")
-    for axis in axes.flat[:count]:
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    return figure, list(axes.flat[:count])
-
-
-def course(group: Group):
-    """Every statistic over blocks; NAME_before, NAME_after, NAME_expected are drawn with NAME.
-
-    Runs' courses may differ: of several each is drawn thin beside the mean, which none may have.
-    Of one run: between which values 90% of its tokens lie.
+    Args:
+        out: the JSON file, after which they are named
+        in_several_groups: add the label of the group to the names
     """
-    bases: dict[str, list[str]] = {}
-    for name in group.names:
+    name = out.stem
+    if in_several_groups:
+        name += "_" + group.label.replace("/", "_").replace(" ", "_")
+    draw_functions: dict[str, Callable[[Group], Figure | None]] = {
+        "course": draw_course,
+        "histograms": draw_histograms,
+        "edits": draw_edits,
+        "details": draw_details,
+    }
+    pictures = []
+    with plots.printing():
+        for kind, draw_figure in draw_functions.items():
+            figure = draw_figure(group)
+            if figure is not None:
+                picture = out.with_name(f"{name}_{kind}.png")
+                plots.save(figure, picture)
+                pictures.append(picture)
+    return pictures
+
+
+def make_panels(
+    num_panels: int, num_columns: int, height: float, labels: list[str]
+) -> tuple["Figure", list["Axes"]]:
+    """Return a figure and its panels, row by row.
+
+    Args:
+        height: of each row, in inches
+        labels: those of the legend, for which room is left
+    """
+    num_rows = math.ceil(num_panels / num_columns)
+    figure, axes = plots.panels(num_rows, num_columns, height, labels)
+    panels = list(axes.flat[:num_panels])
+    for unused_panel in axes.flat[num_panels:]:
+        unused_panel.axis("off")
+    for panel in panels:
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    return figure, panels
+
+
+def group_by_base_name(names: list[str]) -> dict[str, list[str]]:
+    """Group NAME_before, NAME_after and NAME_expected with NAME."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
         base = name.removesuffix("_before").removesuffix("_after").removesuffix("_expected")
-        bases.setdefault(base, []).append(name)
-    columns, entries = min(3, len(bases)), {}
-    figure, axes = grid(len(bases), columns, 1.6, [*group.kinds, *["before, measured"] * 3])
-    for panel, (base, names) in zip(axes, bases.items()):
-        for number, kind in enumerate(group.kinds):
-            for name in names:
-                found = group.layers(kind, name)
-                style = {
-                    "color": plots.COLORS[number],
-                    "linestyle": plots.STYLES[names.index(name)],
-                }
-                means = [np.mean([run["mean"] for run in runs]) for runs in found.values()]
-                (line,) = panel.plot(list(found), means, marker=plots.MARKERS[number], **style)
+        groups.setdefault(base, []).append(name)
+    return groups
+
+
+def draw_course(group: Group) -> "Figure":
+    """Draw every statistic over blocks, with NAME_before, NAME_after, NAME_expected in one panel.
+
+    For one run, a band shows between which values 90% of its tokens lie. For several runs, each is
+    drawn thin beside the mean, because runs may differ so much that none is like the mean.
+    """
+    names_by_panel = group_by_base_name(group.statistic_names)
+    num_columns = min(MAX_COLUMNS, len(names_by_panel))
+    labels = [*group.site_names, *["before, measured"] * 3]
+    figure, panels = make_panels(len(names_by_panel), num_columns, 1.6, labels)
+    entries = {}
+    for panel, (base_name, names) in zip(panels, names_by_panel.items()):
+        for site_index, site_name in enumerate(group.site_names):
+            for name, line_style in zip(names, plots.STYLES):
+                line = plot_over_blocks(panel, group, site_name, name, site_index, line_style)
                 if name == names[-1]:
-                    entries.setdefault(kind, line)
-                if len(group.rows) == 1:
-                    ends = [[runs[0]["quantiles"][q] for runs in found.values()] for q in ENDS]
-                    panel.fill_between(list(found), *ends, color=style["color"], alpha=0.1)
-                    continue
-                for runs in zip(*found.values()):
-                    panel.plot(list(found), [run["mean"] for run in runs], **style | THIN)
-        others = [name.removeprefix(base).strip("_") or "measured" for name in names]
-        own = f" ({', '.join(others)})" if len(names) > 1 else ""
-        panel.set_title(f"{base.replace('_', ' ')}{own}", loc="left")
-        for name, label in zip(names, others if len(names) > 1 else ()):
-            style = plots.STYLES[names.index(name)]
-            entries.setdefault(label, panel.plot([], [], color="0.5", linestyle=style)[0])
-    for panel in axes[-columns:]:
+                    entries.setdefault(site_name, line)
+        title = base_name.replace("_", " ")
+        if len(names) > 1:
+            suffixes = [name.removeprefix(base_name).strip("_") or "measured" for name in names]
+            title += f" ({', '.join(suffixes)})"
+            for suffix, line_style in zip(suffixes, plots.STYLES):
+                [line] = panel.plot([], [], color="0.5", linestyle=line_style)
+                entries.setdefault(suffix, line)
+        panel.set_title(title, loc="left")
+    for panel in panels[-num_columns:]:
         panel.set_xlabel("block")
     plots.add_legend(figure, entries)
     return figure
 
 
-ENDS = "0.05", "0.95"
+def plot_over_blocks(
+    panel: "Axes", group: Group, site_name: str, name: str, site_index: int, line_style: str
+) -> "Line2D":
+    """Draw the mean of a statistic over blocks, with a band or the single runs.
+
+    Args:
+        site_index: chooses the color and the marker
+        line_style: tells statistics in one panel apart
+
+    Returns:
+        The line of the mean.
+    """
+    color = plots.COLORS[site_index]
+    by_layer = group.get_summaries_by_layer(site_name, name)
+    layers = list(by_layer)
+    means = [np.mean([run["mean"] for run in runs]) for runs in by_layer.values()]
+    [line] = panel.plot(
+        layers, means, marker=plots.MARKERS[site_index], color=color, linestyle=line_style
+    )
+    if len(group.rows) == 1:
+        low = [runs[0]["quantiles"][LOW_QUANTILE] for runs in by_layer.values()]
+        high = [runs[0]["quantiles"][HIGH_QUANTILE] for runs in by_layer.values()]
+        panel.fill_between(layers, low, high, color=color, alpha=0.1)
+        return line
+    for runs in zip(*by_layer.values()):
+        panel.plot(
+            layers,
+            [run["mean"] for run in runs],
+            color=color,
+            linestyle=line_style,
+            linewidth=0.6,
+            alpha=0.6,
+            marker="",
+        )
+    return line
 
 
-def histograms(group: Group):
-    """Layer by value, a panel for each kind of site: of all runs where shares give them the same
-    bins, else of the first. The colours are a square root's: a spike leaves the rest visible."""
+def draw_histograms(group: Group) -> "Figure":
+    """Draw, for each site of a block, layers by values, with the fraction of tokens as color.
+
+    The histograms of all runs are added up if intervals give them the same bins; else only those
+    of the first run are drawn. Colors are on the scale of a square root, so that a spike leaves the
+    rest visible.
+    """
     colors = errors.import_optional("matplotlib.colors", "a figure")
-    names = list(group.intervals) or group.names[:SHOWN]
-    pairs = [(name, kind) for name in names for kind in group.kinds]
-    figure, axes = grid(len(pairs), len(group.kinds), 2.1, [])
-    for panel, (name, kind) in zip(axes, pairs):
-        runs = len(group.rows) if name in group.intervals else 1
-        found = group.layers(kind, name)
-        if not found:
+    names = list(group.intervals) or group.statistic_names[:NUM_HISTOGRAMS]
+    pairs = [(name, site_name) for name in names for site_name in group.site_names]
+    figure, panels = make_panels(len(pairs), len(group.site_names), 2.1, [])
+    for panel, (name, site_name) in zip(panels, pairs):
+        num_runs = len(group.rows) if name in group.intervals else 1
+        by_layer = {
+            layer: runs[:num_runs]
+            for layer, runs in group.get_summaries_by_layer(site_name, name).items()
+        }
+        if not by_layer:
             panel.axis("off")
             continue
-        sums = [np.sum([e["histogram"] for e in each[:runs]], axis=0) for each in found.values()]
-        counts, edges = np.array(sums), group.rows[0]["edges"][name]
-        share = counts / counts.sum(1, keepdims=True)
-        norm = colors.PowerNorm(0.5, vmin=0, vmax=share.max())
-        rows = np.arange(len(found) + 1) - 0.5
-        mesh = panel.pcolormesh(edges, rows, share, cmap="cividis", norm=norm)
+        counts = np.array(
+            [np.sum([run["histogram"] for run in runs], axis=0) for runs in by_layer.values()]
+        )
+        fractions = counts / counts.sum(1, keepdims=True)
+        mesh = panel.pcolormesh(
+            group.rows[0]["edges"][name],
+            np.arange(len(by_layer) + 1) - 0.5,
+            fractions,
+            cmap="cividis",
+            norm=colors.PowerNorm(0.5, vmin=0, vmax=fractions.max()),
+        )
         panel.grid(visible=False)
-        means = [np.mean([e["mean"] for e in each[:runs]]) for each in found.values()]
-        dots = {"color": "white", "markeredgecolor": "black", "markersize": 5}
-        panel.plot(means, range(len(found)), "o", **dots)
-        panel.set(title=kind, xlabel=f"{name} (dot: mean)", ylabel="block")
-        panel.set_yticks(range(len(found)), found)
+        means = [np.mean([run["mean"] for run in runs]) for runs in by_layer.values()]
+        panel.plot(
+            means,
+            range(len(by_layer)),
+            "o",
+            color="white",
+            markeredgecolor="black",
+            markersize=5,
+        )
+        panel.set(title=site_name, xlabel=f"{name} (dot: mean)", ylabel="block")
+        panel.set_yticks(range(len(by_layer)), by_layer)
         figure.colorbar(mesh, ax=panel, label="share of tokens")
     return figure
 
 
-def edits(group: Group):
-    """The change in loss by layer, a panel for each edit; None: none was tried."""
-    if not group.edits:
+def draw_edits(group: Group) -> "Figure | None":
+    """Draw the change of the loss by layer, with a panel for each edit; None without edits."""
+    if not group.edit_names:
         return None
-    columns, entries = min(3, len(group.edits)), {}
-    figure, axes = grid(len(group.edits), columns, 2.0, group.kinds)
-    for panel, edit in zip(axes, group.edits):
-        found = group.verdicts(edit)
-        for number, kind in enumerate(group.kinds):
-            at = {layer: change for (layer, name), (change, _) in found.items() if name == kind}
-            halves = [change.half if np.isfinite(change.half) else 0 for change in at.values()]
-            places = [layer + 0.12 * (2 * number - len(group.kinds) + 1) for layer in at]
-            style = {"fmt": plots.MARKERS[number], "color": plots.COLORS[number], "capsize": 2}
-            means = [change.mean for change in at.values()]
-            entries[kind] = panel.errorbar(places, means, halves, **style)
-        every = f" (all: {group.at_once[edit][0].mean:+.3f})" if edit in group.at_once else ""
+    num_columns = min(MAX_COLUMNS, len(group.edit_names))
+    figure, panels = make_panels(len(group.edit_names), num_columns, 2.0, group.site_names)
+    entries = {}
+    for panel, edit in zip(panels, group.edit_names):
+        verdicts = group.judge_edit(edit)
+        for index, site_name in enumerate(group.site_names):
+            changes = {
+                layer: change
+                for (layer, name), (change, _) in verdicts.items()
+                if name == site_name
+            }
+            # points of one block stand side by side
+            offset = 0.12 * (2 * index - len(group.site_names) + 1)
+            entries[site_name] = panel.errorbar(
+                [layer + offset for layer in changes],
+                [change.mean for change in changes.values()],
+                [change.half if np.isfinite(change.half) else 0 for change in changes.values()],
+                fmt=plots.MARKERS[index],
+                color=plots.COLORS[index],
+                capsize=2,
+            )
+        title = edit
+        if edit in group.verdicts_at_all_sites:
+            change, _ = group.verdicts_at_all_sites[edit]
+            title += f" (all: {change.mean:+.3f})"
         panel.axhline(0, color="black", linewidth=0.8)
-        panel.set_title(f"{edit}{every}", loc="left")
+        panel.set_title(title, loc="left")
         panel.set_xlabel("block")
-    for panel in axes[::columns]:
+    for panel in panels[::num_columns]:
         panel.set_ylabel("change of loss\n(nats a token)")
     plots.add_legend(figure, entries)
     return figure
 
 
-def details(group: Group):
-    """Means over tokens of vectors, layer by entry, and of matrices, those of all layers in a row,
-    a panel for each kind of site; None: there are none. Of the first run: columns and features
-    have no order that seeds share."""
+def draw_details(group: Group) -> "Figure | None":
+    """Draw means over tokens of vectors, layer by entry, and of matrices, those of all layers in a row.
+
+    There is a panel for each site of a block. Only the first run is drawn, because value channels
+    and features have no order that seeds share.
+
+    Returns:
+        None if no site has details.
+    """
     names = list(dict.fromkeys(name for site in group.rows[0]["sites"] for name in site["details"]))
     if not names:
         return None
-    pairs = [(name, kind) for name in names for kind in group.kinds]
-    figure, axes = grid(len(pairs), len(group.kinds), 1.7, [])
-    for panel, (name, kind) in zip(axes, pairs):
-        found = group.layers(kind, name, "details")
-        means = [np.array(runs[0]["mean"], dtype=float) for runs in found.values()]
+    pairs = [(name, site_name) for name in names for site_name in group.site_names]
+    figure, panels = make_panels(len(pairs), len(group.site_names), 1.7, [])
+    for panel, (name, site_name) in zip(panels, pairs):
+        by_layer = group.get_summaries_by_layer(site_name, name, "details")
+        layers = list(by_layer)
+        means = [np.array(runs[0]["mean"], dtype=float) for runs in by_layer.values()]
         panel.grid(visible=False)
         if not means or means[0].ndim > 2:
             panel.axis("off")
             continue
-        panel.set_title(f"{kind}: {name.replace('_', ' ')}", loc="left")
+        panel.set_title(f"{site_name}: {name.replace('_', ' ')}", loc="left")
         if means[0].ndim == 1:
-            image = np.full((len(means), max(map(len, means))), np.nan)
-            for row, mean in zip(image, means):
-                row[: len(mean)] = mean
+            image = stack_vectors(means)
             panel.set(xlabel="entry", ylabel="block")
-            panel.set_yticks(range(len(found)), found)
+            panel.set_yticks(range(len(layers)), layers)
         else:
-            wide = means[0].shape[1] + 1  # with a gap
-            gap = ((0, 0), (0, 1))
-            image = np.concatenate([np.pad(m, gap, constant_values=np.nan) for m in means], 1)
-            panel.set_xticks([wide * n + (wide - 2) / 2 for n in range(len(found))], found)
+            image = join_matrices(means)
+            width = means[0].shape[1] + 1
+            panel.set_xticks(
+                [width * index + (width - 2) / 2 for index in range(len(layers))], layers
+            )
             panel.set(xlabel="block", yticks=[])
-        most = np.nanmax(np.abs(image))
-        scale = {"cmap": "cividis", "vmin": np.nanmin(image), "vmax": np.nanmax(image)}
-        if np.nanmin(image) < 0:  # white is 0
-            scale = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
-        shown = panel.imshow(image, aspect="auto", interpolation="nearest", **scale)
-        figure.colorbar(shown, ax=panel, format="%.4g")
+        low = np.nanmin(image)
+        high = np.nanmax(image)
+        color_map = "cividis"
+        if low < 0:  # white is 0
+            color_map = "RdBu_r"
+            high = np.nanmax(np.abs(image))
+            low = -high
+        drawn_image = panel.imshow(
+            image, aspect="auto", interpolation="nearest", cmap=color_map, vmin=low, vmax=high
+        )
+        figure.colorbar(drawn_image, ax=panel, format="%.4g")
     return figure
+
+
+def stack_vectors(vectors: list[np.ndarray]) -> np.ndarray:
+    """Return vectors as rows of a matrix; shorter ones end with nan."""
+    rows = np.full((len(vectors), max(map(len, vectors))), np.nan)
+    for row, vector in zip(rows, vectors):
+        row[: len(vector)] = vector
+    return rows
+
+
+def join_matrices(matrices: list[np.ndarray]) -> np.ndarray:
+    """Return matrices side by side, each followed by a column of nan as a gap."""
+    gap = ((0, 0), (0, 1))
+    padded = [np.pad(matrix, gap, constant_values=np.nan) for matrix in matrices]
+    return np.concatenate(padded, axis=1)

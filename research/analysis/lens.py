@@ -1,19 +1,23 @@
 """`analyze.py lens`: what a model would predict if it ended after each of its sites (the logit lens).
 
-At depth 0, the embedding, and after each site, the readout, final norm and output layer are applied
-to the state as it is, that of several columns, streams or sources included. The last depth is the
-model itself. They were trained for the last depth alone: a poor prediction early on does not mean
-that the state knows no better.
+At depth 0, the embedding, and after each site, the readout, the final norm and the output layer are
+applied to the state as it is, including a state of several value channels, streams or sources. The
+last depth is the model itself. These modules were trained for the last depth only: a poor prediction
+early on does not mean that the state does not hold a better one.
 """
 
-import itertools
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.tokenizer import encode_prompt
-from model.block import Stream
+from data.loader import ValidationBatches
+from data.tokenizer import Tokenizer, encode_prompt
+from model.block import Site, State, Stream
+from model.gpt import GPT
 from model.layers import at_least_fp32
 from research import plots
 from research.analysis import common
@@ -21,156 +25,248 @@ from sample import read_prompt
 from serving.events import Pieces
 from utils import tables
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_LABEL_LENGTH = 12  # characters of a token in a table
+
+
+# ---- the lens ----
+
 
 class Lens(Stream):
-    """Every step by itself; `seen(depth, logits)` is told what would be said of the state at each depth."""
+    """Run the stream as it is, and compute logits from the state at each depth.
 
-    def __init__(self, model, seen):
-        self.model, self.seen = model, seen
+    Args:
+        on_logits: called with (depth, logits (B, T, vocab_size) in at least fp32)
+    """
 
-    def tell(self, state):
+    def __init__(self, model: GPT, on_logits: Callable[[int, torch.Tensor], None]):
+        self.model = model
+        self.on_logits = on_logits
+        self.depth = 0
+
+    def decode(self, state: State) -> None:
         logits = self.model.logits(super().finish(self.model, state, None))
-        self.seen(self.depth, logits.to(at_least_fp32(logits.dtype)))
+        self.on_logits(self.depth, logits.to(at_least_fp32(logits.dtype)))
         self.depth += 1
+
+    def begin(self, model: GPT, x: torch.Tensor, cache: dict | None) -> State:
+        self.depth = 0
+        state = super().begin(model, x, cache)
+        self.decode(state)
         return state
 
-    def begin(self, model, x, cache):
-        self.depth = 0
-        return self.tell(super().begin(model, x, cache))
+    def write(
+        self,
+        site: Site,
+        state: State,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: torch.Tensor | tuple,
+        cache: dict | None,
+    ) -> tuple[State, torch.Tensor | None]:
+        written, extra_loss = super().write(site, state, h, c, x_in, cache)
+        self.decode(written)
+        return written, extra_loss
 
-    def write(self, site, state, h, c, x_in, cache):
-        written, loss = super().write(site, state, h, c, x_in, cache)
-        return self.tell(written), loss
 
-
-def depths_of(model) -> list[str]:
-    return ["embedding", *common.site_names(model)]
+def list_depths(model: GPT) -> list[str]:
+    """Return a name for each depth: "embedding", "0 attn", "0 mlp", and so on."""
+    return ["embedding", *common.list_site_names(model)]
 
 
 @torch.no_grad()
-def by_token(model, ids, targets) -> dict[str, torch.Tensor]:
-    """Of ids and targets (B, T), each (D, B, T): `loss` in nats, `kl` of the final distribution from that of the depth,
-    and `top`, the likeliest token."""
-    logits, _ = model(ids)
-    final = logits.to(at_least_fp32(logits.dtype)).log_softmax(-1)
-    rows = {"loss": [], "kl": [], "top": []}
+def measure_tokens(model: GPT, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Measure the prediction of each token at each depth.
 
-    def seen(_, logits):
-        said = logits.log_softmax(-1)
-        rows["loss"].append(-said.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double())
-        rows["kl"].append(F.kl_div(said, final, reduction="none", log_target=True).sum(-1).double())
-        rows["top"].append(logits.argmax(-1))
+    Args:
+        ids, targets: (B, T)
 
-    with model.through(Lens(model, seen)):
+    Returns:
+        Tensors (D, B, T): `loss` in nats; `kl` in nats, the divergence of the final distribution
+        from that of the depth; `top`, the most probable token.
+    """
+    final_logits, _ = model(ids)
+    final_log_probs = final_logits.to(at_least_fp32(final_logits.dtype)).log_softmax(-1)
+    by_name = {"loss": [], "kl": [], "top": []}
+
+    def measure_depth(_: int, logits: torch.Tensor) -> None:
+        log_probs = logits.log_softmax(-1)
+        target_log_probs = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        kl = F.kl_div(log_probs, final_log_probs, reduction="none", log_target=True).sum(-1)
+        by_name["loss"].append(-target_log_probs.double())
+        by_name["kl"].append(kl.double())
+        by_name["top"].append(logits.argmax(-1))
+
+    with model.through(Lens(model, measure_depth)):
         model.hidden(ids)
-    return {name: torch.stack(each) for name, each in rows.items()}
+    return {name: torch.stack(depths) for name, depths in by_name.items()}
 
 
-def settled(top: torch.Tensor) -> torch.Tensor:
-    """The depth from which on the likeliest token stays; top (D, ...) -> (...), 0 to D - 1."""
+def find_settled_depth(top: torch.Tensor) -> torch.Tensor:
+    """Return the depth from which on the most probable token stays, 0 to D - 1.
+
+    top: (D, ...) -> (...)
+    """
     changes = top[1:] != top[:-1]
     depths = torch.arange(1, len(top), device=top.device).view(-1, *[1] * (top.ndim - 1))
     return (changes * depths).amax(0)
 
 
-def measure(model, batches, windows: list[int], rows: int, progress=None) -> dict:
-    """By depth, over all tokens of the windows, which are whole: `loss` in nats, `kl`, the shares of tokens whose
-    likeliest token is that of the last depth (`agrees`), is the right one (`right`), is another than at the depth
-    before (`overwritten`, 0 at depth 0) and stays from there on (`settles`; they sum to 1)."""
-    names, count = ("loss", "kl", "agrees", "right", "overwritten", "settles"), 0
-    depths = len(depths_of(model))
-    sums = {name: torch.zeros(depths, dtype=torch.float64) for name in names}
-    for ids, targets in common.in_batches(
-        batches, windows, rows, common.device_of(model), progress
-    ):
-        found = by_token(model, ids, targets)
-        top = found["top"]
-        found |= {"agrees": top == top[-1], "right": top == targets}
-        found["overwritten"] = torch.cat(
-            [torch.zeros_like(top[:1], dtype=torch.bool), top[1:] != top[:-1]]
-        )
-        found["settles"] = F.one_hot(settled(top), depths).movedim(-1, 0)
-        for name in names:
-            sums[name] += found[name].double().sum((1, 2)).cpu()
-        count += ids.numel()
+# ---- a run ----
+
+
+def measure(
+    model: GPT,
+    batches: ValidationBatches,
+    sequences: list[int],
+    batch_size: int,
+    progress: Callable[[int], None] | None = None,
+) -> dict:
+    """Measure the predictions at each depth, over all tokens of sequences of full length.
+
+    Returns:
+        "tokens", their number, and lists by depth: `loss` and `kl` in nats, and the fractions of
+        tokens whose most probable token is that of the last depth (`agrees`), is the target
+        (`right`), differs from that at the depth before (`overwritten`, 0 at depth 0), and stays
+        from there on (`settles`, which sum to 1).
+
+    Raises:
+        ValueError: the loss is not finite
+    """
+    num_depths = len(list_depths(model))
+    num_tokens = 0
+    sums = {
+        name: torch.zeros(num_depths, dtype=torch.float64)
+        for name in ("loss", "kl", "agrees", "right", "overwritten", "settles")
+    }
+    device = common.get_device(model)
+    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, progress):
+        measured = measure_tokens(model, ids, targets)
+        top = measured["top"]
+        is_overwritten = torch.zeros_like(top, dtype=torch.bool)
+        is_overwritten[1:] = top[1:] != top[:-1]
+        by_name = {
+            "loss": measured["loss"],
+            "kl": measured["kl"],
+            "agrees": top == top[-1],
+            "right": top == targets,
+            "overwritten": is_overwritten,
+            "settles": F.one_hot(find_settled_depth(top), num_depths).movedim(-1, 0),
+        }
+        for name, values in by_name.items():
+            sums[name] += values.double().sum((1, 2)).cpu()
+        num_tokens += ids.numel()
     if not sums["loss"].isfinite().all():
         raise ValueError("the loss at some depth is not finite: the model has diverged")
-    return {"tokens": count} | {name: (each / count).tolist() for name, each in sums.items()}
+    means = {name: (total / num_tokens).tolist() for name, total in sums.items()}
+    return {"tokens": num_tokens, **means}
 
 
-def ids_of(argument: str, model, encoding) -> torch.Tensor:
-    """--text, FILE:path, or - for standard input, as ids (1, T) after end-of-text.
+# ---- the table of a text ----
 
-    ValueError: it is empty, longer than block_size, or the encoding lacks some of it.
+
+def encode_text(text_argument: str, model: GPT, encoding: Tokenizer) -> torch.Tensor:
+    """Return the ids (1, T) of --text, after end-of-text.
+
+    text_argument: a text, FILE:path, or - for standard input
+
+    Raises:
+        ValueError: it is empty, longer than block_size, or the encoding lacks some of it
     """
-    text = read_prompt(argument)
+    text = read_prompt(text_argument)
     if not text:
         raise ValueError("--text is empty: give a text, FILE:path, or - for standard input")
-    ids, longest = encode_prompt(encoding, text), model.config.block_size
-    if len(ids) > longest:
-        given = f"the text has {len(ids)} tokens"
-        raise ValueError(f"{given}: give at most block_size={longest}, end-of-text included")
-    return torch.tensor([ids], device=common.device_of(model))
+    ids = encode_prompt(encoding, text)
+    if len(ids) > model.config.block_size:
+        raise ValueError(
+            f"the text has {len(ids)} tokens: give at most block_size={model.config.block_size}, "
+            "end-of-text included"
+        )
+    return torch.tensor([ids], device=common.get_device(model))
 
 
-def visible(label: str, most: int = 12) -> str:
-    """A token in a table's cell: white space that is seen, at most `most` characters."""
+def make_visible(label: str) -> str:
+    """Return a token for a cell of a table: with signs for white space, and not too long."""
     for space, sign in {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "·", "|": "\\|"}.items():
         label = label.replace(space, sign)
-    # Some that cannot be printed would end the line.
-    label = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in label)
-    return label if len(label) <= most else f"{label[: most - 1]}…"
+    # some characters that cannot be printed would end the line
+    label = "".join(
+        character if character.isprintable() else f"\\x{ord(character):02x}" for character in label
+    )
+    if len(label) <= MAX_LABEL_LENGTH:
+        return label
+    return f"{label[: MAX_LABEL_LENGTH - 1]}…"
 
 
-def name(encoding, token: int) -> str:
-    """A token's visible label; ids past the vocabulary are the padding of the output layer."""
-    if token >= encoding.n_vocab:
+def format_token(encoding: Tokenizer, token: int) -> str:
+    """Return the visible label of a token."""
+    if token >= encoding.n_vocab:  # padding of the output layer
         return f"id {token}"
     data = encoding.decode_single_token_bytes(token)
     try:
-        return visible(data.decode("utf-8"))
+        return make_visible(data.decode("utf-8"))
     except UnicodeDecodeError:
         return f"bytes {data.hex(' ')}"
 
 
-def table_of(model, encoding, ids) -> str:
-    """A row for each token of a text (1, T), a column for each depth: the likeliest next token
-    where it changes."""
-    top = by_token(model, ids, ids.roll(-1, 1))["top"][:, 0]  # (D, T)
+def format_text_table(model: GPT, encoding: Tokenizer, ids: torch.Tensor) -> str:
+    """Return a table with a row for each token of a text (1, T) and a column for each depth.
+
+    A cell holds the most probable next token, if it is another than at the depth before.
+    """
+    # the targets do not matter, because the table has no losses
+    top = measure_tokens(model, ids, ids.roll(-1, 1))["top"][:, 0]  # (D, T)
     pieces = Pieces(encoding, [])
-    labels = [visible(pieces.make_piece(token, None)["label"]) for token in ids[0].tolist()]
+    labels = [make_visible(pieces.make_piece(token, None)["label"]) for token in ids[0].tolist()]
     rows = []
-    for t, (label, following) in enumerate(zip(labels, [*labels[1:], None])):
-        course = top[:, t].tolist()
-        new = [True, *(a != b for a, b in itertools.pairwise(course))]
-        cells = [name(encoding, token) if each else "" for token, each in zip(course, new)]
-        rows.append([t, label, following, *cells])
-    return tables.format_markdown(("", "token", "next", *depths_of(model)), rows)
+    for position, (label, next_label) in enumerate(zip(labels, [*labels[1:], None])):
+        cells = []
+        previous_token = None
+        for token in top[:, position].tolist():
+            cells.append("" if token == previous_token else format_token(encoding, token))
+            previous_token = token
+        rows.append([position, label, next_label, *cells])
+    return tables.format_markdown(("", "token", "next", *list_depths(model)), rows)
 
 
-def say(row: dict) -> str:
-    depths, loss, changed = row["depths"], row["loss"], row["overwritten"]
+# ---- the line, the table and the figure of runs ----
+
+
+def summarize(row: dict) -> str:
+    """Return the line that is printed of a row."""
+    depths = row["depths"]
+    loss = row["loss"]
     half = int(np.searchsorted(np.cumsum(row["settles"]), 0.5))
     return (
         f"loss {loss[0]:.3f} after the embedding, {loss[-1]:.3f} at the end; half of the "
         f"predictions settled by depth {half} of {len(depths) - 1} ({depths[half]}), the last "
-        f"site changes {changed[-1]:.1%}"
+        f"site changes {row['overwritten'][-1]:.1%}"
     )
 
 
-COLUMNS = ("agrees", "right", "overwritten", "settles")
+FRACTIONS = ("agrees", "right", "overwritten", "settles")
 
 
-def table(rows: list[dict]) -> str:
+def format_table(rows: list[dict]) -> str:
     cells = []
     for row in rows:
         for depth, label in enumerate(row["depths"]):
-            nats = [f"{row[key][depth]:.3f}" for key in ("loss", "kl")]
-            shares = [f"{row[key][depth]:.1%}" for key in COLUMNS]
-            cells.append([row["label"], label, *nats, *shares])
-    return tables.format_markdown(("run", "depth", "loss (nats)", "KL to the end", *COLUMNS), cells)
+            cells.append(
+                [
+                    row["label"],
+                    label,
+                    f"{row['loss'][depth]:.3f}",
+                    f"{row['kl'][depth]:.3f}",
+                    *(f"{row[name][depth]:.1%}" for name in FRACTIONS),
+                ]
+            )
+    header = ("run", "depth", "loss (nats)", "KL to the end", *FRACTIONS)
+    return tables.format_markdown(header, cells)
 
 
+# quantity -> label and scale of its panel
 PANELS = {
     "loss": ("loss (nats)", "log"),
     "kl": ("KL of the final distribution (nats)", "symlog"),
@@ -180,33 +276,55 @@ PANELS = {
 }
 
 
-def draw(rows: list[dict]):
-    def course(row):
-        settled = np.cumsum(row["settles"]).tolist()
-        return row | {"overwritten": row["overwritten"][1:], "settled": settled}
-
-    label = "depth (sites; 0: embedding)"
-    figure, axes = plots.plot_over_depth([course(row) for row in rows], PANELS, label)
+def draw(rows: list[dict]) -> "Figure":
+    """Draw each quantity over depth, with a line for each run."""
+    drawn_rows = [
+        {
+            **row,
+            "overwritten": row["overwritten"][1:],  # without depth 0
+            "settled": np.cumsum(row["settles"]).tolist(),
+        }
+        for row in rows
+    ]
+    figure, axes = plots.plot_over_depth(drawn_rows, PANELS, "depth (sites; 0: embedding)")
     for axis in axes[1 : len(PANELS)]:
         axis.set_ylim(bottom=0)
     return figure
 
 
-def of_run(model, encoding, batches, windows: list[int], args, progress) -> dict:
-    """The figures of `measure`, and the table of --text, which is printed."""
-    found = {"depths": depths_of(model)}
-    if args.text is not None:
-        found["table"] = table_of(model, encoding, ids_of(args.text, model, encoding))
-        print(found["table"])
-    return found | measure(model, batches, windows, args.rows, progress)
+# ---- the command ----
 
 
-def add_options(parser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rows=1)
-    text = "a table of one text as well: text, FILE:path, or - for standard input"
-    parser.add_argument("--text", help=text)
+    parser.add_argument(
+        "--text",
+        help="also print a table of the predictions for one text: the text itself, FILE:path, or "
+        "- for standard input",
+    )
 
 
-def run(args) -> None:
-    """Measure, store and draw every run. ValueError: a text is too long for a model."""
-    common.over_runs(args, "lens", of_run, say, table, draw)
+def measure_run(
+    model: GPT,
+    encoding: Tokenizer,
+    batches: ValidationBatches,
+    sequences: list[int],
+    args: argparse.Namespace,
+    progress: common.Progress,
+) -> dict:
+    """Return the figures of `measure`, and the table of --text, which is printed."""
+    row = {"depths": list_depths(model)}
+    if args.text is not None:
+        ids = encode_text(args.text, model, encoding)
+        row["table"] = format_text_table(model, encoding, ids)
+        print(row["table"])
+    return {**row, **measure(model, batches, sequences, args.rows, progress)}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, store and draw every run.
+
+    Raises:
+        ValueError: the text is too long for a model
+    """
+    common.analyze_runs(args, "lens", measure_run, summarize, format_table, draw)

@@ -1,17 +1,21 @@
-"""What analyses look at in the parts of streams, by class: edits, details, directions, shares and shortcuts.
+"""What the analyses look at in the parts of streams: edits, details, directions, intervals and shortcuts.
 
-A key is a class by its module and name. A class without an entry, a newcomer's for example, has what every stream has:
-its statistics, h as the direction of its writes, and h = 0 as its edit. A subclass has its parent's entries as long as
-it keeps the parent's forward; else it computes something else.
+A part is a read, a write or a `post_write` of a site. The tables below have an entry for a class by its module and
+name. A class without an entry, such as that of a new stream, is analyzed as every stream is: by its statistics, with h
+as the direction of its writes, and with h = 0 as its edit. A subclass has the entries of its parent as long as it keeps
+the parent's forward; otherwise it computes something else.
 
-    EDITS      of a read, write or `post_write`, edits(part) -> {name: function}: functions that take the arguments of
-               its forward and compute the same but for one piece
-    DETAILS    details(write, state, h, x_in, c, written), of a read details(read, state) -> {name: (B, T, ...)}: more
-               numbers, vectors or matrices of each token
-    ALONG      along(write, state, h, x_in, c) -> (B, T, d): the direction that a write writes along
-    SHARES     shares(write) -> {statistic: {label: (low, high)}}: intervals, ends left out, that tokens are counted in
-    SHORTCUTS  shortcut(write, state, h, x_in, c) -> a map of products.py: what becomes of the state,
-               gates and directions as they are
+    EDITS       edits(part) -> {name: function}
+                functions that take the arguments of the part's forward, and compute the same except for one piece
+    DETAILS     of a write: details(write, state, h, x_in, c, written) -> {name: (B, T, ...)}
+                of a read: details(read, state) -> {name: (B, T, ...)}
+                further numbers, vectors or matrices of each token
+    DIRECTIONS  direction(write, state, h, x_in, c) -> (B, T, d)
+                the direction that a write writes along
+    INTERVALS   intervals(write) -> {statistic: {label: (low, high)}}
+                open intervals; the fraction of tokens in each is reported
+    SHORTCUTS   shortcut(write, state, h, x_in, c) -> a map of products.py
+                the linear map that a write applies to the state, with its gates and directions as they are
 """
 
 import math
@@ -25,284 +29,211 @@ from torch import nn
 
 from model.attention_residuals import DeltaAttention, weighted_sum
 from model.block import Add, Past
+from model.hyper_connections import ConnectionOutput
 from model.layers import at_least_fp32
 from model.residual import DeltaRewrite, delta_rewrite, project_onto_k, read_value_channels
-from research.analysis.products import Diagonal, LowRank, Mix, identity
+from research.analysis.products import Diagonal, LinearMap, LowRank, Mix, identity_map
+
+Edits = dict[str, Callable]
+Details = dict[str, torch.Tensor]
+Intervals = dict[str, dict[str, tuple[float, float]]]
 
 
-def entry(table: dict, part):
-    """What the table says of a part of a site, None: nothing."""
-    for parent in type(part).__mro__:
-        if getattr(parent, "forward", None) is not getattr(type(part), "forward", None):
-            break
-        if (found := table.get(f"{parent.__module__}.{parent.__qualname__}")) is not None:
-            return found
+def find_entry(table: dict[str, Callable], part: object) -> Callable | None:
+    """Return the entry of a table for the class of a part, or None."""
+    cls = type(part)
+    for parent in cls.__mro__:
+        if getattr(parent, "forward", None) is not getattr(cls, "forward", None):
+            return None
+        entry = table.get(f"{parent.__module__}.{parent.__qualname__}")
+        if entry is not None:
+            return entry
     return None
 
 
-def shares_of(write: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return the intervals of a write's statistics, {} where it has none."""
-    shares = entry(SHARES, write)
-    return {} if shares is None else shares(write)
+def get_intervals(write: nn.Module) -> Intervals:
+    """Return the intervals of a write's statistics, {} if it has none."""
+    intervals = find_entry(INTERVALS, write)
+    return {} if intervals is None else intervals(write)
 
 
-def details_of_value_channels(read, state) -> dict:
-    """What a read of the state (B, T, d_v, d) makes of its value channels; nothing of a single one.
-
-    `column_share` (B, T, d_v): the norm of a channel's part of x_in over the sum of those of all. Of the weights
-    that read the channels, the same for every token: `kernel_norm` (B, T, d_v), `kernel_cosine` (B, T, d_v, d_v).
-    """
-    weights = read.weights()  # (K, d_v, d)
-    num_channels = weights.shape[1]
-    if num_channels == 1:
-        return {}
-    parts = torch.stack(
-        [
-            read_value_channels(state[:, :, j, None], weights[:, j, None])
-            for j in range(num_channels)
-        ],
-        dim=2,
-    )
-    norms = torch.linalg.vector_norm(parts, dim=-1)
-    fraction = norms / norms.sum(-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
-    kernels = weights.transpose(0, 1).flatten(1)  # (d_v, K d)
-    tokens = state.shape[:2]
-    return {
-        "column_share": fraction,
-        "kernel_norm": torch.linalg.vector_norm(kernels, dim=-1).expand(*tokens, -1),
-        "kernel_cosine": cosines(kernels).expand(*tokens, -1, -1),
-    }
-
-
-def cosines(x):
-    """Between the rows of x (..., n, d), (..., n, n); 0 for rows of zeros."""
+def compute_cosines(x: torch.Tensor) -> torch.Tensor:
+    """Return the cosines (..., n, n) between the rows of x (..., n, d); 0 for rows of zeros."""
     unit = F.normalize(x, dim=-1)
     return unit @ unit.mT
 
 
-def edits_of_laurel(write) -> dict:
-    """The additive write."""
+# ---- additive writes ----
+
+
+def get_identity_shortcut(
+    write: nn.Module,
+    state: torch.Tensor,
+    h: torch.Tensor,
+    x_in: torch.Tensor | tuple,
+    c: torch.Tensor,
+) -> Diagonal:
+    """Return the shortcut of a write that only adds to the state."""
+    return identity_map(state)
+
+
+def make_scaled_add_edits(write: nn.Module) -> Edits:
+    """Replace the scale of ReZero by 0 or 1."""
+
+    def write_with_scale(
+        scale: float,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> torch.Tensor:
+        return (state + scale * h).to(state.dtype)
+
+    return {"a=0": partial(write_with_scale, 0.0), "a=1": partial(write_with_scale, 1.0)}
+
+
+def make_wide_add_edits(write: nn.Module) -> Edits:
+    """Replace the weights of the value channels by 1."""
+
+    def write_with_unit_weights(
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> torch.Tensor:
+        return (state + h.unsqueeze(2)).to(state.dtype)
+
+    return {"w=1": write_with_unit_weights}
+
+
+def make_laurel_edits(write: nn.Module) -> Edits:
+    """Replace the write by the additive one."""
     name = "a=b=1" if write.weighted else "no low rank"
     return {name: partial(Add.forward, write)}
 
 
-def shortcut_of_laurel(write, state, h, x_in, c) -> Diagonal | LowRank:
+def get_laurel_shortcut(
+    write: nn.Module,
+    state: torch.Tensor,
+    h: torch.Tensor,
+    x_in: torch.Tensor | tuple,
+    c: torch.Tensor,
+) -> Diagonal | LowRank:
     if write.weighted:
-        return Diagonal((2 * write.logits.softmax(0)[1]).expand(1, 1, write.hidden_size))
+        weight = 2 * write.logits.softmax(0)[1]
+        return Diagonal(weight.expand(1, 1, write.hidden_size))
     return LowRank(write.up.weight.mT[None, None], write.down.weight[None, None])
 
 
-def edits_of_connection(read) -> dict:
-    def without_mixing(state, past=None):
-        output = read(state, past)
-        identity = torch.eye(read.num_streams, dtype=output.mix.dtype, device=output.mix.device)
-        return output._replace(mix=identity.expand_as(output.mix))
-
-    def with_unit_writes(state, past=None):
-        output = read(state, past)
-        return output._replace(write=torch.ones_like(output.write))
-
-    edits = {"write=1": with_unit_writes}
-    if getattr(read, "kind", None) != "identity":
-        return {"mix=I": without_mixing, **edits}
-    return edits
+# ---- delta rewrites ----
 
 
-def edits_of_gated_read(read: nn.Module) -> dict[str, Callable]:
-    """Return the reads with one of the two gates at the value that zero logits give it."""
-
-    def with_uniform_gate(state: torch.Tensor, past: Past | None = None) -> NamedTuple:
-        output = read(state, past)
-        return output._replace(x_in=read.normalize(state).mean(2) / 2)
-
-    def with_unit_writes(state: torch.Tensor, past: Past | None = None) -> NamedTuple:
-        output = read(state, past)
-        return output._replace(inject=torch.ones_like(output.inject))
-
-    return {"a=1/2": with_uniform_gate, "g=1": with_unit_writes}
-
-
-def details_of_gated_read(read: nn.Module, state: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return both gates of each token by stream, (B, T, n); that of the read is a mean over features."""
-    output = read(state)
-    return {"read_gate_of_stream": output.gate.mean(-1), "inject_of_stream": output.inject}
-
-
-def edits_of_depth_attention(read) -> dict:
-    """None of the first site, which has one source."""
-    if read.num_sources == 1:
-        return {}
-
-    def with_weights(change, state, past=None):
-        """The read with its weights a (B, T, sources) changed."""
-        _, weights = read(state, past)
-        changed = change(weights)
-        tensors = [tensor.to(changed.dtype) for tensor in state]
-        if isinstance(read, DeltaAttention):
-            x, *sources = tensors
-            return x + read.gate * weighted_sum(changed, sources), changed
-        return weighted_sum(changed, tensors), changed
-
-    def uniform(weights):
-        return torch.full_like(weights, 1 / weights.shape[-1])
-
-    def last(weights):
-        changed = torch.zeros_like(weights)
-        changed[..., -1] = 1
-        return changed
-
-    return {
-        "uniform weights": partial(with_weights, uniform),
-        "last source alone": partial(with_weights, last),
-    }
-
-
-def details_of_depth_attention(part, state) -> dict:
-    """Of each token (B, T, sources): the weights a."""
-    _, weights = part(state)
-    return {"source_weight": weights}
-
-
-def shortcut_of_add(write, state, h, x_in, c) -> Diagonal:
-    return identity(state)
-
-
-def details_of_connection(part, state) -> dict:
-    """Of each token: read and write (B, T, n), and mix (B, T, n, n)."""
-    streams = state.to(at_least_fp32(state.dtype))
-    found = zip(("read", "write", "mix"), part.weights(streams))
-    shapes = {"read": (-1,), "write": (-1,), "mix": (-1, -1)}
-    return {name: weights.expand(*state.shape[:2], *shapes[name]) for name, weights in found}
-
-
-def shortcut_of_mix_and_add(write, state, h, taken, c) -> Mix:
-    """mix^T, which is one for all tokens where it is learned numbers."""
-    mix = taken[2]
-    return Mix(mix.mT[(None,) * (4 - mix.ndim)])
-
-
-def edits_of_mgt(write) -> dict:
-    def with_values(state, h, x_in, c, past=None, gate=None, beta=None, alpha=None):
-        """The write with numbers in place of its gate, beta or alpha."""
-        x = state.to(at_least_fp32(state.dtype))
-        gate = write.compute_gate(state) if gate is None else gate
-        update = gate * h.to(x.dtype)
-        if write.config.has_beta:
-            beta = write.compute_beta(state) if beta is None else beta
-            alpha = write.alpha if alpha is None else alpha
-            update = beta * (update - alpha * x)
-        return (x + update).to(state.dtype)
-
-    edits = {}
-    if write.config.has_gate:
-        edits["gate=1"] = partial(with_values, gate=1.0)
-    if write.config.has_beta:
-        edits["beta=1"] = partial(with_values, beta=1.0)
-        edits["alpha=0"] = partial(with_values, alpha=0.0)
-    return edits
-
-
-def details_of_mgt(part, state, h, x_in, c, written) -> dict:
-    """Of each token (B, T, d): beta."""
-    return {"beta_of_feature": part.compute_beta(state)} if part.config.has_beta else {}
-
-
-def shortcut_of_mgt(write, state, h, x_in, c) -> Diagonal:
-    """1 - beta alpha of every feature."""
-    return (
-        Diagonal(1 - write.compute_beta(state) * write.alpha)
-        if write.config.has_beta
-        else identity(state)
-    )
-
-
-def edits_of_delta_rewrite(write) -> dict:
+def make_delta_rewrite_edits(write: DeltaRewrite) -> Edits:
+    """Fix beta at 0, 1 or 2, or leave out a part of the update."""
     config = write.config
-    has_own_gate = config.ddl_erase_gate == "own"
+    has_own_erase_gate = config.ddl_erase_gate == "own"
 
     def rewrite(
-        state, h, x_in, c, past=None, beta=None, erase=config.erases, value=None, shared=False
-    ):
-        """Write with a number in place of the gates, without the erase, with another value, or with one gate."""
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+        beta: float | None = None,
+        erase: bool = config.erases,
+        value: float | None = None,
+        share_gate: bool = False,
+    ) -> torch.Tensor:
+        """Write with one thing changed.
+
+        Args:
+            beta: number that replaces both gates
+            erase: False leaves out the erase
+            value: number that replaces the write value
+            share_gate: erase with the gate of the write
+        """
         write_gate = write.compute_beta(state, x_in, c)
-        erase_gate = write_gate if shared else write.compute_beta_erase(state, x_in, c)
+        erase_gate = write_gate if share_gate else write.compute_beta_erase(state, x_in, c)
         if beta is not None:
             write_gate = torch.full_like(write_gate, beta)
             erase_gate = write_gate
-        written_value = write.compute_v(h, x_in, c)
+        write_value = write.compute_v(h, x_in, c)
         if value is not None:
-            written_value = torch.full_like(written_value, value)
+            write_value = torch.full_like(write_value, value)
         return delta_rewrite(
             state,
             write.compute_k_hat(state, h, x_in, c),
             config.branch_mult * write_gate,
-            written_value,
+            write_value,
             erase=erase,
-            beta_erase=config.branch_mult * erase_gate if has_own_gate else None,
+            beta_erase=config.branch_mult * erase_gate if has_own_erase_gate else None,
         )
 
     edits = {f"beta={beta}": partial(rewrite, beta=float(beta)) for beta in range(3)}
     if config.ddl_update == "delta":
         edits["no erase"] = partial(rewrite, erase=False)
-    if has_own_gate:
+    if has_own_erase_gate:
         edits["no write"] = partial(rewrite, value=0.0)
-        edits["beta_erase=beta"] = partial(rewrite, shared=True)
+        edits["beta_erase=beta"] = partial(rewrite, share_gate=True)
     return edits
 
 
-def edits_of_scaled_add(write) -> dict:
-    def with_scale(scale, state, h, x_in, c, past=None):
-        return (state + scale * h).to(state.dtype)
+def measure_delta_rewrite_details(
+    write: DeltaRewrite,
+    state: torch.Tensor,
+    h: torch.Tensor,
+    x_in: torch.Tensor,
+    c: torch.Tensor,
+    written: torch.Tensor,
+) -> Details:
+    """Return what a rewrite erases and writes of each token.
 
-    return {"a=0": partial(with_scale, 0.0), "a=1": partial(with_scale, 1.0)}
-
-
-def edits_of_depth_average(average) -> dict:
-    """X as the block has it."""
-    return {"A=I": lambda outputs: (*outputs, outputs[-1])}
-
-
-def edits_of_wide_add(write) -> dict:
-    def with_unit_weights(state, h, x_in, c, past=None):
-        return (state + h.unsqueeze(2)).to(state.dtype)
-
-    return {"w=1": with_unit_weights}
-
-
-def details_of_delta_rewrite(part, state, h, x_in, c, written) -> dict:
-    """Of each token: the norms of what is erased, beta k k^T X, and written, beta k v^T, over that of X (B, T); the
-    discrepancy's ratio, after to before, and |1 - beta|, which it should be with one gate (B, T); the value v
-    (B, T, d_v). The erase alone has no value, and nothing written."""
-    config = part.config
-    khat, value = part.compute_k_hat(state, h, x_in, c), part.compute_v(h, x_in, c)
-    said, norm = (
-        part.statistics(state, h, x_in, c, written),
-        partial(torch.linalg.vector_norm, dim=-1),
-    )
-    beta = config.branch_mult * said["beta"]
-    beta_erase = config.branch_mult * said.get("beta_erase", said["beta"])
-    length = norm(khat) / math.sqrt(khat.shape[-1]) / norm(state.flatten(2).to(khat.dtype))
-    found = {}
+    Returns:
+        `written` and `erased` (B, T), the norms of beta k v^T and beta k k^T X over that of X;
+        `value` (B, T, d_v), the write value v; `contraction` (B, T), the discrepancy after the
+        write over that before; `contraction_expected` (B, T), |1 - beta|, which the contraction is
+        with one gate. An update without an erase, or without a write, lacks what it does not do.
+    """
+    config = write.config
+    k_hat = write.compute_k_hat(state, h, x_in, c)
+    value = write.compute_v(h, x_in, c)
+    statistics = write.statistics(state, h, x_in, c, written)
+    beta = config.branch_mult * statistics["beta"]
+    beta_erase = config.branch_mult * statistics.get("beta_erase", statistics["beta"])
+    k_norm = torch.linalg.vector_norm(k_hat, dim=-1) / math.sqrt(k_hat.shape[-1])
+    state_norm = torch.linalg.vector_norm(state.flatten(2).to(k_hat.dtype), dim=-1)
+    relative_k_norm = k_norm / state_norm
+    details = {}
     if config.ddl_update != "erase_only":
-        found["written"] = beta * length * norm(value)
-        found["value"] = value
+        details["written"] = beta * relative_k_norm * torch.linalg.vector_norm(value, dim=-1)
+        details["value"] = value
     if config.erases:
-        found["erased"] = beta_erase * length * norm(project_onto_k(state, khat))
-        tiny = torch.finfo(khat.dtype).tiny
-        found["contraction"] = said["discrepancy_after"] / said["discrepancy_before"].clamp_min(
-            tiny
-        )
+        projection_norm = torch.linalg.vector_norm(project_onto_k(state, k_hat), dim=-1)
+        details["erased"] = beta_erase * relative_k_norm * projection_norm
+        tiny = torch.finfo(k_hat.dtype).tiny
+        discrepancy_before = statistics["discrepancy_before"].clamp_min(tiny)
+        details["contraction"] = statistics["discrepancy_after"] / discrepancy_before
     if config.erases and config.ddl_erase_gate == "shared":
-        found["contraction_expected"] = (1 - beta).abs()
-    return found
+        details["contraction_expected"] = (1 - beta).abs()
+    return details
 
 
-def shares_of_delta_rewrite(write: DeltaRewrite) -> dict[str, dict[str, tuple[float, float]]]:
+def get_delta_rewrite_direction(
+    write: DeltaRewrite,
+    state: torch.Tensor,
+    h: torch.Tensor,
+    x_in: torch.Tensor,
+    c: torch.Tensor,
+) -> torch.Tensor:
+    return write.compute_k_hat(state, h, x_in, c)
+
+
+def get_delta_rewrite_intervals(write: DeltaRewrite) -> Intervals:
     """Return the intervals in which k^T X is kept, overwritten by v or reflected about it.
 
-    The eigenvalue of A = I - beta k k^T along k is 1 - beta.
-
-    With a gate of the erase's own, the eigenvalue is that gate's.
+    The eigenvalue of A = I - beta k k^T along k is 1 - beta, where beta is the gate of the erase.
     """
     if write.config.ddl_erase_gate == "own":
         return {
@@ -331,47 +262,264 @@ def shares_of_delta_rewrite(write: DeltaRewrite) -> dict[str, dict[str, tuple[fl
     }
 
 
-def shortcut_of_delta_rewrite(write, state, h, x_in, c) -> LowRank | Diagonal:
-    """A = I - beta k k^T of every value channel, with the gate of the erase; the identity without erase."""
+def get_delta_rewrite_shortcut(
+    write: DeltaRewrite,
+    state: torch.Tensor,
+    h: torch.Tensor,
+    x_in: torch.Tensor,
+    c: torch.Tensor,
+) -> LowRank | Diagonal:
+    """Return A = I - beta k k^T, with the gate of the erase; the identity without an erase."""
     if not write.config.erases:
-        return identity(state)
+        return identity_map(state)
     k = write.compute_k_hat(state, h, x_in, c) / math.sqrt(state.shape[-1])
     beta = write.config.branch_mult * write.compute_beta_erase(state, x_in, c)
     return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
 
 
-EDITS = {
-    "model.residual.DeltaRewrite": edits_of_delta_rewrite,
-    "model.hyper_connections.Connection": edits_of_connection,
-    "model.attention_residuals.DepthAttention": edits_of_depth_attention,
-    "model.GatedResidual-gpt-mha-rope.GatedRead": edits_of_gated_read,
-    "model.mgt.MGTWrite": edits_of_mgt,
-    "model.ReZero-gpt-mha-rope.ScaledAdd": edits_of_scaled_add,
-    "model.DenseFormer-gpt-mha-rope.DepthAverage": edits_of_depth_average,
-    "model.LAuReL-gpt-mha-rope.LAuReLWrite": edits_of_laurel,
-    "model.wide-gpt-mha-rope.WideAdd": edits_of_wide_add,
+def measure_value_channel_details(read: nn.Module, state: torch.Tensor) -> Details:
+    """Return what a read makes of each value channel of the state (B, T, d_v, d).
+
+    Returns:
+        `column_share` (B, T, d_v), the norm of a channel's part of x_in over the sum of all these
+        norms. The weights that read the channels are the same for every token: their norms,
+        `kernel_norm` (B, T, d_v), and the cosines between them, `kernel_cosine`
+        (B, T, d_v, d_v). {} if there is only one channel.
+    """
+    weights = read.weights()  # (K, d_v, d)
+    num_channels = weights.shape[1]
+    if num_channels == 1:
+        return {}
+    parts = torch.stack(
+        [
+            read_value_channels(state[:, :, channel, None], weights[:, channel, None])
+            for channel in range(num_channels)
+        ],
+        dim=2,
+    )
+    norms = torch.linalg.vector_norm(parts, dim=-1)
+    fractions = norms / norms.sum(-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+    kernels = weights.transpose(0, 1).flatten(1)  # (d_v, K d)
+    tokens = state.shape[:2]
+    return {
+        "column_share": fractions,
+        "kernel_norm": torch.linalg.vector_norm(kernels, dim=-1).expand(*tokens, -1),
+        "kernel_cosine": compute_cosines(kernels).expand(*tokens, -1, -1),
+    }
+
+
+# ---- hyper-connections ----
+
+
+def make_connection_edits(read: nn.Module) -> Edits:
+    """Leave the streams unmixed, or write with weight 1 to each of them."""
+
+    def read_without_mixing(state: torch.Tensor, past: Past | None = None) -> ConnectionOutput:
+        output = read(state, past)
+        eye = torch.eye(read.num_streams, dtype=output.mix.dtype, device=output.mix.device)
+        return output._replace(mix=eye.expand_as(output.mix))
+
+    def read_with_unit_writes(state: torch.Tensor, past: Past | None = None) -> ConnectionOutput:
+        output = read(state, past)
+        return output._replace(write=torch.ones_like(output.write))
+
+    if getattr(read, "kind", None) == "identity":
+        return {"write=1": read_with_unit_writes}
+    return {"mix=I": read_without_mixing, "write=1": read_with_unit_writes}
+
+
+def measure_connection_details(read: nn.Module, state: torch.Tensor) -> Details:
+    """Return the weights of each token: `read` and `write` (B, T, n), and `mix` (B, T, n, n)."""
+    read_weights, write_weights, mix = read.weights(state.to(at_least_fp32(state.dtype)))
+    tokens = state.shape[:2]
+    return {
+        "read": read_weights.expand(*tokens, -1),
+        "write": write_weights.expand(*tokens, -1),
+        "mix": mix.expand(*tokens, -1, -1),
+    }
+
+
+def get_mix_shortcut(
+    write: nn.Module,
+    state: torch.Tensor,
+    h: torch.Tensor,
+    connection: ConnectionOutput,
+    c: torch.Tensor,
+) -> Mix:
+    """Return the transposed mixing matrix; connection: what the read returned."""
+    mix = connection.mix
+    if mix.ndim == 2:  # static mixing is the same for all tokens
+        mix = mix[None, None]
+    return Mix(mix.mT)
+
+
+def make_gated_read_edits(read: nn.Module) -> Edits:
+    """Replace one of the two gates by the value that it has with zero logits."""
+
+    def read_with_uniform_gate(state: torch.Tensor, past: Past | None = None) -> NamedTuple:
+        output = read(state, past)
+        return output._replace(x_in=read.normalize(state).mean(2) / 2)
+
+    def read_with_unit_writes(state: torch.Tensor, past: Past | None = None) -> NamedTuple:
+        output = read(state, past)
+        return output._replace(inject=torch.ones_like(output.inject))
+
+    return {"a=1/2": read_with_uniform_gate, "g=1": read_with_unit_writes}
+
+
+def measure_gated_read_details(read: nn.Module, state: torch.Tensor) -> Details:
+    """Return both gates of each token by stream, (B, T, n); that of the read is a mean over features."""
+    output = read(state)
+    return {"read_gate_of_stream": output.gate.mean(-1), "inject_of_stream": output.inject}
+
+
+# ---- attention and averages over depth ----
+
+
+def make_depth_attention_edits(read: nn.Module) -> Edits:
+    """Replace the weights of the sources; {} at the first site, which has one source."""
+    if read.num_sources == 1:
+        return {}
+
+    def read_with_weights(
+        replace_weights: Callable[[torch.Tensor], torch.Tensor],
+        state: tuple[torch.Tensor, ...],
+        past: Past | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read with replace_weights(weights), weights (B, T, sources)."""
+        _, weights = read(state, past)
+        new_weights = replace_weights(weights)
+        tensors = [tensor.to(new_weights.dtype) for tensor in state]
+        if isinstance(read, DeltaAttention):
+            x, *sources = tensors
+            return x + read.gate * weighted_sum(new_weights, sources), new_weights
+        return weighted_sum(new_weights, tensors), new_weights
+
+    def make_uniform(weights: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(weights, 1 / weights.shape[-1])
+
+    def select_last(weights: torch.Tensor) -> torch.Tensor:
+        selected = torch.zeros_like(weights)
+        selected[..., -1] = 1
+        return selected
+
+    return {
+        "uniform weights": partial(read_with_weights, make_uniform),
+        "last source alone": partial(read_with_weights, select_last),
+    }
+
+
+def measure_depth_attention_details(read: nn.Module, state: tuple) -> Details:
+    """Return the weights of the sources (B, T, sources)."""
+    _, weights = read(state)
+    return {"source_weight": weights}
+
+
+def make_depth_average_edits(average: nn.Module) -> Edits:
+    """Replace the average over depth by the state that the block returns."""
+    return {"A=I": lambda outputs: (*outputs, outputs[-1])}
+
+
+# ---- MGT ----
+
+
+def make_mgt_edits(write: nn.Module) -> Edits:
+    """Replace the gate, beta or alpha by a number."""
+
+    def write_with_values(
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+        gate: float | None = None,
+        beta: float | None = None,
+        alpha: float | None = None,
+    ) -> torch.Tensor:
+        """Write with a number in place of the gate, beta or alpha, for each that is not None."""
+        x = state.to(at_least_fp32(state.dtype))
+        if gate is None:
+            gate = write.compute_gate(state)
+        update = gate * h.to(x.dtype)
+        if write.config.has_beta:
+            if beta is None:
+                beta = write.compute_beta(state)
+            if alpha is None:
+                alpha = write.alpha
+            update = beta * (update - alpha * x)
+        return (x + update).to(state.dtype)
+
+    edits = {}
+    if write.config.has_gate:
+        edits["gate=1"] = partial(write_with_values, gate=1.0)
+    if write.config.has_beta:
+        edits["beta=1"] = partial(write_with_values, beta=1.0)
+        edits["alpha=0"] = partial(write_with_values, alpha=0.0)
+    return edits
+
+
+def measure_mgt_details(
+    write: nn.Module,
+    state: torch.Tensor,
+    h: torch.Tensor,
+    x_in: torch.Tensor,
+    c: torch.Tensor,
+    written: torch.Tensor,
+) -> Details:
+    """Return beta of each feature (B, T, d); {} without beta."""
+    if not write.config.has_beta:
+        return {}
+    return {"beta_of_feature": write.compute_beta(state)}
+
+
+def get_mgt_shortcut(
+    write: nn.Module,
+    state: torch.Tensor,
+    h: torch.Tensor,
+    x_in: torch.Tensor,
+    c: torch.Tensor,
+) -> Diagonal:
+    """Return 1 - beta alpha of each feature; the identity without beta."""
+    if not write.config.has_beta:
+        return identity_map(state)
+    return Diagonal(1 - write.compute_beta(state) * write.alpha)
+
+
+# ---- the tables ----
+
+EDITS: dict[str, Callable[[nn.Module], Edits]] = {
+    "model.residual.DeltaRewrite": make_delta_rewrite_edits,
+    "model.hyper_connections.Connection": make_connection_edits,
+    "model.attention_residuals.DepthAttention": make_depth_attention_edits,
+    "model.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
+    "model.mgt.MGTWrite": make_mgt_edits,
+    "model.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
+    "model.DenseFormer-gpt-mha-rope.DepthAverage": make_depth_average_edits,
+    "model.LAuReL-gpt-mha-rope.LAuReLWrite": make_laurel_edits,
+    "model.wide-gpt-mha-rope.WideAdd": make_wide_add_edits,
 }
-DETAILS = {
-    "model.residual.DeltaRewrite": details_of_delta_rewrite,
-    "model.residual.TokenConvRead": details_of_value_channels,
-    "model.residual.ChannelConvRead": details_of_value_channels,
-    "model.hyper_connections.Connection": details_of_connection,
-    "model.attention_residuals.DepthAttention": details_of_depth_attention,
-    "model.GatedResidual-gpt-mha-rope.GatedRead": details_of_gated_read,
-    "model.mgt.MGTWrite": details_of_mgt,
+DETAILS: dict[str, Callable[..., Details]] = {
+    "model.residual.DeltaRewrite": measure_delta_rewrite_details,
+    "model.residual.TokenConvRead": measure_value_channel_details,
+    "model.residual.ChannelConvRead": measure_value_channel_details,
+    "model.hyper_connections.Connection": measure_connection_details,
+    "model.attention_residuals.DepthAttention": measure_depth_attention_details,
+    "model.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
+    "model.mgt.MGTWrite": measure_mgt_details,
 }
-ALONG = {"model.residual.DeltaRewrite": lambda write, *given: write.compute_k_hat(*given)}
-SHARES = {"model.residual.DeltaRewrite": shares_of_delta_rewrite}
-ADDS = (
-    "model.block.Add",
-    "model.wide-gpt-mha-rope.WideAdd",
-    "model.ReZero-gpt-mha-rope.ScaledAdd",
-    "model.GatedResidual-gpt-mha-rope.Inject",
-)
-SHORTCUTS = {
-    **dict.fromkeys(ADDS, shortcut_of_add),
-    "model.residual.DeltaRewrite": shortcut_of_delta_rewrite,
-    "model.hyper_connections.MixAndAdd": shortcut_of_mix_and_add,
-    "model.mgt.MGTWrite": shortcut_of_mgt,
-    "model.LAuReL-gpt-mha-rope.LAuReLWrite": shortcut_of_laurel,
+DIRECTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "model.residual.DeltaRewrite": get_delta_rewrite_direction,
+}
+INTERVALS: dict[str, Callable[[nn.Module], Intervals]] = {
+    "model.residual.DeltaRewrite": get_delta_rewrite_intervals,
+}
+SHORTCUTS: dict[str, Callable[..., LinearMap]] = {
+    "model.block.Add": get_identity_shortcut,
+    "model.wide-gpt-mha-rope.WideAdd": get_identity_shortcut,
+    "model.ReZero-gpt-mha-rope.ScaledAdd": get_identity_shortcut,
+    "model.GatedResidual-gpt-mha-rope.Inject": get_identity_shortcut,
+    "model.residual.DeltaRewrite": get_delta_rewrite_shortcut,
+    "model.hyper_connections.MixAndAdd": get_mix_shortcut,
+    "model.mgt.MGTWrite": get_mgt_shortcut,
+    "model.LAuReL-gpt-mha-rope.LAuReLWrite": get_laurel_shortcut,
 }

@@ -1,200 +1,296 @@
-"""`analyze.py spectrum`: what is left of a token's state on its way through the model, the writes' additions aside.
+"""`analyze.py spectrum`: what is left of a token's state on its way through the model, apart from what writes add.
 
-The shortcut of a token is the product over all sites, in order, of what each write does to the
-state that it finds, with gates and directions as they are for that token of the validation split. A
-delta rewrite does A = I - beta k k^T to every column; the streams of HC and mHC are mixed; MGT
-scales features; an additive write does nothing. Computed in float64 from maps in the precision of
-the model (analysis/products.py).
+The shortcut of a token is the product over all sites, in order, of the linear maps that the writes
+apply to the state, with gates and directions as they are for that token of the validation split. A
+delta rewrite applies A = I - beta k k^T to every value channel; HC and mHC mix their streams; MGT
+scales features; an additive write does nothing. The products are computed in float64 from maps in
+the precision of the model (analysis/products.py).
 """
 
+import argparse
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from model.block import Stream
+from data.loader import ValidationBatches
+from data.tokenizer import Tokenizer
+from model.block import Site, State, Stream
+from model.gpt import GPT
 from research import plots
 from research.analysis import common
-from research.analysis.parts import SHORTCUTS, entry
-from research.analysis.products import Mix, Spectra, spectra
+from research.analysis.parts import SHORTCUTS, find_entry
+from research.analysis.products import LinearMap, Mix, Spectra, compute_spectra
 from utils import tables
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 QUANTILES = {"5%": 0.05, "median": 0.5, "95%": 0.95}
-BINS = 61  # of the eigenvalues' density, along each axis
-NEAR = 0.1  # an eigenvalue smaller than this is called erased
+NUM_BINS = 61  # of the density of eigenvalues, along each axis
+ERASED_BELOW = 0.1  # an eigenvalue of a smaller size counts as erased
 
 
-def undeclared(model) -> str | None:
-    """Which part of the model says no linear shortcut, as the end of a message; None: all do."""
-    for site in (site for block in model.transformer.h for site in block.sites):
-        for part in filter(None, (site.write, site.post_write)):
-            if entry(SHORTCUTS, part) is None:
-                name = type(part).__name__
-                return f"{name} has no linear shortcut (research/analysis/parts.py)"
+# ---- shortcuts ----
+
+
+def explain_missing_shortcut(model: GPT) -> str | None:
+    """Return which part of the model has no linear shortcut, as the end of a message, or None."""
+    for block in model.transformer.h:
+        for site in block.sites:
+            for part in (site.write, site.post_write):
+                if part is not None and find_entry(SHORTCUTS, part) is None:
+                    return (
+                        f"{type(part).__name__} has no linear shortcut (research/analysis/parts.py)"
+                    )
     return None
 
 
-class Shortcuts(Stream):
-    """Every step by itself; keeps the shortcut of every write at some positions of each sequence."""
+class ShortcutRecorder(Stream):
+    """Run the stream as it is, and record the shortcut of every write at some positions.
+
+    Args:
+        positions: int64 (n,)
+
+    Attributes:
+        maps: of each site, for B n tokens or one for all, in float64 on the CPU
+    """
 
     def __init__(self, positions: torch.Tensor):
-        self.positions, self.maps = positions, []
+        self.positions = positions
+        self.maps: list[LinearMap] = []
 
-    def pick(self, part):
-        """(B, T, ...) -> (tokens, ...) in float64; (1, 1, ...) stays one for all tokens."""
-        chosen = part if part.shape[:2] == (1, 1) else part[:, self.positions]
-        return chosen.detach().flatten(0, 1).double().cpu()
+    def select_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return (B n, ...) of (B, T, ...); (1, ...) of (1, 1, ...), which is for all tokens."""
+        if tensor.shape[:2] != (1, 1):
+            tensor = tensor[:, self.positions]
+        return tensor.detach().flatten(0, 1).double().cpu()
 
-    def write(self, site, state, h, c, x_in, cache):
-        found = entry(SHORTCUTS, site.write)(site.write, state, h, x_in, c)
-        self.maps.append(type(found)(*map(self.pick, vars(found).values())))
+    def write(
+        self,
+        site: Site,
+        state: State,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: torch.Tensor | tuple,
+        cache: dict | None,
+    ) -> tuple[State, torch.Tensor | None]:
+        get_shortcut = find_entry(SHORTCUTS, site.write)
+        shortcut = get_shortcut(site.write, state, h, x_in, c)
+        tensors = {name: self.select_tokens(tensor) for name, tensor in vars(shortcut).items()}
+        self.maps.append(type(shortcut)(**tensors))
         return super().write(site, state, h, c, x_in, cache)
 
 
 @torch.no_grad()
-def maps_of(model, ids, positions) -> list:
-    """The maps of all sites, each of all tokens at `positions` (n,) of ids (B, T)."""
-    kept = Shortcuts(positions)
-    with model.through(kept):
+def record_maps(model: GPT, ids: torch.Tensor, positions: torch.Tensor) -> list[LinearMap]:
+    """Return the maps of all sites for the tokens at `positions` (n,) of ids (B, T)."""
+    recorder = ShortcutRecorder(positions)
+    with model.through(recorder):
         model(ids)
-    return kept.maps
+    return recorder.maps
 
 
-def measure(model, batches, windows: list[int], rows: int, tokens: int, progress=None) -> dict:
-    """What a stored row has of the shortcuts of `tokens` tokens, evenly spread, of every window.
+# ---- a run ----
 
-    ValueError: the maps are not finite, or of several kinds.
+
+def measure(
+    model: GPT,
+    batches: ValidationBatches,
+    sequences: list[int],
+    batch_size: int,
+    tokens_per_sequence: int,
+    progress: Callable[[int], None] | None = None,
+) -> dict:
+    """Return the figures of the shortcuts of some tokens of every sequence, spread evenly.
+
+    Raises:
+        ValueError: the maps are not finite, or of several kinds
     """
-    positions = torch.linspace(0, batches.seq_len - 1, min(tokens, batches.seq_len)).round().long()
-    parts, sums = [], []
-    for ids, _ in common.in_batches(batches, windows, rows, common.device_of(model), progress):
-        maps = maps_of(model, ids, positions)
-        parts.append(spectra(maps))
-        sums += [gains(maps)] if isinstance(maps[0], Mix) else []
-        if parts[-1].log_det.shape[1] == 1:  # the same for every token
+    num_positions = min(tokens_per_sequence, batches.seq_len)
+    positions = torch.linspace(0, batches.seq_len - 1, num_positions).round().long()
+    spectra: list[Spectra] = []
+    gains: list[dict[str, float]] = []
+    device = common.get_device(model)
+    for ids, _ in common.iterate_batches(batches, sequences, batch_size, device, progress):
+        maps = record_maps(model, ids, positions)
+        spectra.append(compute_spectra(maps))
+        if isinstance(maps[0], Mix):
+            gains.append(compute_gains(maps))
+        if spectra[-1].log_det.shape[1] == 1:  # the maps are the same for every token
             break
-    largest = {name: max(each[name] for each in sums) for name in (sums[0] if sums else ())}
-    return summary_of(parts, type(maps[0])) | largest
+    figures = summarize_spectra(spectra, type(maps[0]))
+    if gains:
+        for name in gains[0]:
+            figures[name] = max(batch_gains[name] for batch_gains in gains)
+    return figures
 
 
-def joined(parts: list[Spectra], name: str) -> np.ndarray:
-    """A quantity of all batches' tokens, by site: (S, N)."""
-    return torch.cat([getattr(part, name) for part in parts], dim=1).numpy()
+def join_tokens(spectra: list[Spectra], name: str) -> np.ndarray:
+    """Return a field of the spectra of all batches by site and token, (S, N)."""
+    return torch.cat([getattr(batch, name) for batch in spectra], dim=1).numpy()
 
 
-def summary_of(parts: list[Spectra], kind: type) -> dict:
-    by_site = {
-        name: joined(parts, name)
-        for name in ("largest", "smallest", "untouched", "energy", "reflections")
-    }
+def summarize_spectra(spectra: list[Spectra], kind: type) -> dict:
+    """Return the figures of a row; kind: the class of the maps."""
+    largest = join_tokens(spectra, "largest")
+    smallest = join_tokens(spectra, "smallest")
+    reflections = join_tokens(spectra, "reflections")
     with np.errstate(divide="ignore"):
-        by_site["condition"] = by_site["largest"] / by_site["smallest"]
-    by_site["log10_det"] = joined(parts, "log_det") / math.log(10)
-    by_site["reflections_so_far"] = by_site["reflections"].cumsum(0)
-    eigenvalues = torch.cat([part.eigenvalues for part in parts]).numpy()
+        condition = largest / smallest
+    by_site = {
+        "largest": largest,
+        "smallest": smallest,
+        "untouched": join_tokens(spectra, "untouched"),
+        "energy": join_tokens(spectra, "energy"),
+        "reflections": reflections,
+        "condition": condition,
+        "log10_det": join_tokens(spectra, "log_det") / math.log(10),
+        "reflections_so_far": reflections.cumsum(0),
+    }
+    eigenvalues = torch.cat([batch.eigenvalues for batch in spectra]).numpy()
     return {
         "kind": kind.__name__,
-        "size": parts[0].size,
+        "size": spectra[0].size,
         "tokens": len(eigenvalues),
-        "det_negative": float((joined(parts, "sign")[-1] < 0).mean()),
-        "by_site": {name: over_tokens(values) for name, values in by_site.items()},
-        "reflecting": (by_site["reflections"] > 0).mean(1).tolist(),
-        "eigenvalues": shares_of(eigenvalues),
-        "density": density(eigenvalues),
+        "det_negative": float((join_tokens(spectra, "sign")[-1] < 0).mean()),
+        "by_site": {name: summarize_over_tokens(values) for name, values in by_site.items()},
+        "reflecting": (reflections > 0).mean(1).tolist(),
+        "eigenvalues": classify_eigenvalues(eigenvalues),
+        "density": compute_density(eigenvalues),
     }
 
 
-def over_tokens(values: np.ndarray) -> dict:
-    """(S, N) -> by site the mean and quantiles over tokens; None where it is not finite."""
-    found = {"mean": values.mean(1)} | {
-        name: np.quantile(values, share, axis=1, method="lower")
-        for name, share in QUANTILES.items()
-    }
+def summarize_over_tokens(values: np.ndarray) -> dict[str, list[float | None]]:
+    """Return the mean and quantiles over tokens of values (S, N), by site; None if not finite."""
+    by_name = {"mean": values.mean(1)}
+    for name, quantile in QUANTILES.items():
+        by_name[name] = np.quantile(values, quantile, axis=1, method="lower")
     return {
-        name: [x if math.isfinite(x) else None for x in each.tolist()]
-        for name, each in found.items()
+        name: [value if math.isfinite(value) else None for value in site_values.tolist()]
+        for name, site_values in by_name.items()
     }
 
 
-def shares_of(eigenvalues: np.ndarray) -> dict:
-    """Which share of the eigenvalues (N, e) is erased, flipped (real and negative), turned (not real), and larger than
-    1 in size; and how many there are of each token."""
-    real = np.abs(eigenvalues.imag) <= 1e-9
+def classify_eigenvalues(eigenvalues: np.ndarray) -> dict:
+    """Return which fractions of the eigenvalues (N, e) have some property.
+
+    Returns:
+        "each", their number e per token; "erased", those that are close to 0; "flipped", those that
+        are real and negative; "turned", those that are not real; "grown", those whose size is
+        larger than 1.
+    """
+    sizes = np.abs(eigenvalues)
+    is_real = np.abs(eigenvalues.imag) <= 1e-9
     return {
         "each": eigenvalues.shape[1],
-        "erased": float((np.abs(eigenvalues) < NEAR).mean()),
-        "flipped": float((real & (eigenvalues.real < 0)).mean()),
-        "turned": float((~real).mean()),
-        "grown": float((np.abs(eigenvalues) > 1 + 1e-6).mean()),
+        "erased": float((sizes < ERASED_BELOW).mean()),
+        "flipped": float((is_real & (eigenvalues.real < 0)).mean()),
+        "turned": float((~is_real).mean()),
+        "grown": float((sizes > 1 + 1e-6).mean()),
     }
 
 
-def density(eigenvalues: np.ndarray) -> dict:
-    """Counts of eigenvalues in squares of the complex plane, [imaginary][real], from -limit to limit along each."""
+def compute_density(eigenvalues: np.ndarray) -> dict:
+    """Count eigenvalues in squares of the complex plane.
+
+    Returns:
+        "counts"[imaginary][real] of squares from -"limit" to "limit" along both axes.
+    """
     limit = max(1.25, 1.05 * float(np.abs(eigenvalues).max()))
-    edges = np.linspace(-limit, limit, BINS + 1)
+    edges = np.linspace(-limit, limit, NUM_BINS + 1)
     counts, _, _ = np.histogram2d(
         eigenvalues.imag.ravel(), eigenvalues.real.ravel(), bins=(edges, edges)
     )
     return {"limit": limit, "counts": counts.astype(int).tolist()}
 
 
-def gains(maps: list[Mix]) -> dict:
-    """Of the products of mixes, over their tokens: the largest sum of a row and of a column by size (by how
-    much a signal may grow forward and a gradient backward, as the paper on mHC has it), and how far one is from 1."""
+def compute_gains(maps: list[Mix]) -> dict[str, float]:
+    """Return the largest sums of rows and columns of the products of mixes, over their tokens.
+
+    Returns:
+        "row_gain" and "column_gain", the largest absolute sum of a row and of a column: by how much
+        a signal may grow forward, and a gradient backward (the paper on mHC); "sum_error", the
+        largest difference of a sum from 1.
+    """
     product = maps[0].matrix
-    for each in maps[1:]:
-        product = each.matrix @ product
-    rows, columns = product.sum(-1), product.sum(-2)
-    error = max((rows - 1).abs().max(), (columns - 1).abs().max())
+    for mix in maps[1:]:
+        product = mix.matrix @ product
+    row_sums = product.sum(-1)
+    column_sums = product.sum(-2)
+    error = max((row_sums - 1).abs().max(), (column_sums - 1).abs().max())
     return {
-        "row_gain": rows.abs().max().item(),
-        "column_gain": columns.abs().max().item(),
+        "row_gain": row_sums.abs().max().item(),
+        "column_gain": column_sums.abs().max().item(),
         "sum_error": error.item(),
     }
 
 
-def say(row: dict) -> str:
-    last = {name: each["median"][-1] for name, each in row["by_site"].items()}
-    eigenvalues, tokens = row["eigenvalues"], row["tokens"]
+# ---- the line and the table ----
+
+
+def get_last_medians(row: dict) -> dict[str, float | None]:
+    """Return the medians over tokens of the product of all sites."""
+    return {name: values["median"][-1] for name, values in row["by_site"].items()}
+
+
+def summarize(row: dict) -> str:
+    """Return the line that is printed of a row."""
     if row["by_site"]["untouched"]["5%"][-1] == 1:
         return "the shortcut is the identity: what was written stays as it was"
-    said = (
-        f"shortcut through {len(row['sites'])} sites, medians of {tokens:,} tokens: "
-        f"{last['reflections_so_far']:.0f} reflections, det negative for "
+    medians = get_last_medians(row)
+    eigenvalues = row["eigenvalues"]
+    line = (
+        f"shortcut through {len(row['sites'])} sites, medians of {row['tokens']:,} tokens: "
+        f"{medians['reflections_so_far']:.0f} reflections, det negative for "
         f"{row['det_negative']:.0%}; of {eigenvalues['each']} eigenvalues that can differ from 1 "
-        f"{eigenvalues['erased']:.0%} erased (below {NEAR}), {eigenvalues['flipped']:.0%} flipped, "
-        f"{eigenvalues['turned']:.0%} not real, {eigenvalues['grown']:.0%} above 1"
+        f"{eigenvalues['erased']:.0%} erased (below {ERASED_BELOW}), "
+        f"{eigenvalues['flipped']:.0%} flipped, {eigenvalues['turned']:.0%} not real, "
+        f"{eigenvalues['grown']:.0%} above 1"
     )
     if "row_gain" in row:
-        said += (
+        line += (
             f"; sums of a row of the product at most {row['row_gain']:.4g}, of a column "
             f"{row['column_gain']:.4g}, none further than {row['sum_error']:.1g} from 1"
         )
-    return said
+    return line
 
 
-def power(exponent: float | None) -> str:
-    """10 to the exponent; None: 0."""
+def format_power_of_ten(exponent: float | None) -> str:
+    """Return 10 to the exponent as text; None stands for -infinity."""
     if exponent is None:
         return "0"
-    return f"{10**exponent:.3g}" if abs(exponent) < 3 else f"10^{exponent:.1f}"
+    if abs(exponent) < 3:
+        return f"{10**exponent:.3g}"
+    return f"10^{exponent:.1f}"
 
 
-COLUMNS = ("largest", "smallest", "condition", "untouched", "energy")
+TABLE_COLUMNS = ("largest", "smallest", "condition", "untouched", "energy")
 
 
-def table(rows: list[dict]) -> str:
+def format_table(rows: list[dict]) -> str:
     cells = []
     for row in rows:
-        last = {name: each["median"][-1] for name, each in row["by_site"].items()}
-        figures = ["infinite" if last[n] is None else f"{last[n]:.3g}" for n in COLUMNS]
-        reflections = f"{last['reflections_so_far']:.0f}"
-        det = power(last["log10_det"])
-        cells.append([row["label"], len(row["sites"]), reflections, det, *figures])
-    return tables.format_markdown(("run", "sites", "reflections", "size of det", *COLUMNS), cells)
+        medians = get_last_medians(row)
+        row_cells = [
+            row["label"],
+            len(row["sites"]),
+            f"{medians['reflections_so_far']:.0f}",
+            format_power_of_ten(medians["log10_det"]),
+        ]
+        for name in TABLE_COLUMNS:
+            row_cells.append("infinite" if medians[name] is None else f"{medians[name]:.3g}")
+        cells.append(row_cells)
+    header = ("run", "sites", "reflections", "size of det", *TABLE_COLUMNS)
+    return tables.format_markdown(header, cells)
 
 
+# ---- the figure ----
+
+# quantity -> title and scale of its panel
 PANELS = {
     "log10_det": ("log10 |det|", "linear"),
     "condition": ("condition number", "log"),
@@ -202,29 +298,35 @@ PANELS = {
 }
 
 
-def draw(rows: list[dict]):
-    """A row of panels for each run: eigenvalues, then the products up to each site: the median over
-    tokens and between which values 90% of them lie; gaps where they are infinite."""
+def draw(rows: list[dict]) -> "Figure":
+    """Draw a row of panels for each run: eigenvalues, then the products up to each site.
+
+    A product is drawn as the median over tokens, with a band that holds 90% of them; there are gaps
+    where values are infinite.
+    """
     figure, axes = plots.panels(len(rows), 4, 1.6, ["median over tokens, 5% to 95%"], sharey="col")
+    # per token, without the squares that are empty
     densities = [np.ma.masked_equal(row["density"]["counts"], 0) / row["tokens"] for row in rows]
-    highest = max(each.max() for each in densities)
-    lowest = min(*(each.min() for each in densities), highest / 10)
-    limit, color = max(row["density"]["limit"] for row in rows), plots.COLORS[0]
-    angle, entries = np.linspace(0, 2 * np.pi, 200), {}
-    for row, counts, panels in zip(rows, densities, axes):
-        panels[0].plot(np.cos(angle), np.sin(angle), color="0.5", linewidth=0.8)
-        extent = (-row["density"]["limit"], row["density"]["limit"]) * 2
-        scale = {"norm": "log", "cmap": "viridis_r", "clim": (lowest, highest)}
-        image = panels[0].imshow(counts, extent=extent, origin="lower", **scale)
-        panels[0].set(xlim=(-limit, limit), ylim=(-limit, limit), aspect="equal")
-        panels[0].set_ylabel(plots.wrapped(row["label"]))
-        sites = np.arange(1, len(row["sites"]) + 1)
+    highest = max(density.max() for density in densities)
+    lowest = min(*(density.min() for density in densities), highest / 10)
+    limit = max(row["density"]["limit"] for row in rows)
+    entries = {}
+    for row, density, panels in zip(rows, densities, axes):
+        panel = panels[0]
+        draw_unit_circle(panel)
+        own_limit = row["density"]["limit"]
+        image = panel.imshow(
+            density,
+            extent=(-own_limit, own_limit, -own_limit, own_limit),
+            origin="lower",
+            norm="log",
+            cmap="viridis_r",
+            clim=(lowest, highest),
+        )
+        panel.set(xlim=(-limit, limit), ylim=(-limit, limit), aspect="equal")
+        panel.set_ylabel(plots.wrapped(row["label"]))
         for panel, (name, (_, scale)) in zip(panels[1:], PANELS.items()):
-            values = {key: np.array(row["by_site"][name][key], dtype=float) for key in QUANTILES}
-            between = {"color": color, "alpha": 0.25, "linewidth": 0}
-            band = panel.fill_between(sites, values["5%"], values["95%"], **between)
-            (line,) = panel.plot(sites, values["median"], color=color, marker="o")
-            entries |= {"median over tokens": line, "5% to 95%": band}
+            plot_over_sites(panel, row, name, entries)
             panel.set_yscale(scale)
     titles = ["eigenvalues", *(title for title, _ in PANELS.values())]
     for panel, title in zip(axes[0], titles):
@@ -235,26 +337,70 @@ def draw(rows: list[dict]):
         axis.get_major_locator().set_params(integer=True)
     for panel in axes[-1, 1:]:
         panel.set_xlabel("sites so far")
-    bar = figure.colorbar(image, ax=axes[:, 0], location="left", shrink=0.8)
-    bar.set_label("eigenvalues of a token")
-    plots.plain_numbers(bar.ax.yaxis)
+    color_bar = figure.colorbar(image, ax=axes[:, 0], location="left", shrink=0.8)
+    color_bar.set_label("eigenvalues of a token")
+    plots.plain_numbers(color_bar.ax.yaxis)
     plots.add_legend(figure, entries)
     return figure
 
 
-def add_options(parser) -> None:
-    tokens = "tokens of each sequence (default: %(default)s)"
-    parser.add_argument("--tokens", type=int, default=32, help=tokens)
+def draw_unit_circle(panel: "Axes") -> None:
+    angles = np.linspace(0, 2 * np.pi, 200)
+    panel.plot(np.cos(angles), np.sin(angles), color="0.5", linewidth=0.8)
 
 
-def run(args) -> None:
-    """Measure, store and draw every run. ValueError: one has no linear shortcut."""
-    for subject in common.chosen(args):  # before any of them is measured
-        if why := undeclared(subject.load("cpu")[0]):
-            raise ValueError(f"{subject.label}: {why}")
+def plot_over_sites(panel: "Axes", row: dict, name: str, entries: dict) -> None:
+    """Draw the median and the band of a quantity, and add them to the entries of the legend."""
+    sites = np.arange(1, len(row["sites"]) + 1)
+    values = {
+        quantile: np.array(row["by_site"][name][quantile], dtype=float) for quantile in QUANTILES
+    }
+    color = plots.COLORS[0]
+    band = panel.fill_between(
+        sites, values["5%"], values["95%"], color=color, alpha=0.25, linewidth=0
+    )
+    [line] = panel.plot(sites, values["median"], color=color, marker="o")
+    entries["median over tokens"] = line
+    entries["5% to 95%"] = band
 
-    def of_run(model, encoding, batches, windows, args, progress):
-        sites = {"sites": common.site_names(model)}
-        return sites | measure(model, batches, windows, args.rows, args.tokens, progress)
 
-    common.over_runs(args, "spectrum", of_run, say, table, draw)
+# ---- the command ----
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=32,
+        help="number of tokens of each sequence (default: %(default)s)",
+    )
+
+
+def measure_run(
+    model: GPT,
+    encoding: Tokenizer,
+    batches: ValidationBatches,
+    sequences: list[int],
+    args: argparse.Namespace,
+    progress: common.Progress,
+) -> dict:
+    """Return the names of the sites and the figures of `measure`."""
+    return {
+        "sites": common.list_site_names(model),
+        **measure(model, batches, sequences, args.rows, args.tokens, progress),
+    }
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, store and draw every run.
+
+    Raises:
+        ValueError: a run has no linear shortcut
+    """
+    # before any of them is measured
+    for subject in common.find_subjects(args):
+        model, _, _ = subject.load("cpu")
+        reason = explain_missing_shortcut(model)
+        if reason is not None:
+            raise ValueError(f"{subject.label}: {reason}")
+    common.analyze_runs(args, "spectrum", measure_run, summarize, format_table, draw)

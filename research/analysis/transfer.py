@@ -1,12 +1,14 @@
 """`analyze.py transfer`: does the best learning rate of a narrow model stay that of a wide one? With and without muP.
 
-For each optimizer and width a grid of learning rates, powers of two, is searched: five around the best one of the width
-before, then further out until the best of them has a worse one on either side.
+For each optimizer and width, a grid of learning rates, which are powers of two, is searched: first five around the best
+one of the width before, then further ones until the best of them has a worse one on either side.
 """
 
+import argparse
 import contextlib
 import math
 import time
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,233 +26,370 @@ from training.validation import evaluate
 from utils import tables
 from utils.units import format_duration
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FILE = "mup_transfer"  # default name of the file of figures
+
+# the code that a loss depends on
 CODE = (
     "model/*.py",
     "data/loader.py",
     "data/sequences.py",
     "training/optimizer.py",
-)  # what a loss depends on
-FIRST = -6  # log2 of the rate in the middle of the first grid
-AROUND, MOST = 2, 14  # rates on either side of the middle; rates of a width, at most
-VALIDATION_WINDOWS = 64
+)
+FIRST_MIDDLE = -6  # log2 of the learning rate in the middle of the first grid
+RATES_ON_EACH_SIDE = 2  # of the middle, at first
+MAX_RATES = 14  # for one optimizer and width
+HEAD_DIM = 32
+NUM_VALIDATION_SEQUENCES = 64
 
 
-def trained_loss(settings: dict, row: dict, device: torch.device) -> float | None:
-    """Validation loss in nats per token of the model of `row` after training; None: it is not finite."""
-    corpus, size = open_corpus(settings["dataset"]), settings["block_size"]
-    keys = {
-        "optimizer": row["optimizer"],
-        "learning_rate": row["learning_rate"],
-        "max_steps": settings["steps"],
-    }
+def train_and_evaluate(settings: dict, row: dict, device: torch.device) -> float | None:
+    """Train a model and return its validation loss, in nats per token; None if it is not finite.
+
+    Args:
+        settings: those of the command
+        row: the optimizer, width, muP and learning rate
+    """
+    corpus = open_corpus(settings["dataset"])
+    vocab_size = corpus.meta["vocab_size"]
+    layout = SequenceLayout.from_meta(corpus.meta)
     config = TrainConfig(
-        **keys, warmup_steps=settings["steps"] // 5, global_batch_size=settings["batch_size"]
+        optimizer=row["optimizer"],
+        learning_rate=row["learning_rate"],
+        max_steps=settings["steps"],
+        warmup_steps=settings["steps"] // 5,
+        global_batch_size=settings["batch_size"],
     )
     torch.manual_seed(config.seed)
-    shape = {"hidden_size": row["width"], "num_attention_heads": row["width"] // 32, "head_dim": 32}
-    shape |= {
-        "num_hidden_layers": settings["layers"],
-        "block_size": size,
-        "vocab_size": corpus.meta["vocab_size"],
-    }
-    model = build(settings["model"], **shape, mup=row["mup"], hidden_size_base=settings["base"]).to(
-        device
-    )
+    model = build(
+        settings["model"],
+        hidden_size=row["width"],
+        num_attention_heads=row["width"] // HEAD_DIM,
+        head_dim=HEAD_DIM,
+        num_hidden_layers=settings["layers"],
+        block_size=settings["block_size"],
+        vocab_size=vocab_size,
+        mup=row["mup"],
+        hidden_size_base=settings["base"],
+    ).to(device)
     optimizers = optimizer.build_optimizers(model, config)
-    known, layout = corpus.meta["vocab_size"], SequenceLayout.from_meta(corpus.meta)
-    batches = TrainBatches(corpus.train, size, config.global_batch_size, config.seed, known, layout)
+    train_batches = TrainBatches(
+        corpus.train,
+        settings["block_size"],
+        config.global_batch_size,
+        config.seed,
+        vocab_size,
+        layout,
+    )
     for step in range(config.max_steps):
         optimizer.set_learning_rates(optimizers, step, config)
-        ids, targets = batches.get(step, 0, config.global_batch_size)
-        model(ids.to(device), targets.to(device))[1].backward()
+        ids, targets = train_batches.get(step, 0, config.global_batch_size)
+        _, loss = model(ids.to(device), targets.to(device))
+        loss.backward()
         distributed.clip_grad_norm(model, config.grad_clip)
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-    validation = ValidationBatches(corpus.val, size, known, layout)
-    windows, world = validation.spread(VALIDATION_WINDOWS), distributed.start(device)
-    loss = evaluate(
-        model, validation, windows, config.global_batch_size, world, contextlib.nullcontext()
-    )["loss"]
-    return loss if math.isfinite(loss) else None
+        for stepped_optimizer in optimizers:
+            stepped_optimizer.step()
+            stepped_optimizer.zero_grad()
+    validation_batches = ValidationBatches(corpus.val, settings["block_size"], vocab_size, layout)
+    metrics = evaluate(
+        model,
+        validation_batches,
+        validation_batches.spread(NUM_VALIDATION_SEQUENCES),
+        config.global_batch_size,
+        distributed.start(device),
+        contextlib.nullcontext(),
+    )
+    return metrics["loss"] if math.isfinite(metrics["loss"]) else None
+
+
+# ---- the search ----
+
+
+class Grid(NamedTuple):
+    """The learning rates of one optimizer and width, with muP or without."""
+
+    optimizer: str
+    width: int
+    mup: bool
 
 
 class Search:
-    """The searches of all optimizers and widths, with what the file of figures has of them."""
+    """The searches of all optimizers and widths, and what the file of figures has of them."""
 
     def __init__(
         self, figures: Figures, device: torch.device, widths: list[int], optimizers: list[str]
     ):
-        self.figures, self.device, self.widths, self.optimizers = (
-            figures,
-            device,
-            widths,
-            optimizers,
-        )
+        """widths: rising; the first one is the base, at which muP changes nothing"""
+        self.figures = figures
+        self.device = device
+        self.widths = widths
+        self.optimizers = optimizers
 
-    def lines(self) -> list[tuple[str, int, bool]]:
-        """(optimizer, width, muP) of every grid; at the first width, the base, muP changes nothing: it has one."""
+    def list_grids(self) -> list[Grid]:
+        """Return all grids in the order of the search.
+
+        The first width has only one for each optimizer, because muP changes nothing there.
+        """
         return [
-            (name, width, mup)
+            Grid(name, width, mup)
             for width in self.widths
             for name in self.optimizers
             for mup in (True, False)
             if mup or width != self.widths[0]
         ]
 
-    def losses(self, name: str, width: int, mup: bool) -> dict[int, float]:
-        """{log2 of the rate: loss} of what is known."""
-        key = {"optimizer": name, "width": width, "mup": mup or width == self.widths[0]}
-        rows = [row for row in self.figures.rows if key.items() <= row.items()]
-        found = {round(math.log2(row["learning_rate"])): row["loss"] for row in rows}
-        return {
-            power: math.inf if found[power] is None else found[power] for power in sorted(found)
+    def get_losses(self, grid: Grid) -> dict[int, float]:
+        """Return the losses that were measured, by log2 of the learning rate; inf if not finite."""
+        key = {
+            "optimizer": grid.optimizer,
+            "width": grid.width,
+            "mup": grid.mup or grid.width == self.widths[0],
         }
+        losses = {}
+        for row in self.figures.rows:
+            if key.items() <= row.items():
+                power = round(math.log2(row["learning_rate"]))
+                losses[power] = math.inf if row["loss"] is None else row["loss"]
+        return dict(sorted(losses.items()))
 
-    def next_power(self, name: str, width: int, mup: bool) -> int | None:
-        """log2 of the rate to try next, None where the best one has a worse one on either side."""
-        known, place = self.losses(name, width, mup), self.widths.index(width)
-        before = self.losses(name, self.widths[place - 1], mup) if place else {}
-        middle = min(before, key=before.get) if before else FIRST
-        for power in range(middle - AROUND, middle + AROUND + 1):
-            if power not in known:
+    def choose_next_power(self, grid: Grid) -> int | None:
+        """Return log2 of the learning rate to try next; None when the search has ended.
+
+        It ends when the best learning rate has a worse one on either side, or after MAX_RATES.
+        """
+        losses = self.get_losses(grid)
+        middle = FIRST_MIDDLE
+        index = self.widths.index(grid.width)
+        if index > 0:
+            narrower_losses = self.get_losses(grid._replace(width=self.widths[index - 1]))
+            if narrower_losses:
+                middle = min(narrower_losses, key=narrower_losses.get)
+        for power in range(middle - RATES_ON_EACH_SIDE, middle + RATES_ON_EACH_SIDE + 1):
+            if power not in losses:
                 return power
-        best = min(known, key=known.get)
-        if len(known) >= MOST and best in (min(known), max(known)):
+        best = min(losses, key=losses.get)
+        lowest_power = min(losses)
+        highest_power = max(losses)
+        if lowest_power < best < highest_power:
+            return None
+        if len(losses) >= MAX_RATES:
             print(
-                f"note: {name}, d={width}: the best of {MOST} rates is the last that was tried",
+                f"note: {grid.optimizer}, d={grid.width}: the best of {MAX_RATES} learning rates is "
+                "at the end of the grid",
                 flush=True,
             )
-        if len(known) >= MOST or min(known) < best < max(known):
             return None
-        return best - 1 if best == min(known) else best + 1
+        return best - 1 if best == lowest_power else best + 1
 
-    def seconds_left(self) -> float:
-        """An estimate; a width that was not measured takes three times as long as the one before."""
-        left, seconds = 0.0, dict.fromkeys(self.optimizers, 1.0)
-        for name, width, mup in self.lines():
-            key = {"optimizer": name, "width": width}
-            known = [row["seconds"] for row in self.figures.rows if key.items() <= row.items()]
-            if known:
-                seconds[name] = sum(known) / len(known)
-            elif mup:
-                seconds[name] = (
-                    3 * seconds[name] if width > self.widths[0] else max(seconds.values())
-                )
-            left += seconds[name] * max(2 * AROUND + 1 - len(self.losses(name, width, mup)), 0)
-        return left
+    def estimate_seconds_left(self) -> float:
+        """Estimate how long the first grids take that are left.
+
+        A width that was not measured yet is taken to need three times as long as the one before.
+        """
+        seconds_left = 0.0
+        seconds_per_rate = dict.fromkeys(self.optimizers, 1.0)
+        for grid in self.list_grids():
+            measured = [
+                row["seconds"]
+                for row in self.figures.rows
+                if row["optimizer"] == grid.optimizer and row["width"] == grid.width
+            ]
+            if measured:
+                seconds_per_rate[grid.optimizer] = sum(measured) / len(measured)
+            elif grid.mup and grid.width > self.widths[0]:
+                seconds_per_rate[grid.optimizer] *= 3
+            elif grid.mup:
+                seconds_per_rate[grid.optimizer] = max(seconds_per_rate.values())
+            num_left = max(2 * RATES_ON_EACH_SIDE + 1 - len(self.get_losses(grid)), 0)
+            seconds_left += seconds_per_rate[grid.optimizer] * num_left
+        return seconds_left
 
     def run(self) -> None:
-        for name, width, mup in self.lines():
-            while (power := self.next_power(name, width, mup)) is not None:
-                row = {"optimizer": name, "width": width, "mup": mup, "learning_rate": 2.0**power}
-                started = time.monotonic()
-                loss = trained_loss(self.figures.settings, row, self.device)
-                self.figures.add(
-                    {**row, "loss": loss, "seconds": round(time.monotonic() - started, 1)}
-                )
-                said = f"{name} {'muP' if mup else 'plain'} d={width} rate 2^{power}: loss {loss}"
-                print(f"{said}; about {format_duration(self.seconds_left())} left", flush=True)
+        """Search all grids, and store each loss."""
+        for grid in self.list_grids():
+            while (power := self.choose_next_power(grid)) is not None:
+                self.measure(grid, power)
 
-    def best(self, name: str, mup: bool) -> list[float]:
-        """The best rate of each width."""
-        return [lowest(self.losses(name, width, mup)) for width in self.widths]
+    def measure(self, grid: Grid, power: int) -> None:
+        """Measure and store the loss at learning rate 2^power."""
+        row = {
+            "optimizer": grid.optimizer,
+            "width": grid.width,
+            "mup": grid.mup,
+            "learning_rate": 2.0**power,
+        }
+        start_time = time.monotonic()
+        loss = train_and_evaluate(self.figures.settings, row, self.device)
+        seconds = round(time.monotonic() - start_time, 1)
+        self.figures.add({**row, "loss": loss, "seconds": seconds})
+        print(
+            f"{grid.optimizer} {'muP' if grid.mup else 'plain'} d={grid.width} rate 2^{power}: "
+            f"loss {loss}; about {format_duration(self.estimate_seconds_left())} left",
+            flush=True,
+        )
+
+    def find_best_rates(self, optimizer_name: str, mup: bool) -> list[float]:
+        """Return the best learning rate of each width."""
+        return [
+            find_lowest_point(self.get_losses(Grid(optimizer_name, width, mup)))
+            for width in self.widths
+        ]
 
 
-def lowest(losses: dict[int, float]) -> float:
-    """The rate at the lowest point of the parabola through the best power of two and its neighbours."""
+def find_lowest_point(losses: dict[int, float]) -> float:
+    """Return the learning rate at the lowest point of a parabola through three losses.
+
+    They are those at the best power of two and at its neighbors. If a neighbor is missing or not
+    finite, the best power of two itself is returned.
+
+    losses: by log2 of the learning rate
+    """
     power = min(losses, key=losses.get)
-    left, middle, right = (losses.get(power + i, math.inf) for i in (-1, 0, 1))
-    if math.isinf(left) or math.isinf(right):
+    lower_loss = losses.get(power - 1, math.inf)
+    best_loss = losses[power]
+    higher_loss = losses.get(power + 1, math.inf)
+    if math.isinf(lower_loss) or math.isinf(higher_loss):
         return 2.0**power
-    return 2.0 ** (power + (left - right) / (2 * (left - 2 * middle + right)))
+    curvature = lower_loss - 2 * best_loss + higher_loss
+    return 2.0 ** (power + (lower_loss - higher_loss) / (2 * curvature))
 
 
-def drift(widths: list[int], rates: list[float]) -> float:
-    """Least-squares slope of the logarithm of the best rate over that of the width: 0 where it stays."""
+def fit_drift(widths: list[int], rates: list[float]) -> float:
+    """Return the least-squares slope of the logarithm of the best learning rate over that of the width.
+
+    It is 0 if the best learning rate does not depend on the width.
+    """
     return float(np.polyfit(np.log(widths), np.log(rates), 1)[0])
 
 
-def markdown(search: Search) -> str:
+# ---- the table and the figure ----
+
+
+def format_table(search: Search) -> str:
+    """Return a table of the best learning rates and their drift."""
     rows = []
-    for name in search.optimizers:
+    for optimizer_name in search.optimizers:
         for mup in (True, False):
-            rates = search.best(name, mup)
-            cells = [f"{rate:.2g}" for rate in rates]
+            rates = search.find_best_rates(optimizer_name, mup)
             rows.append(
-                (name, "muP" if mup else "plain", *cells, f"{drift(search.widths, rates):+.2f}")
+                (
+                    optimizer_name,
+                    "muP" if mup else "plain",
+                    *(f"{rate:.2g}" for rate in rates),
+                    f"{fit_drift(search.widths, rates):+.2f}",
+                )
             )
-    return tables.format_markdown(
-        ("", "", *(f"d={width}" for width in search.widths), "slope"), rows
-    )
+    header = ("", "", *(f"d={width}" for width in search.widths), "slope")
+    return tables.format_markdown(header, rows)
 
 
-def draw(search: Search):
-    """A row an optimizer: loss over rate with muP and without, a line a width; the best rate over
-    width."""
-    names, widths, entries = search.optimizers, search.widths, {}
-    labels = [f"d = {width}" for width in widths] + ["best rate, muP", "plain"]
-    figure, axes = plots.panels(len(names), 3, 2.1, labels)
-    for row, name in zip(axes, names):
-        for panel, mup in zip(row, (True, False)):
-            for color, (width, label) in zip(plots.COLORS, zip(widths, labels)):
-                losses = search.losses(name, width, mup)
-                at = {2.0**p: loss for p, loss in losses.items() if math.isfinite(loss)}
-                (entries[label],) = panel.plot(list(at), list(at.values()), "o-", color=color)
-                panel.axvline(lowest(losses), color=color, linestyle=":", alpha=0.6)
-            panel.set_title(f"{name}, {'with muP' if mup else 'without'}", loc="left")
+MUP_LABEL = "best rate, muP"
+PLAIN_LABEL = "plain"
+
+
+def draw(search: Search) -> "Figure":
+    """Draw a row of panels for each optimizer.
+
+    The first two show the loss over the learning rate with muP and without, with a line for each
+    width; the third one shows the best learning rate over the width.
+    """
+    width_labels = {width: f"d = {width}" for width in search.widths}
+    labels = [*width_labels.values(), MUP_LABEL, PLAIN_LABEL]
+    figure, axes = plots.panels(len(search.optimizers), 3, 2.1, labels)
+    entries = {}
+    for panels, optimizer_name in zip(axes, search.optimizers):
+        best_rate_panel = panels[2]
+        drifts = []
+        for panel, mup in zip(panels, (True, False)):
+            for color, (width, label) in zip(plots.COLORS, width_labels.items()):
+                losses = search.get_losses(Grid(optimizer_name, width, mup))
+                finite = {2.0**power: loss for power, loss in losses.items() if math.isfinite(loss)}
+                [entries[label]] = panel.plot(
+                    list(finite), list(finite.values()), "o-", color=color
+                )
+                panel.axvline(find_lowest_point(losses), color=color, linestyle=":", alpha=0.6)
+            panel.set_title(f"{optimizer_name}, {'with muP' if mup else 'without'}", loc="left")
             panel.set(xlabel="learning rate", xscale="log")
             plots.plain_numbers(panel.xaxis, minor=False)
-            rates, label = search.best(name, mup), labels[-2 if mup else -1]
-            style = {"color": "black", "linestyle": "-" if mup else "--", "marker": "s"}
-            (entries[label],) = row[2].plot(widths, rates, **style)
-        row[1].sharey(row[0])
-        row[0].set(ylabel="validation loss (nats)")
-        slopes = [drift(widths, search.best(name, mup)) for mup in (True, False)]
-        row[2].set_title("best rate: slopes {:+.2f}, {:+.2f}".format(*slopes), loc="left")
-        row[2].set(xlabel="hidden_size", xscale="log", yscale="log")
-        for axis in (row[2].xaxis, row[2].yaxis):
+            rates = search.find_best_rates(optimizer_name, mup)
+            drifts.append(fit_drift(search.widths, rates))
+            [entries[MUP_LABEL if mup else PLAIN_LABEL]] = best_rate_panel.plot(
+                search.widths,
+                rates,
+                color="black",
+                linestyle="-" if mup else "--",
+                marker="s",
+            )
+        panels[1].sharey(panels[0])
+        panels[0].set(ylabel="validation loss (nats)")
+        best_rate_panel.set_title(
+            f"best rate: slopes {drifts[0]:+.2f}, {drifts[1]:+.2f}", loc="left"
+        )
+        best_rate_panel.set(xlabel="hidden_size", xscale="log", yscale="log")
+        for axis in (best_rate_panel.xaxis, best_rate_panel.yaxis):
             plots.plain_numbers(axis)
-        row[2].set_xticks(widths, map(str, widths))
-        row[2].set_xticks([], minor=True)
+        best_rate_panel.set_xticks(search.widths, map(str, search.widths))
+        best_rate_panel.set_xticks([], minor=True)
     plots.add_legend(figure, entries)
     return figure
 
 
-FILE = "mup_transfer"
+# ---- the command ----
 
 
-def add_options(parser) -> None:
-    add = parser.add_argument
-    add("--model", choices=MODEL_NAMES, default="DDL-gpt-mha-rope-CC")
-    add("--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)")
-    steps = "optimizer steps, the first fifth warm-up (default: %(default)s)"
-    add("--steps", type=int, default=100, help=steps)
-    add("--layers", type=int, default=2, help="(default: %(default)s)")
-    add("--block_size", type=int, default=64, help="tokens of a sequence (default: %(default)s)")
-    add("--batch_size", type=int, default=4, help="sequences of a step (default: %(default)s)")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        choices=MODEL_NAMES,
+        default="DDL-gpt-mha-rope-CC",
+        help="(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        help="optimizer steps, of which the first fifth is warm-up (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="number of blocks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--block_size", type=int, default=64, help="tokens of a sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=4, help="sequences per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="where to train (default: %(default)s)",
+    )
 
 
-def run(args) -> None:
-    """Measure what the file of figures lacks, storing each; then the table and the figure beside it."""
-    plots.printing()  # a missing package is known before the work
+def run(args: argparse.Namespace) -> None:
+    """Measure what is missing in the file of figures; then print the table and draw the figure."""
+    plots.printing()  # a missing package should be noticed before anything is measured
     device = distributed.pick_device(args.device)
     open_corpus(args.dataset)
     settings = {
-        name: getattr(args, name)
-        for name in ("model", "dataset", "steps", "layers", "block_size", "batch_size")
+        "model": args.model,
+        "dataset": args.dataset,
+        "steps": args.steps,
+        "layers": args.layers,
+        "block_size": args.block_size,
+        "batch_size": args.batch_size,
+        "base": args.widths[0],
     }
-    figures = Figures(
-        args.json,
-        device,
-        {**settings, "base": args.widths[0]},
-        resume=True,
-        code=compute_digest(*CODE)[:12],
-    )
+    figures = Figures(args.json, device, settings, resume=True, code=compute_digest(*CODE)[:12])
     search = Search(figures, device, args.widths, args.optimizers)
     search.run()
-    print(markdown(search))
+    print(format_table(search))
     out = args.json.with_suffix(".png")
     with plots.printing():
         plots.save(draw(search), out)

@@ -32,13 +32,13 @@ def measure_rank(cells: list[sweep.Cell], figures: Figures) -> list[dict]:
         if figures.find(weights=subject.identity) is None:
             corpus = open_corpus_of(subject, "")
             model, _, stem = subject.load(device)
-            row = common.about(subject, model, stem)
-            row |= rank.over_validation(model, corpus, WINDOWS, ROWS, subject.label)
+            row = common.describe_run(subject, model, stem)
+            row |= rank.measure_on_corpus(model, corpus, WINDOWS, ROWS, subject.label)
             del row["rank_state"], row["rank_read"]  # both are "rank": every arm reads its state
-            first = rank.over_validation(initial_model(cell), corpus, WINDOWS, ROWS, cell.title)
+            first = rank.measure_on_corpus(initial_model(cell), corpus, WINDOWS, ROWS, cell.title)
             own = {"initial_rank": first["rank"], "weights": subject.identity}
             figures.add({**row, **about(cell), **own}, "weights")
-            print(f"{number} of {len(cells)}: {rank.line_of(row)}", flush=True)
+            print(f"{number} of {len(cells)}: {rank.summarize(row)}", flush=True)
         rows.append(figures.find(weights=subject.identity))
     return rows
 
@@ -80,8 +80,8 @@ def model_at(cell: sweep.Cell, share: float):
 def gates(model, dataset: str) -> dict:
     """Of every block, over tokens, features and both sites: mean and variance of beta, and the share
     below 0; the mean of each site alone."""
-    batches = common.validation_batches(model, open_corpus(dataset))
-    windows = common.whole_windows(batches, WINDOWS)
+    batches = common.open_validation_batches(model, open_corpus(dataset))
+    windows = common.select_sequences(batches, WINDOWS)
     sites: dict[tuple[str, int], list] = {}
 
     def on_write(site, write):
@@ -90,7 +90,7 @@ def gates(model, dataset: str) -> dict:
         moments = [float(x.mean()) for x in (of["beta"], square, of["beta_negative"])]
         sites.setdefault((site.name, site.layer), []).append(moments)
 
-    for ids, _ in common.in_batches(batches, windows, ROWS, common.device_of(model)):
+    for ids, _ in common.iterate_batches(batches, windows, ROWS, common.get_device(model)):
         with model.through(ObservedStream(on_write)):
             model(ids)
     layers = range(model.config.num_hidden_layers)

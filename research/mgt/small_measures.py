@@ -27,8 +27,8 @@ def load_initial_model(folder: Path) -> GPT:
 def read_validation_ids(folder: Path, model: GPT) -> torch.Tensor:
     """Return NUM_SEQUENCES sequences, spread evenly over the validation split: (16, T)."""
     dataset = checkpoint.read_state(checkpoint.find(folder))["run_config"]["dataset"]
-    batches = common.validation_batches(model, open_corpus(dataset))
-    windows = common.whole_windows(batches, NUM_SEQUENCES)
+    batches = common.open_validation_batches(model, open_corpus(dataset))
+    windows = common.select_sequences(batches, NUM_SEQUENCES)
     ids, _ = batches.get(windows, len(windows))
     return ids
 

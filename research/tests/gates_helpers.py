@@ -1,11 +1,13 @@
-"""What tests of gates and others share."""
+"""What the tests of gates and of edits share."""
 
 from helpers import SMALL
 
 from model import build
 from model.causality import move_parameters
+from model.gpt import GPT
 
-KINDS = {
+# model name -> how its compressor reads, as naive.read takes it
+READ_KINDS = {
     "DDL-gpt-mha-rope": "token",
     "DDL-gpt-mha-rope-CC": "channel",
     "DDL-gpt-mha-rope-EC": "token",
@@ -13,6 +15,7 @@ KINDS = {
 }
 
 
-def moved(stem, **keys):
-    """A model of float64 whose parameters are nowhere at their start."""
-    return move_parameters(build(stem, **{**SMALL, "block_size": 10, **keys}).double()).eval()
+def build_moved(model_name: str, **keys) -> GPT:
+    """Return a small model in float64 whose parameters are all off their initial values."""
+    model = build(model_name, **{**SMALL, "block_size": 10, **keys}).double()
+    return move_parameters(model).eval()

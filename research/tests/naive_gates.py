@@ -1,172 +1,236 @@
-"""What `analyze.py gates` measures, once more: loops over tokens in float64, the dense matrix A = I - beta k k^T.
+"""A second implementation of what `analyze.py gates` measures: loops over tokens, the dense A = I - beta k k^T.
 
-Backbone and reads are naive.py's, from a state dict and a configuration; no code is shared with model/ or analysis/.
+It computes in float64. Backbone and reads are naive.py's, from a state dict and a configuration; no code is shared with
+model/ or analysis/. In names and shapes, X (d, d_v) is the state of a token, k (d,) a direction and v (d_v,) a value.
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from naive import attention, expand, mlp, read, rms_norm, select, sigmoid
 
 
-def pieces(w, h, x_in, c, cfg):
-    """k (d,), beta of write and erase, t (v,) of one token.
+@dataclass
+class NaiveEdit:
+    """How a write is edited."""
 
-    The k-Map with gates of one layer on c and a squashed value from x_in.
-    """
+    # replaces both gates
+    beta: float | None = None
+
+    # whether the update has its erase, and its write
+    erase: bool = True
+    write: bool = True
+
+    # whether the erase has the gate of the write
+    share_gate: bool = False
+
+
+@dataclass
+class TokenWrite:
+    """What a site does to the state of one token."""
+
+    X: torch.Tensor
+    written: torch.Tensor
+    k: torch.Tensor
+    beta: torch.Tensor
+    beta_erase: torch.Tensor
+    v: torch.Tensor
+
+
+def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
+    """Write to the state of one token: k-Map, gates of one layer on c, and a squashed value from x_in."""
     k = h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt()
     beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
     beta_erase = beta
     if cfg["ddl_erase_gate"] == "own":
         beta_erase = 2 * sigmoid(w["beta_erase.weight"][0] @ c + w["beta_erase.bias"][0])
-    value = cfg["ddl_v_sigmoid_scale"] * sigmoid(w["v_proj.weight"] @ x_in + w["v_proj.bias"])
-    return k, beta, beta_erase, value
+    v = cfg["ddl_v_sigmoid_scale"] * sigmoid(w["v_proj.weight"] @ x_in + w["v_proj.bias"])
+    if edit.beta is not None:
+        beta = torch.full_like(beta, edit.beta)
+        beta_erase = beta
+    if edit.share_gate:
+        beta_erase = beta
+    A = torch.eye(len(k), dtype=X.dtype)
+    if edit.erase:
+        A = A - beta_erase * torch.outer(k, k)
+    written = A @ X
+    if edit.write:
+        written = written + beta * torch.outer(k, v)
+    return TokenWrite(X, written, k, beta, beta_erase, v)
 
 
-def forward(weights, cfg, ids, kind, embedding_conv=False, edits=None):
-    """(logits (T, V), {(layer, site): its tokens' X, X', k, beta, beta_erase, t}).
+def forward(
+    weights: dict,
+    cfg: dict,
+    ids: list[int],
+    kind: str,
+    embedding_conv: bool = False,
+    edits: dict[tuple[int, str], NaiveEdit] | None = None,
+) -> tuple[torch.Tensor, dict[tuple[int, str], list[TokenWrite]]]:
+    """Return the logits (T, vocab_size) of one sequence, and the writes of its tokens at each site.
 
-    edits {(layer, site): {"beta", "erase", "write", "shared"}}: a number for both gates; False: without that term;
-    the write's gate for the erase as well.
+    Args:
+        kind: how the compressor reads, as naive.read takes it
+        embedding_conv: whether the expander has a convolution
+        edits: (layer, site name) -> edit
     """
-    xs = [weights["transformer.wte.weight"][i] for i in ids]
-    states, record = expand(weights, xs, cfg["ddl_value_channels"], embedding_conv), {}
+    embeddings = [weights["transformer.wte.weight"][token] for token in ids]
+    states = expand(weights, embeddings, cfg["ddl_value_channels"], embedding_conv)
+    writes = {}
     for layer in range(cfg["num_hidden_layers"]):
         w = select(weights, f"transformer.h.{layer}.")
         for norm, sublayer, name in (
             ("ln_1.weight", attention, "attn"),
             ("ln_2.weight", mlp, "mlp"),
         ):
-            edit = (edits or {}).get((layer, name), {})
+            edit = (edits or {}).get((layer, name), NaiveEdit())
             x_ins = read(select(w, "compress."), states, kind)
             cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
             hs = sublayer(select(w, f"{name}."), cs, cfg)
-            tokens = []
-            for X, h, x_in, c in zip(states, hs, x_ins, cs):
-                k, beta, beta_erase, value = pieces(select(w, f"ddl_{name}."), h, x_in, c, cfg)
-                if "beta" in edit:
-                    beta = beta_erase = beta * 0 + edit["beta"]
-                if "shared" in edit:
-                    beta_erase = beta
-                A = torch.eye(len(k), dtype=X.dtype)
-                if edit.get("erase", True):
-                    A = A - beta_erase * torch.outer(k, k)
-                after = A @ X
-                if edit.get("write", True):
-                    after = after + beta * torch.outer(k, value)
-                tokens.append(
-                    {
-                        "X": X,
-                        "after": after,
-                        "k": k,
-                        "beta": beta,
-                        "beta_erase": beta_erase,
-                        "t": value,
-                    }
-                )
-            record[layer, name] = tokens
-            states = [token["after"] for token in tokens]
+            write_weights = select(w, f"ddl_{name}.")
+            writes[layer, name] = [
+                compute_write(write_weights, X, h, x_in, c, cfg, edit)
+                for X, h, x_in, c in zip(states, hs, x_ins, cs)
+            ]
+            states = [write.written for write in writes[layer, name]]
     finals = [
         rms_norm(x, weights["ln_f.weight"], 1e-5)
         for x in read(select(weights, "readout."), states, kind)
     ]
-    return torch.stack([weights["lm_head.weight"] @ x for x in finals]), record
+    return torch.stack([weights["lm_head.weight"] @ x for x in finals]), writes
 
 
-def loss(weights, cfg, ids, targets, kind, **options) -> float:
-    """Mean nats per token of one sequence."""
-    scores, _ = forward(weights, cfg, ids, kind, **options)
-    return sum((row.exp().sum().log() - row[t]).item() for row, t in zip(scores, targets)) / len(
-        targets
-    )
+def loss(
+    weights: dict,
+    cfg: dict,
+    ids: list[int],
+    targets: list[int],
+    kind: str,
+    embedding_conv: bool = False,
+    edits: dict[tuple[int, str], NaiveEdit] | None = None,
+) -> float:
+    """Return the mean loss of one sequence in nats per token; the arguments are those of `forward`."""
+    logits, _ = forward(weights, cfg, ids, kind, embedding_conv, edits)
+    total = 0.0
+    for row, target in zip(logits, targets):
+        total += (row.exp().sum().log() - row[target]).item()
+    return total / len(targets)
 
 
 def cosine(a, b) -> float:
-    return float(
-        sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
-    )
+    dot = sum(x * y for x, y in zip(a, b))
+    return float(dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b)))
 
 
-def gap(X, k, t) -> float:
-    """Root mean square of v - k^T X over value channels."""
-    return math.sqrt(sum((t[j] - k @ X[:, j]).item() ** 2 for j in range(len(t))) / len(t))
+def l2_norm(x: torch.Tensor) -> float:
+    return math.sqrt((x**2).sum())
 
 
-def numbers(tokens, before, embedded, own_gate=False) -> dict[str, list[float]]:
-    """The statistics of one site and one sequence; before: the tokens of the site before, None; embedded: of each.
+def discrepancy(X, k, v) -> float:
+    """Return the root mean square of v - k^T X over value channels."""
+    squares = [(v[j] - k @ X[:, j]).item() ** 2 for j in range(len(v))]
+    return math.sqrt(sum(squares) / len(v))
 
-    own_gate: whether the erase has a gate of its own
+
+def effective_rank(matrix: np.ndarray) -> float:
+    singular_values = np.linalg.svd(matrix, compute_uv=False)
+    fractions = singular_values / singular_values.sum()
+    entropy = -sum(fraction * math.log(fraction) for fraction in fractions if fraction > 0)
+    return math.exp(entropy) / min(matrix.shape)
+
+
+def compute_statistics(
+    writes: list[TokenWrite],
+    previous_writes: list[TokenWrite] | None,
+    embeddings: torch.Tensor,
+    has_own_erase_gate: bool = False,
+) -> dict[str, list[float]]:
+    """Return the statistics of one site and one sequence: a number for each token, or for the sequence.
+
+    Args:
+        previous_writes: those of the site before; None at the first one
+        embeddings: of the tokens (T, d)
     """
-    found: dict[str, list[float]] = {}
-    for n, token in enumerate(tokens):
-        X, after, k, t, beta = (token[name] for name in ("X", "after", "k", "t", "beta"))
-        beta_erase = token["beta_erase"]
-        size = math.sqrt((X**2).sum())
+    statistics: dict[str, list[float]] = {}
+    for position, write in enumerate(writes):
+        X = write.X
+        k = write.k
+        norm = l2_norm(X)
+        discrepancy_before = discrepancy(X, k, write.v)
+        discrepancy_after = discrepancy(write.written, k, write.v)
+        erase_term = write.beta_erase * torch.outer(k, k) @ X
+        write_term = write.beta * torch.outer(k, write.v)
         values = {
-            "beta": beta.item(),
-            "discrepancy_before": gap(X, k, t),
-            "discrepancy_after": gap(after, k, t),
-            "contraction": gap(after, k, t) / gap(X, k, t),
-            "contraction_expected": abs(1 - beta.item()),
-            "erased": math.sqrt(((beta_erase * torch.outer(k, k) @ X) ** 2).sum()) / size,
-            "written": math.sqrt(((beta * torch.outer(k, t)) ** 2).sum()) / size,
-            "write_size": math.sqrt(((after - X) ** 2).sum()) / size,
-            "cosine_embedding": cosine(k, embedded[n]),
+            "beta": write.beta.item(),
+            "discrepancy_before": discrepancy_before,
+            "discrepancy_after": discrepancy_after,
+            "contraction": discrepancy_after / discrepancy_before,
+            "erased": l2_norm(erase_term) / norm,
+            "written": l2_norm(write_term) / norm,
+            "write_size": l2_norm(write.written - X) / norm,
+            "cosine_embedding": cosine(k, embeddings[position]),
         }
-        if own_gate:
-            values["beta_erase"] = beta_erase.item()
-            del values["contraction_expected"]
-        if n > 0:
-            values["cosine_tokens"] = cosine(k, tokens[n - 1]["k"])
-        if before is not None:
-            values["cosine_sites"] = cosine(k, before[n]["k"])
+        if has_own_erase_gate:
+            values["beta_erase"] = write.beta_erase.item()
+        else:
+            values["contraction_expected"] = abs(1 - write.beta.item())
+        if position > 0:
+            values["cosine_tokens"] = cosine(k, writes[position - 1].k)
+        if previous_writes is not None:
+            values["cosine_sites"] = cosine(k, previous_writes[position].k)
         for name, value in values.items():
-            found.setdefault(name, []).append(value)
-    found["rank_state"] = [rank(np.stack([token["after"].flatten().numpy() for token in tokens]))]
-    found["rank_direction"] = [rank(np.stack([token["k"].numpy() for token in tokens]))]
-    return found
+            statistics.setdefault(name, []).append(value)
+    states = np.stack([write.written.flatten().numpy() for write in writes])
+    directions = np.stack([write.k.numpy() for write in writes])
+    statistics["rank_state"] = [effective_rank(states)]
+    statistics["rank_direction"] = [effective_rank(directions)]
+    return statistics
 
 
-def rank(matrix) -> float:
-    share = np.linalg.svd(matrix, compute_uv=False)
-    share = share / share.sum()
-    return math.exp(-sum(s * math.log(s) for s in share if s > 0)) / min(matrix.shape)
+# ---- value channels ----
 
 
-def column_cosines(tokens) -> list[np.ndarray]:
-    """Of each token the matrix of cosines between the columns of the new state."""
-    columns = range(tokens[0]["X"].shape[1])
-    return [
-        np.array([[cosine(t["after"][:, i], t["after"][:, j]) for j in columns] for i in columns])
-        for t in tokens
-    ]
-
-
-def column_shares(w, tokens, kind) -> list[np.ndarray]:
-    """Of each token the norm of what the read makes of one column alone, over the sum of those norms."""
-    parts = []
-    for j in range(tokens[0]["X"].shape[1]):
-        alone = [
-            token["X"] * torch.nn.functional.one_hot(torch.tensor(j), token["X"].shape[1])
-            for token in tokens
-        ]
-        parts.append([math.sqrt((x**2).sum()) for x in read(w, alone, kind)])
-    return [np.array(each) / sum(each) for each in zip(*parts)]
-
-
-def kernels(w, kind, columns: int) -> list[np.ndarray]:
-    """Of each column every weight that it is read with."""
-    if kind == "channel":
-        ones = (
-            torch.eye(columns, dtype=w["weight"].dtype)
-            .unsqueeze(1)
-            .expand(-1, w["weight"].shape[0], -1)
+def compute_channel_cosines(writes: list[TokenWrite]) -> list[np.ndarray]:
+    """Return, for each token, the cosines (d_v, d_v) between the value channels of the new state."""
+    channels = range(writes[0].X.shape[1])
+    cosines = []
+    for write in writes:
+        written = write.written
+        cosines.append(
+            np.array([[cosine(written[:, i], written[:, j]) for j in channels] for i in channels])
         )
-        return [read(w, [column], kind)[0].numpy() for column in ones]
-    d = w["shortconv.weight"].shape[0] // columns
-    rows = [
-        [w["shortconv.weight"][i * columns + j].flatten() * w["read"][j] for i in range(d)]
-        for j in range(columns)
-    ]
-    return [torch.cat(each).numpy() for each in rows]
+    return cosines
+
+
+def compute_channel_fractions(w, writes: list[TokenWrite], kind: str) -> list[np.ndarray]:
+    """Return, for each token (d_v,), what the read makes of one value channel alone.
+
+    It is the norm of that, over the sum of these norms.
+    """
+    num_channels = writes[0].X.shape[1]
+    norms_by_channel = []
+    for channel in range(num_channels):
+        mask = torch.nn.functional.one_hot(torch.tensor(channel), num_channels)
+        channel_alone = [write.X * mask for write in writes]
+        norms_by_channel.append([l2_norm(x) for x in read(w, channel_alone, kind)])
+    return [np.array(norms) / sum(norms) for norms in zip(*norms_by_channel)]
+
+
+def list_kernels(w, kind: str, num_channels: int) -> list[np.ndarray]:
+    """Return, for each value channel, all weights that it is read with, as one vector."""
+    if kind == "channel":
+        d = w["weight"].shape[0]
+        eye = torch.eye(num_channels, dtype=w["weight"].dtype)
+        ones_in_channel = eye.unsqueeze(1).expand(-1, d, -1)
+        return [read(w, [X], kind)[0].numpy() for X in ones_in_channel]
+    d = w["shortconv.weight"].shape[0] // num_channels
+    kernels = []
+    for channel in range(num_channels):
+        taps = [
+            w["shortconv.weight"][feature * num_channels + channel].flatten() * w["read"][channel]
+            for feature in range(d)
+        ]
+        kernels.append(torch.cat(taps).numpy())
+    return kernels

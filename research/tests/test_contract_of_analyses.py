@@ -1,12 +1,11 @@
-"""What analyses look at, of every stem of model/ and the examples of tests/streams."""
+"""What the analyses look at, in every variant of model/ and in the examples of tests/streams."""
 
 import importlib
 from functools import partial
-from types import SimpleNamespace
 
-import broken_for_analyses
-import contract_of_analyses
 import pytest
+from broken_for_analyses import WRONG_ENTRIES, HalvingWrite, WriteWithIdleEdit
+from contract_of_analyses import CHECKS
 from helpers import EXAMPLES
 from model_settings import names_and_settings
 
@@ -14,39 +13,43 @@ from model import MODEL_NAMES, model_class
 from research.analysis import parts
 
 pytestmark = pytest.mark.usefixtures("example_streams")
-ALL = [*MODEL_NAMES, *(path.stem for path in EXAMPLES if path.stem not in MODEL_NAMES)]
+ALL_NAMES = [*MODEL_NAMES, *(path.stem for path in EXAMPLES if path.stem not in MODEL_NAMES)]
 
 
-@pytest.mark.parametrize("check", contract_of_analyses.CHECKS)
-@pytest.mark.parametrize("stem", ALL)
-def test_contract(stem, check):
-    contract_of_analyses.CHECKS[check](model_class(stem))
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("model_name", ALL_NAMES)
+def test_contract(model_name, check):
+    CHECKS[check](model_class(model_name))
 
 
-@pytest.mark.parametrize("check", contract_of_analyses.CHECKS)
-@pytest.mark.parametrize(("stem", "form"), names_and_settings(), ids=str)
-def test_contract_of_every_form(stem, form, check):
-    cls = model_class(stem)
-    contract_of_analyses.CHECKS[check](type(stem, (cls,), {"Config": partial(cls.Config, **form)}))
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(("model_name", "settings"), names_and_settings(), ids=str)
+def test_contract_with_other_settings(model_name, settings, check):
+    cls = model_class(model_name)
+    cls_with_settings = type(model_name, (cls,), {"Config": partial(cls.Config, **settings)})
+    CHECKS[check](cls_with_settings)
 
 
-@pytest.mark.parametrize("fault", broken_for_analyses.BROKEN)
-def test_a_wrong_entry_is_caught(fault, monkeypatch):
-    cls, (table, key, entry), check, message = broken_for_analyses.BROKEN[fault]
-    monkeypatch.setitem(table, key, entry)
-    with pytest.raises((AssertionError, ValueError), match=message):
-        contract_of_analyses.CHECKS[check](cls)
+@pytest.mark.parametrize("fault", WRONG_ENTRIES)
+def test_a_wrong_entry_is_noticed(fault, monkeypatch):
+    wrong = WRONG_ENTRIES[fault]
+    monkeypatch.setitem(wrong.table, wrong.key, wrong.entry)
+    with pytest.raises((AssertionError, ValueError), match=wrong.message):
+        CHECKS[wrong.check](wrong.model_class)
 
 
-def test_a_subclass_with_a_forward_of_its_own_has_no_entry_of_its_parent():
-    part = broken_for_analyses.Halved(SimpleNamespace(hidden_size=2, branch_mult=1))
-    assert parts.entry(parts.SHORTCUTS, part) is None
-    part = broken_for_analyses.OfAllTokens(SimpleNamespace(hidden_size=2, branch_mult=1))
-    assert parts.entry(parts.SHORTCUTS, part) is parts.shortcut_of_add
+def test_a_subclass_with_a_forward_of_its_own_does_not_have_the_entries_of_its_parent():
+    write = HalvingWrite(model_class("gpt-mha-rope").Config())
+    assert parts.find_entry(parts.SHORTCUTS, write) is None
 
 
-def test_every_entry_is_of_a_class_that_there_is():
-    tables = (parts.EDITS, parts.DETAILS, parts.ALONG, parts.SHARES, parts.SHORTCUTS)
-    for key in {key for table in tables for key in table}:
-        module, _, name = key.rpartition(".")
-        assert hasattr(importlib.import_module(module), name), key
+def test_a_subclass_with_the_forward_of_its_parent_has_its_entries():
+    write = WriteWithIdleEdit(model_class("gpt-mha-rope").Config())
+    assert parts.find_entry(parts.SHORTCUTS, write) is parts.get_identity_shortcut
+
+
+@pytest.mark.parametrize("table", ["EDITS", "DETAILS", "DIRECTIONS", "INTERVALS", "SHORTCUTS"])
+def test_every_entry_is_of_an_existing_class(table):
+    for key in getattr(parts, table):
+        module_name, _, class_name = key.rpartition(".")
+        assert hasattr(importlib.import_module(module_name), class_name), key

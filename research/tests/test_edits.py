@@ -2,13 +2,15 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 
 import naive_gates
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gates_helpers import KINDS, moved
+from gates_helpers import READ_KINDS, build_moved
+from naive_gates import NaiveEdit
 
 from data import shards
 from data.loader import ValidationBatches
@@ -18,201 +20,212 @@ from research.benchmarks.figures import Figures
 
 LARGE = 1e4  # a logit whose sigmoid and tanh are 1 to the last bit
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
-OWN_GATE = {"ddl_erase_gate": "own"}
+OWN_ERASE_GATE = {"ddl_erase_gate": "own"}
+# Student's 97.5% quantile at four degrees of freedom
+T_4 = 2.776445
 
 
 @pytest.fixture
-def ids():
+def ids() -> torch.Tensor:
     return torch.randint(0, 260, (3, 10))
 
 
-def own_losses(model, ids, targets):
-    """Of each sequence, by the whole model at once."""
-    with torch.no_grad():
-        logits, _ = model(ids)
-    return torch.stack([F.cross_entropy(row, goal) for row, goal in zip(logits, targets)])
-
-
-def edited_losses(model, ids, targets, wanted: dict):
-    """wanted {(layer, site): the edit's name}: from the first of these layers on."""
-    sites = {(site.layer, site.name): site for block in model.transformer.h for site in block.sites}
-    chosen = {
-        key: next(e for e in edits.edits_of(sites[key]) if e.name == name)
-        for key, name in wanted.items()
-    }
-    first = min(layer for layer, _ in wanted)
-    return edits.losses_from(model, edits.states_before(model, ids)[first], first, targets, chosen)
-
-
-def forced_gate(write, logit: float) -> None:
-    write.beta.weight.zero_()
-    write.beta.bias.fill_(logit)
-
-
-def delta(part, value):
-    return lambda block: forced_gate(getattr(block, part), value)
+@pytest.fixture
+def targets(ids) -> torch.Tensor:
+    return ids.roll(-1, 1)
 
 
 @torch.no_grad()
-def set_to(parameter, value) -> None:
+def compute_losses(model, ids, targets) -> torch.Tensor:
+    """Return the loss of each sequence (B,), by one forward pass of the model."""
+    logits, _ = model(ids)
+    return torch.stack(
+        [F.cross_entropy(sequence, goals) for sequence, goals in zip(logits, targets)]
+    )
+
+
+def compute_edited_losses(model, ids, targets, names: dict[tuple[int, str], str]) -> torch.Tensor:
+    """Return the losses with edits, running the model from their first layer on.
+
+    names: (layer, site name) -> name of the edit
+    """
+    chosen_edits = {}
+    for block in model.transformer.h:
+        for site in block.sites:
+            key = (site.layer, site.name)
+            if key in names:
+                [chosen_edits[key]] = [
+                    edit for edit in edits.list_edits(site) if edit.name == names[key]
+                ]
+    first_layer = min(layer for layer, _ in names)
+    block_input = edits.record_block_inputs(model, ids)[first_layer]
+    return edits.measure_losses_from(model, block_input, first_layer, targets, chosen_edits)
+
+
+# ---- edits of the MLP's site of a block, by hand ----
+
+
+def set_parameter(parameter, value) -> None:
     parameter.copy_(torch.as_tensor(value, dtype=parameter.dtype).expand_as(parameter))
 
 
-def static_mix(block):
-    set_to(block.hc_mlp.mix, torch.eye(4))
+def set_beta_logit(block, logit: float) -> None:
+    block.ddl_mlp.beta.weight.zero_()
+    block.ddl_mlp.beta.bias.fill_(logit)
 
 
-def dynamic_mix(block):
-    """`scale` belongs to the read as well: only the rows of the maps that make the mix are cleared."""
+def unmix_static(block) -> None:
+    set_parameter(block.hc_mlp.mix, torch.eye(4))
+
+
+def unmix_dynamic(block) -> None:
+    # `scale` belongs to the read as well, so the rows of `maps` that make the mix are cleared
     block.hc_mlp.maps.weight[2:] = 0
-    set_to(block.hc_mlp.mix, torch.eye(4))
+    set_parameter(block.hc_mlp.mix, torch.eye(4))
 
 
-def dynamic_write(block):
-    set_to(block.hc_mlp.write, 1.0)
-    set_to(block.hc_mlp.write_scale, 0.0)
+def write_one_dynamic(block) -> None:
+    set_parameter(block.hc_mlp.write, 1.0)
+    set_parameter(block.hc_mlp.write_scale, 0.0)
 
 
-def manifold_write(block):
+def write_one_manifold(block) -> None:
     block.hc_mlp.bias[4:8] = 0
     block.hc_mlp.scales[1] = 0
 
 
-def mgt_beta(block):
+def halve_read_gate(block) -> None:
+    set_parameter(block.gated_mlp.up.weight, 0.0)
+
+
+def inject_one(block) -> None:
+    set_parameter(block.gated_mlp.inject.weight, 0.0)
+
+
+def attend_uniformly(block) -> None:
+    set_parameter(block.depth_mlp.query, 0)
+
+
+def open_mgt_beta(block) -> None:
     block.write_mlp.beta.weight.zero_()
     block.write_mlp.beta.bias.fill_(LARGE)
 
 
-def mgt_gate(block):
+def open_mgt_gate(block) -> None:
     block.write_mlp.gate_norm.weight.zero_()
     block.write_mlp.gate_norm.bias.fill_(LARGE)
 
 
-def only_the_last(block):
-    set_to(
-        block.average.weights,
-        F.one_hot(torch.tensor(len(block.average.weights) - 1), len(block.average.weights)),
-    )
+def clear_mgt_alpha(block) -> None:
+    set_parameter(block.write_mlp.alpha, 0.0)
 
 
+def scale_by(value: float) -> Callable:
+    return lambda block: set_parameter(block.write_mlp.scale, value)
+
+
+def keep_last_depth(block) -> None:
+    num_weights = len(block.average.weights)
+    set_parameter(block.average.weights, F.one_hot(torch.tensor(num_weights - 1), num_weights))
+
+
+def clear_low_rank(block) -> None:
+    set_parameter(block.write_mlp.up.weight, 0.0)
+
+
+def weight_equally(block) -> None:
+    set_parameter(block.write_mlp.logits, 0.0)
+
+
+def write_one_to_all_channels(block) -> None:
+    set_parameter(block.write_mlp.weights, 1.0)
+
+
+def clear_sublayer(block) -> None:
+    set_parameter(block.mlp.c_proj.weight, 0.0)
+
+
+# model name, its keys, the name of an edit, and the same by hand
 BY_HAND = [
-    ("DDL-gpt-mha-rope", {}, "beta=0", delta("ddl_mlp", -LARGE)),
-    ("DDL-gpt-mha-rope", {}, "beta=1", delta("ddl_mlp", 0.0)),
-    ("DDL-gpt-mha-rope-CC", {"ddl_map": "v"}, "beta=2", delta("ddl_mlp", LARGE)),
-    ("DDL-vdim1-gpt-mha-rope", {}, "beta=2", delta("ddl_mlp", LARGE)),
-    ("HC-gpt-mha-rope", {"hc_dynamic": False}, "mix=I", static_mix),
-    ("HC-gpt-mha-rope", {}, "mix=I", dynamic_mix),
-    ("HC-gpt-mha-rope", {}, "write=1", dynamic_write),
-    ("mHC-gpt-mha-rope", {}, "write=1", manifold_write),
+    ("DDL-gpt-mha-rope", {}, "beta=0", lambda block: set_beta_logit(block, -LARGE)),
+    ("DDL-gpt-mha-rope", {}, "beta=1", lambda block: set_beta_logit(block, 0.0)),
     (
-        "GatedResidual-gpt-mha-rope",
-        {},
-        "a=1/2",
-        lambda block: set_to(block.gated_mlp.up.weight, 0.0),
+        "DDL-gpt-mha-rope-CC",
+        {"ddl_map": "v"},
+        "beta=2",
+        lambda block: set_beta_logit(block, LARGE),
     ),
-    (
-        "GatedResidual-gpt-mha-rope",
-        {"hc_streams": 2},
-        "g=1",
-        lambda block: set_to(block.gated_mlp.inject.weight, 0.0),
-    ),
-    (
-        "AttnRes-gpt-mha-rope",
-        {"attn_res_blocks": 2},
-        "uniform weights",
-        lambda block: set_to(block.depth_mlp.query, 0),
-    ),
-    ("MGT-gpt-mha", {}, "beta=1", mgt_beta),
-    ("MGT-gpt-mha", {}, "alpha=0", lambda block: set_to(block.write_mlp.alpha, 0.0)),
-    ("MGT-gpt-mha", {"mgt_arm": "mhc"}, "gate=1", mgt_gate),
-    ("ReZero-gpt-mha-rope", {}, "a=0", lambda block: set_to(block.write_mlp.scale, 0.0)),
-    ("ReZero-gpt-mha-rope", {}, "a=1", lambda block: set_to(block.write_mlp.scale, 1.0)),
-    ("DenseFormer-gpt-mha-rope", {}, "A=I", only_the_last),
-    (
-        "LAuReL-gpt-mha-rope",
-        {},
-        "no low rank",
-        lambda block: set_to(block.write_mlp.up.weight, 0.0),
-    ),
-    (
-        "LAuReL-gpt-mha-rope",
-        {"laurel_form": "rw"},
-        "a=b=1",
-        lambda block: set_to(block.write_mlp.logits, 0.0),
-    ),
-    ("wide-gpt-mha-rope", {}, "w=1", lambda block: set_to(block.write_mlp.weights, 1.0)),
-    ("gpt-mha-rope", {}, "h=0", lambda block: set_to(block.mlp.c_proj.weight, 0.0)),
+    ("DDL-vdim1-gpt-mha-rope", {}, "beta=2", lambda block: set_beta_logit(block, LARGE)),
+    ("HC-gpt-mha-rope", {"hc_dynamic": False}, "mix=I", unmix_static),
+    ("HC-gpt-mha-rope", {}, "mix=I", unmix_dynamic),
+    ("HC-gpt-mha-rope", {}, "write=1", write_one_dynamic),
+    ("mHC-gpt-mha-rope", {}, "write=1", write_one_manifold),
+    ("GatedResidual-gpt-mha-rope", {}, "a=1/2", halve_read_gate),
+    ("GatedResidual-gpt-mha-rope", {"hc_streams": 2}, "g=1", inject_one),
+    ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 2}, "uniform weights", attend_uniformly),
+    ("MGT-gpt-mha", {}, "beta=1", open_mgt_beta),
+    ("MGT-gpt-mha", {}, "alpha=0", clear_mgt_alpha),
+    ("MGT-gpt-mha", {"mgt_arm": "mhc"}, "gate=1", open_mgt_gate),
+    ("ReZero-gpt-mha-rope", {}, "a=0", scale_by(0.0)),
+    ("ReZero-gpt-mha-rope", {}, "a=1", scale_by(1.0)),
+    ("DenseFormer-gpt-mha-rope", {}, "A=I", keep_last_depth),
+    ("LAuReL-gpt-mha-rope", {}, "no low rank", clear_low_rank),
+    ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}, "a=b=1", weight_equally),
+    ("wide-gpt-mha-rope", {}, "w=1", write_one_to_all_channels),
+    ("gpt-mha-rope", {}, "h=0", clear_sublayer),
 ]
 
 
-@pytest.mark.parametrize(("stem", "keys", "name", "hand"), BY_HAND)
-def test_an_edit_is_that_of_the_parameters_by_hand(stem, keys, name, hand, ids):
+@pytest.mark.parametrize(("model_name", "keys", "name", "edit_by_hand"), BY_HAND)
+def test_an_edit_is_that_of_the_parameters_by_hand(
+    model_name, keys, name, edit_by_hand, ids, targets
+):
     """At the MLP's site of the last block alone, and of both blocks."""
-    model, targets = moved(stem, **keys), ids.roll(-1, 1)
+    model = build_moved(model_name, **keys)
     for layers in ((1,), (0, 1)):
-        found = edited_losses(model, ids, targets, {(layer, "mlp"): name for layer in layers})
-        other = copy.deepcopy(model)
-        # A copied block's sites are its own: what they call was copied with it.
+        losses = compute_edited_losses(
+            model, ids, targets, {(layer, "mlp"): name for layer in layers}
+        )
+        # the sites of a copied block call its own modules, because these are copied with it
+        edited_model = copy.deepcopy(model)
         with torch.no_grad():
             for layer in layers:
-                hand(other.transformer.h[layer])
-        wanted = own_losses(other, ids, targets)
-        assert not torch.allclose(wanted, own_losses(model, ids, targets), atol=1e-6)
-        torch.testing.assert_close(found, wanted, **EXACT)
+                edit_by_hand(edited_model.transformer.h[layer])
+        expected = compute_losses(edited_model, ids, targets)
+        assert not torch.allclose(expected, compute_losses(model, ids, targets), atol=1e-6)
+        torch.testing.assert_close(losses, expected, **EXACT)
 
 
-@pytest.mark.parametrize(
-    "stem", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC", "DDL-vdim1-gpt-mha-rope"]
-)
-def test_without_erase_everywhere_is_the_write_only_model(stem, ids):
-    model, targets = moved(stem), ids.roll(-1, 1)
-    other = build(stem, **{**dataclasses.asdict(model.config), "ddl_update": "write_only"}).double()
-    other.load_state_dict(model.state_dict())
-    plan = edits.Plan(model, ["no erase"])
-    found = edits.losses_from(
-        model, edits.states_before(model, ids)[0], 0, targets, plan.everywhere["no erase"]
+def test_the_identity_mix_of_mhc(ids, targets):
+    """Logits that make Sinkhorn-Knopp's matrix the identity, apart from its guard of 1e-6."""
+    model = build_moved("mHC-gpt-mha-rope")
+    for block in model.transformer.h:
+        torch.nn.init.normal_(block.hc_mlp.bias, std=2)  # a mix that is far from the identity
+    edited_model = copy.deepcopy(model)
+    with torch.no_grad():
+        for block in edited_model.transformer.h:
+            block.hc_mlp.bias[8:] = 100 * (torch.eye(4, dtype=torch.float64).flatten() - 1)
+            block.hc_mlp.scales[2] = 0
+    losses = compute_edited_losses(
+        model, ids, targets, {(0, "mlp"): "mix=I", (1, "mlp"): "mix=I"}
+    ).tolist()
+    assert losses == pytest.approx(compute_losses(edited_model, ids, targets).tolist(), abs=1e-4)
+    assert losses != pytest.approx(compute_losses(model, ids, targets).tolist(), abs=1e-3)
+
+
+def test_the_last_source_alone(ids, targets):
+    """Each site after the first one reads the output of the site before it, here by hand."""
+    model = build_moved("AttnRes-gpt-mha-rope", attn_res_blocks=None)
+    losses = compute_edited_losses(
+        model,
+        ids,
+        targets,
+        {
+            (0, "mlp"): "last source alone",
+            (1, "attn"): "last source alone",
+            (1, "mlp"): "last source alone",
+        },
     )
-    torch.testing.assert_close(found, own_losses(other, ids, targets), **EXACT)
-
-
-@pytest.mark.parametrize("stem", KINDS)
-@pytest.mark.parametrize(
-    ("options", "name", "naive"),
-    [
-        ({}, "no erase", {"erase": False}),
-        ({}, "beta=2", {"beta": 2.0}),
-        (OWN_GATE, "no erase", {"erase": False}),
-        (OWN_GATE, "no write", {"write": False}),
-        (OWN_GATE, "beta=2", {"beta": 2.0}),
-        (OWN_GATE, "beta_erase=beta", {"shared": True}),
-    ],
-)
-def test_one_edited_site_against_loops_over_tokens(stem, options, name, naive, ids):
-    model, targets = moved(stem, **options), ids.roll(-1, 1)
-    weights = {key: p.detach() for key, p in model.named_parameters()}
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    cfg, embedding_conv = dataclasses.asdict(model.config), stem.endswith("EC")
-    for key in ((0, "mlp"), (1, "attn")):
-        found = edited_losses(model, ids, targets, {key: name})
-        pairs = zip(ids.tolist(), targets.tolist())
-        wanted = [
-            naive_gates.loss(
-                weights, cfg, i, t, KINDS[stem], edits={key: naive}, embedding_conv=embedding_conv
-            )
-            for i, t in pairs
-        ]
-        assert found.tolist() == pytest.approx(wanted, abs=1e-9)
-
-
-def test_the_last_source_alone(ids):
-    """By hand: the second site reads the first one's output, the third site that of the second."""
-    model, targets = moved("AttnRes-gpt-mha-rope", attn_res_blocks=None), ids.roll(-1, 1)
-    every = {
-        (0, "mlp"): "last source alone",
-        (1, "attn"): "last source alone",
-        (1, "mlp"): "last source alone",
-    }
-    found = edited_losses(model, ids, targets, every)
     positions = model.positions(ids)
     with torch.no_grad():
         sources = [model.transformer.wte(ids)]
@@ -220,48 +233,114 @@ def test_the_last_source_alone(ids):
             sources.append(block.attn(block.ln_1(sources[-1]), positions, None))
             sources.append(block.mlp(block.ln_2(sources[-1]), positions, None))
         logits = model.logits(model.ln_f(model.readout(tuple(sources))))
-    wanted = torch.stack([F.cross_entropy(row, goal) for row, goal in zip(logits, targets)])
-    torch.testing.assert_close(found, wanted, **EXACT)
+    expected = torch.stack(
+        [F.cross_entropy(sequence, goals) for sequence, goals in zip(logits, targets)]
+    )
+    torch.testing.assert_close(losses, expected, **EXACT)
 
 
-def test_the_identity_mix_of_mhc(ids):
-    """Logits that make Sinkhorn-Knopp's matrix the identity but for its guard, 1e-6."""
-    model, targets = moved("mHC-gpt-mha-rope"), ids.roll(-1, 1)
-    for block in model.transformer.h:
-        torch.nn.init.normal_(block.hc_mlp.bias, std=2)  # a mix that is far from the identity
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for block in other.transformer.h:
-            block.hc_mlp.bias[8:] = 100 * (torch.eye(4, dtype=torch.float64).flatten() - 1)
-            block.hc_mlp.scales[2] = 0
-    found = edited_losses(model, ids, targets, {(0, "mlp"): "mix=I", (1, "mlp"): "mix=I"})
-    assert found.tolist() == pytest.approx(own_losses(other, ids, targets).tolist(), abs=1e-4)
-    assert found.tolist() != pytest.approx(own_losses(model, ids, targets).tolist(), abs=1e-3)
+# ---- edits of delta rewrites ----
 
 
-def test_differences_are_paired_over_windows_and_stored_batch_by_batch(corpus, tmp_path):
-    model = moved("DDL-gpt-mha-rope")
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 10)
-    windows, plan = [0, 5, 9, 30, 31], edits.Plan(model, ["beta=0", "no erase"])
-    key, device = {"weights": "w"}, torch.device("cpu")
-    figures = Figures(tmp_path / "f.json", device, {}, code="c")
-    edits.measure(model, batches, windows, 2, plan, figures, key, "label")
-    found = edits.effects(figures.rows)
-    assert len(found) == 2 * (1 + 4)
-    ids, targets = batches.get(windows, 5)
-    base = own_losses(model, ids, targets).numpy()
-    for each in found:
-        every = each["layer"] is None
-        keys = [(layer, site) for layer in range(2) for site in ("attn", "mlp")]
-        wanted = {k: each["edit"] for k in (keys if every else [(each["layer"], each["site"])])}
-        difference = edited_losses(model, ids, targets, wanted).numpy() - base
-        assert each["difference"] == pytest.approx(difference.mean(), abs=1e-10)
-        # Student's 97.5% quantile at four degrees of freedom.
-        assert each["ci95"] == pytest.approx(
-            2.776445 * difference.std(ddof=1) / np.sqrt(5), rel=1e-6
-        )
-    # What was interrupted goes on: only the rows that are missing are measured.
-    again = Figures(tmp_path / "f.json", device, {}, resume=True, code="c")
-    again.rows = again.rows[:4]
-    edits.measure(model, batches, windows, 2, plan, again, key, "label")
-    assert sorted(map(str, again.rows)) == sorted(map(str, figures.rows))
+@pytest.mark.parametrize(
+    "model_name", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC", "DDL-vdim1-gpt-mha-rope"]
+)
+def test_without_erase_at_all_sites_is_the_write_only_model(model_name, ids, targets):
+    model = build_moved(model_name)
+    write_only_config = dataclasses.replace(model.config, ddl_update="write_only")
+    write_only_model = build(model_name, write_only_config).double()
+    write_only_model.load_state_dict(model.state_dict())
+    plan = edits.EditPlan(model, ["no erase"])
+    first_input = edits.record_block_inputs(model, ids)[0]
+    losses = edits.measure_losses_from(
+        model, first_input, 0, targets, plan.at_all_sites["no erase"]
+    )
+    torch.testing.assert_close(losses, compute_losses(write_only_model, ids, targets), **EXACT)
+
+
+@pytest.mark.parametrize("model_name", READ_KINDS)
+@pytest.mark.parametrize(
+    ("keys", "name", "naive_edit"),
+    [
+        ({}, "no erase", NaiveEdit(erase=False)),
+        ({}, "beta=2", NaiveEdit(beta=2.0)),
+        (OWN_ERASE_GATE, "no erase", NaiveEdit(erase=False)),
+        (OWN_ERASE_GATE, "no write", NaiveEdit(write=False)),
+        (OWN_ERASE_GATE, "beta=2", NaiveEdit(beta=2.0)),
+        (OWN_ERASE_GATE, "beta_erase=beta", NaiveEdit(share_gate=True)),
+    ],
+)
+def test_one_edited_site_against_loops_over_tokens(
+    model_name, keys, name, naive_edit, ids, targets
+):
+    model = build_moved(model_name, **keys)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    cfg = dataclasses.asdict(model.config)
+    for key in ((0, "mlp"), (1, "attn")):
+        losses = compute_edited_losses(model, ids, targets, {key: name})
+        expected = [
+            naive_gates.loss(
+                weights,
+                cfg,
+                sequence,
+                goals,
+                READ_KINDS[model_name],
+                embedding_conv=model_name.endswith("EC"),
+                edits={key: naive_edit},
+            )
+            for sequence, goals in zip(ids.tolist(), targets.tolist())
+        ]
+        assert losses.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+# ---- measuring and storing ----
+
+
+SEQUENCES = [0, 5, 9, 30, 31]
+
+
+@pytest.fixture
+def model():
+    return build_moved("DDL-gpt-mha-rope")
+
+
+@pytest.fixture
+def batches(corpus) -> ValidationBatches:
+    return ValidationBatches(shards.open_corpus(str(corpus)).val, 10)
+
+
+def measure(model, batches, figures) -> None:
+    """Measure two edits over SEQUENCES, two at a time."""
+    plan = edits.EditPlan(model, ["beta=0", "no erase"])
+    edits.measure_losses(model, batches, SEQUENCES, 2, plan, figures, {"weights": "w"}, "label")
+
+
+def test_effects_are_differences_paired_over_sequences(model, batches):
+    figures = Figures(None, torch.device("cpu"), {}, code="c")
+    measure(model, batches, figures)
+    effects = edits.compute_effects(figures.rows)
+    assert len(effects) == 2 * (1 + 4)  # edits, at all sites and at each
+    ids, targets = batches.get(SEQUENCES, 5)
+    unedited_losses = compute_losses(model, ids, targets).numpy()
+    all_sites = [(0, "attn"), (0, "mlp"), (1, "attn"), (1, "mlp")]
+    for effect in effects:
+        sites = [(effect["layer"], effect["site"])]
+        if effect["layer"] is None:
+            sites = all_sites
+        names = {site: effect["edit"] for site in sites}
+        differences = compute_edited_losses(model, ids, targets, names).numpy() - unedited_losses
+        assert effect["difference"] == pytest.approx(differences.mean(), abs=1e-10)
+        standard_error = differences.std(ddof=1) / np.sqrt(5)
+        assert effect["ci95"] == pytest.approx(T_4 * standard_error, rel=1e-6)
+
+
+def test_an_interrupted_measurement_continues_where_it_stopped(model, batches, tmp_path):
+    figures = Figures(tmp_path / "f.json", torch.device("cpu"), {}, code="c")
+    measure(model, batches, figures)
+    resumed = Figures(tmp_path / "f.json", torch.device("cpu"), {}, resume=True, code="c")
+    first_rows = resumed.rows[:4]
+    resumed.rows = list(first_rows)
+    measure(model, batches, resumed)
+    assert resumed.rows[:4] == first_rows
+    assert sorted(map(str, resumed.rows)) == sorted(map(str, figures.rows))

@@ -1,4 +1,4 @@
-"""The logit lens: against every depth's state run through the model's end by hand, and loops over tokens."""
+"""The logit lens: against the state of every depth run through the model's end by hand, and loops over tokens."""
 
 import json
 import math
@@ -11,36 +11,43 @@ from in_process import call
 
 from data import shards
 from data.loader import ValidationBatches
+from data.tokenizer import byte_tokenizer
 from model import MODEL_NAMES, build
 from model.block import Stream
 from model.causality import move_parameters
 from research.analysis import common, lens
 
 
-def ids_of(*shape):
+def make_ids(*shape: int) -> torch.Tensor:
     return torch.randint(0, SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("stem", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
-def test_the_last_depth_is_the_model_and_depth_0_has_no_site(stem, example_streams):
-    model, ids, said = move_parameters(build(stem, **SMALL)), ids_of(2, 7), {}
-    with torch.no_grad(), model.through(lens.Lens(model, said.__setitem__)):
-        last = model(ids)[0]
-    wanted, _ = model(ids)
-    sites = sum(len(block.sites) for block in model.transformer.h)
-    assert sorted(said) == list(range(len(lens.depths_of(model)))) == list(range(1 + sites))
-    assert torch.equal(said[max(said)], wanted)
-    assert torch.equal(last, wanted)
+@pytest.mark.parametrize("model_name", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
+def test_the_last_depth_is_the_model_and_depth_0_has_no_site(model_name, example_streams):
+    model = move_parameters(build(model_name, **SMALL))
+    ids = make_ids(2, 7)
+    logits_by_depth = {}
+    with torch.no_grad(), model.through(lens.Lens(model, logits_by_depth.__setitem__)):
+        logits_through_lens, _ = model(ids)
+    expected, _ = model(ids)
+    num_sites = sum(len(block.sites) for block in model.transformer.h)
+    assert len(lens.list_depths(model)) == 1 + num_sites
+    assert sorted(logits_by_depth) == list(range(1 + num_sites))
+    assert torch.equal(logits_by_depth[num_sites], expected)
+    assert torch.equal(logits_through_lens, expected)
     state = Stream().begin(model, model.transformer.wte(ids), None)
-    assert torch.equal(said[0], model.logits(model.ln_f(model.readout(state))))
+    assert torch.equal(logits_by_depth[0], model.logits(model.ln_f(model.readout(state))))
 
 
-def naive_depths(model, ids) -> list[list[torch.Tensor]]:
-    """[depth][token] -> logits of the one-column stream, whose state is cut off after each site: loops of naive.py."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+# ---- measures ----
+
+
+def compute_naive_logits(model, ids: list[int]) -> list[list[torch.Tensor]]:
+    """Return the logits [depth][token] of DDL-vdim1-gpt-mha-rope, by naive.py's loops over one sequence."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     cfg = vars(model.config)
-    xs = [weights["transformer.wte.weight"][i] for i in ids]
-    depths = [xs]
+    xs = [weights["transformer.wte.weight"][token] for token in ids]
+    states_by_depth = [xs]
     for layer in range(cfg["num_hidden_layers"]):
         w = naive.select(weights, f"transformer.h.{layer}.")
         for norm, sublayer, name in (
@@ -49,92 +56,129 @@ def naive_depths(model, ids) -> list[list[torch.Tensor]]:
         ):
             cs = [naive.rms_norm(x, w[norm], 1e-5) for x in xs]
             hs = sublayer(naive.select(w, f"{name}."), cs, cfg)
-            site = naive.select(w, f"ddl_{name}.")
+            write_weights = naive.select(w, f"ddl_{name}.")
             xs = [
-                naive.rewrite(site, x[:, None], h, x, c, cfg)[:, 0] for x, h, c in zip(xs, hs, cs)
+                naive.rewrite(write_weights, x[:, None], h, x, c, cfg)[:, 0]
+                for x, h, c in zip(xs, hs, cs)
             ]
-            depths.append(xs)
-    table = weights["transformer.wte.weight"]
+            states_by_depth.append(xs)
+    output_layer = weights["transformer.wte.weight"]
     return [
-        [table @ naive.rms_norm(x, weights["ln_f.weight"], 1e-5) for x in states]
-        for states in depths
+        [output_layer @ naive.rms_norm(x, weights["ln_f.weight"], 1e-5) for x in states]
+        for states in states_by_depth
     ]
 
 
-def test_measured_as_by_loops_over_tokens(corpus):
-    model = move_parameters(build("DDL-vdim1-gpt-mha-rope", **{**SMALL, "block_size": 6}).double())
+def compute_probabilities(logits: torch.Tensor) -> list[float]:
+    exponentials = (logits - logits.max()).exp()
+    return (exponentials / exponentials.sum()).tolist()
+
+
+def find_largest(values: list[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def add_token_measures(sums: dict[str, list[float]], probabilities: list, target: int) -> None:
+    """Add the measures of one token to their sums over tokens, by depth.
+
+    probabilities: [depth][token of the vocabulary]
+    """
+    final = probabilities[-1]
+    top = [find_largest(depth_probabilities) for depth_probabilities in probabilities]
+    settled_depth = 0
+    for depth, depth_probabilities in enumerate(probabilities):
+        sums["loss"][depth] -= math.log(depth_probabilities[target])
+        for p, q in zip(final, depth_probabilities):
+            sums["kl"][depth] += p * math.log(p / q)
+        if top[depth] == top[-1]:
+            sums["agrees"][depth] += 1
+        if top[depth] == target:
+            sums["right"][depth] += 1
+        if depth > 0 and top[depth] != top[depth - 1]:
+            sums["overwritten"][depth] += 1
+            settled_depth = depth
+    sums["settles"][settled_depth] += 1
+
+
+def test_measures_are_those_of_loops_over_tokens(corpus):
+    model = build("DDL-vdim1-gpt-mha-rope", **{**SMALL, "block_size": 6}).double()
+    move_parameters(model)
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
-    windows, told = common.whole_windows(batches, 3), []
-    found = lens.measure(model, batches, windows, 2, told.append)
-    assert told == [2, 3]
-    sums = {name: [0.0] * 5 for name in ("loss", "kl", "agrees", "right", "overwritten", "settles")}
-    ids, targets = batches.get(windows, 3)
-    for row, goals in zip(ids.tolist(), targets.tolist()):
-        depths = naive_depths(model, row)
-        for t, goal in enumerate(goals):
-            shares = [(scores[t] - scores[t].max()).exp() for scores in depths]
-            shares = [(share / share.sum()).tolist() for share in shares]
-            top = [max(range(len(share)), key=share.__getitem__) for share in shares]
-            last_change = 0
-            for depth, share in enumerate(shares):
-                sums["loss"][depth] -= math.log(share[goal])
-                sums["kl"][depth] += sum(p * math.log(p / q) for p, q in zip(shares[-1], share))
-                sums["agrees"][depth] += top[depth] == top[-1]
-                sums["right"][depth] += top[depth] == goal
-                if depth and top[depth] != top[depth - 1]:
-                    sums["overwritten"][depth] += 1
-                    last_change = depth
-            sums["settles"][last_change] += 1
-    assert found["tokens"] == 18
+    sequences = common.select_sequences(batches, 3)
+    progress = []
+    figures = lens.measure(model, batches, sequences, 2, progress.append)
+    assert progress == [2, 3]
+    names = ("loss", "kl", "agrees", "right", "overwritten", "settles")
+    sums = {name: [0.0] * 5 for name in names}
+    ids, targets = batches.get(sequences, 3)
+    for sequence, goals in zip(ids.tolist(), targets.tolist()):
+        logits_by_depth = compute_naive_logits(model, sequence)
+        for position, target in enumerate(goals):
+            probabilities = [compute_probabilities(logits[position]) for logits in logits_by_depth]
+            add_token_measures(sums, probabilities, target)
+    assert figures["tokens"] == 18
     for name, values in sums.items():
-        assert found[name] == pytest.approx([value / 18 for value in values], rel=1e-6, abs=1e-9), (
-            name
-        )
-    assert found["kl"][-1] == pytest.approx(0, abs=1e-12)
-    assert 0 < found["overwritten"][1] < 1 or found["overwritten"][2] > 0
+        expected = [value / 18 for value in values]
+        assert figures[name] == pytest.approx(expected, rel=1e-6, abs=1e-9), name
+    assert figures["kl"][-1] == pytest.approx(0, abs=1e-12)
+    assert 0 < figures["overwritten"][1] < 1 or figures["overwritten"][2] > 0
 
 
-def test_settled_is_the_last_change():
+def test_the_settled_depth_is_that_of_the_last_change():
     top = torch.tensor([[1, 1, 1, 5], [1, 2, 2, 6], [1, 2, 1, 6], [1, 2, 1, 7]])
-    assert lens.settled(top).tolist() == [0, 1, 2, 3]
+    assert lens.find_settled_depth(top).tolist() == [0, 1, 2, 3]
 
 
-def test_a_text_is_a_table_of_what_changes():
-    from data.tokenizer import byte_tokenizer
+# ---- the table of a text ----
 
-    model, encoding = move_parameters(build("DDL-gpt-mha-rope", **SMALL)), byte_tokenizer()
+
+def read_cells(line: str) -> list[str]:
+    """Return the cells of a table's line, with a sign for vertical lines in them."""
+    return [cell.strip() for cell in line.replace("\\|", "¦").split("|")[1:-1]]
+
+
+def test_a_text_is_a_table_of_the_predictions_that_change():
+    model = move_parameters(build("DDL-gpt-mha-rope", **SMALL))
+    encoding = byte_tokenizer()
     ids = torch.tensor([[256, *b"a| \n"]])
-    positions, state = model.positions(ids), model.input_embed(model.transformer.wte(ids))
-    by_block = [state]
+    positions = model.positions(ids)
+    states = [model.input_embed(model.transformer.wte(ids))]
     for block in model.transformer.h:
-        by_block.append(block(by_block[-1], positions)[0])
-    likeliest = [
-        model.logits(model.ln_f(model.readout(each))).argmax(-1)[0].tolist() for each in by_block
+        new_state, _ = block(states[-1], positions)
+        states.append(new_state)
+    top_by_block = [
+        model.logits(model.ln_f(model.readout(state))).argmax(-1)[0].tolist() for state in states
     ]
-    lines = lens.table_of(model, encoding, ids).splitlines()
-    assert [cell.strip() for cell in lines[0].split("|")[1:-1]][1:5] == [
-        "token",
-        "next",
-        "embedding",
-        "0 attn",
-    ]
+    lines = lens.format_text_table(model, encoding, ids).splitlines()
+    assert read_cells(lines[0])[1:5] == ["token", "next", "embedding", "0 attn"]
     assert len(lines) == 7
-    for t, line in enumerate(lines[2:]):
-        cells = [cell.strip() for cell in line.replace("\\|", "¦").split("|")[1:-1]]
-        assert cells[0] == str(t)
-        assert cells[1] == ["<¦endoftex…", "a", "¦", "·", "⏎"][t] or t == 0
-        current, said = None, []
+    for position, line in enumerate(lines[2:]):
+        cells = read_cells(line)
+        assert cells[0] == str(position)
+        # an empty cell stands for the prediction at the depth before
+        predictions = []
         for cell in cells[3:]:
-            current = cell or current
-            said.append(current)
-        expected = [lens.name(encoding, tokens[t]).replace("\\|", "¦") for tokens in likeliest]
-        assert [said[0], said[2], said[4]] == expected
+            predictions.append(cell or predictions[-1])
+        expected = [
+            lens.format_token(encoding, top[position]).replace("\\|", "¦") for top in top_by_block
+        ]
+        # the embedding, and the second site of each of the two blocks
+        assert predictions[::2] == expected
+    labels = [read_cells(line)[1] for line in lines[2:]]
+    assert labels[1:] == ["a", "¦", "·", "⏎"]
+
+
+# ---- the command ----
+
+
+def train(corpus, run, **keys) -> None:
+    arguments = small_run(corpus, run, max_steps=2, warmup_steps=1, **keys)
+    assert call("train.py", *arguments).returncode == 0
 
 
 def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
-    for name, keys in {"a": {}, "b": {"model": "AttnRes-gpt-mha-rope"}}.items():
-        run = small_run(corpus, tmp_path / name, max_steps=2, warmup_steps=1, **keys)
-        assert call("train.py", *run).returncode == 0
+    train(corpus, tmp_path / "a")
+    train(corpus, tmp_path / "b", model="AttnRes-gpt-mha-rope")
     result = call(
         "research/analyze.py", "lens", tmp_path / "a", tmp_path / "b", "--windows=2", "--text=ab"
     )
@@ -142,15 +186,28 @@ def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
     assert "a, step 2: loss " in result.stdout.decode()
     rows = json.loads((tmp_path / "lens.json").read_text())["rows"]
     assert [(row["model"], row["tokens"]) for row in rows] == [
-        ("DDL-gpt-mha-rope", 32), ("AttnRes-gpt-mha-rope", 32),
-    ]  # fmt: skip
+        ("DDL-gpt-mha-rope", 32),
+        ("AttnRes-gpt-mha-rope", 32),
+    ]
     assert all(sum(row["settles"]) == pytest.approx(1) for row in rows)
     assert (tmp_path / "lens.png").read_bytes().startswith(b"\x89PNG")
-    before = (tmp_path / "lens.json").read_bytes()
-    said = one_line_error(call("research/analyze.py", "lens", tmp_path / "a", f"--text={'a' * 99}"))
-    assert "the text has 100 tokens: give at most block_size=16" in said
-    assert "--text is empty" in one_line_error(
-        call("research/analyze.py", "lens", tmp_path / "a", "--text=")
-    )
-    assert "no checkpoint" in one_line_error(call("research/analyze.py", "lens", tmp_path))
-    assert (tmp_path / "lens.json").read_bytes() == before
+
+
+def test_mistakes_are_one_line_and_leave_stored_figures_as_they_are(corpus, tmp_path):
+    run = tmp_path / "a"
+    train(corpus, run)
+    file = tmp_path / "lens.json"
+
+    def run_lens(folder, option: str):
+        return call("research/analyze.py", "lens", folder, option, f"--json={file}")
+
+    assert run_lens(run, "--windows=2").returncode == 0
+    stored = file.read_bytes()
+    long_text = run_lens(run, f"--text={'a' * 99}")
+    message = "the text has 100 tokens: give at most block_size=16"
+    assert message in one_line_error(long_text)
+    empty_text = run_lens(run, "--text=")
+    assert "--text is empty" in one_line_error(empty_text)
+    no_run = run_lens(tmp_path, "--windows=2")
+    assert "no checkpoint" in one_line_error(no_run)
+    assert file.read_bytes() == stored

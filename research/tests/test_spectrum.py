@@ -16,278 +16,348 @@ from model import MODEL_NAMES, build
 from model.block import Stream
 from model.causality import move_parameters
 from research.analysis import common, products, spectrum
-from research.analysis.products import Diagonal, LowRank, Mix
+from research.analysis.products import Diagonal, LowRank, Mix, Spectra
 
-T = 5
-DELTAS = [("DDL-vdim1-gpt-mha-rope", {}), ("DDL-gpt-mha-rope", {}), ("DDL-gpt-mha-rope-CC-EC", {})]
-DELTAS += [
-    ("DDL-gpt-mha-rope-CC", {"ddl_map": "v", "ddl_k_input": "mean", "ddl_beta_input": "flat"})
+NUM_TOKENS = 5
+DELTA_REWRITES = [
+    ("DDL-vdim1-gpt-mha-rope", {}),
+    ("DDL-gpt-mha-rope", {}),
+    ("DDL-gpt-mha-rope-CC-EC", {}),
+    (
+        "DDL-gpt-mha-rope-CC",
+        {"ddl_map": "v", "ddl_k_input": "mean", "ddl_beta_input": "flat"},
+    ),
+    # too narrow for the compact form
+    (
+        "DDL-gpt-mha-rope",
+        {"ddl_k_norm": "shifted", "ddl_k_eps": 0.1, "hidden_size": 6},
+    ),
 ]
-DELTAS += [
-    ("DDL-gpt-mha-rope", {"ddl_k_norm": "shifted", "ddl_k_eps": 0.1, "hidden_size": 6})
-]  # too narrow: dense
+# streams of which some part has no linear shortcut, by the beginning of their names
+WITHOUT_SHORTCUT = (
+    "AttnRes",
+    "DenseFormer",
+    "alternating",
+    "momentum",
+    "gated",
+    "by-position",
+    "earlier",
+    "highway",
+    "parallel",
+    "reversible",
+    "MUDD",
+    "Lambdas",
+)
 
 
-def double(stem, **keys):
-    """A model of float64 whose parameters are off their initial values."""
+def build_moved(model_name: str, **keys):
+    """Return a model in float64 whose parameters are off their initial values."""
     torch.manual_seed(0)
-    return move_parameters(build(stem, **{**SMALL, **keys}).double())
+    return move_parameters(build(model_name, **{**SMALL, **keys}).double())
 
 
-def tokens():
-    return torch.randint(0, SMALL["vocab_size"], (1, T), generator=torch.Generator().manual_seed(1))
+@pytest.fixture
+def ids() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, SMALL["vocab_size"], (1, NUM_TOKENS), generator=generator)
 
 
-def weights_of(model) -> tuple[dict, dict]:
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    return {**weights, "lm_head.weight": weights["transformer.wte.weight"]}, dataclasses.asdict(
-        model.config
-    )
+def get_weights(model) -> dict[str, torch.Tensor]:
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    return weights
 
 
-def dense_delta(stem, model, ids):
-    """[token][site] -> A and beta, from the states of naive.py's loops."""
-    weights, cfg = weights_of(model)
-    found = []
-
-    def rewrite(w, X, h, x_in, c, cfg):
-        d = len(X)
-        k, beta = direction_and_gate(w, X, h, x_in, c, cfg)
-        found.append((np.eye(d) - beta * np.outer(k, k), beta))
-        return naive.rewrite(w, X, h, x_in, c, cfg)
-
-    naive.logits(stem, weights, cfg, ids[0].tolist(), rewrite)
-    sites = [found[i : i + T] for i in range(0, len(found), T)]
-    return [[site[t] for site in sites] for t in range(T)]
+def group_by_token(values: list) -> list[list]:
+    """Return [token][site] of values in the order of the loops: all tokens of a site, then the next."""
+    sites = [values[start : start + NUM_TOKENS] for start in range(0, len(values), NUM_TOKENS)]
+    return [[site[token] for site in sites] for token in range(NUM_TOKENS)]
 
 
-def direction_and_gate(w, X, h, x_in, c, cfg):
-    """k and beta of one token (eqs. 3, 8), by hand."""
-    if cfg["ddl_map"] == "k":
-        source = h
-    else:
-        hidden = w["k_in.weight"] @ naive.pool(X, cfg["ddl_k_input"])
-        source = w["k_out.weight"] @ (hidden * naive.sigmoid(hidden))
-    squared = float(source @ source)
-    eps = cfg["ddl_k_eps"]
-    k = source.numpy() / (
-        np.sqrt(squared + eps**2) if cfg["ddl_k_norm"] == "guarded" else np.sqrt(squared) + eps
-    )
-    seen = c if cfg["ddl_beta_input"] == "context" else naive.pool(X, cfg["ddl_beta_input"])
-    return k, float(2 * naive.sigmoid(w["beta.weight"][0] @ seen + w["beta.bias"][0]))
+def compute_spectra(model, ids) -> Spectra:
+    """Return the spectra of all tokens."""
+    return products.compute_spectra(spectrum.record_maps(model, ids, torch.arange(ids.shape[1])))
 
 
-def recorded(model, ids) -> products.Spectra:
-    return products.spectra(spectrum.maps_of(model, ids, torch.arange(ids.shape[1])))
-
-
-def compare(found: products.Spectra, matrices) -> None:
-    """found against numpy's own spectra of the dense products; matrices[token][site]."""
-    for t, sites in enumerate(matrices):
-        product = np.eye(len(sites[0]))
-        for s, A in enumerate(sites):
+def check_spectra(spectra: Spectra, matrices: list[list[np.ndarray]]) -> None:
+    """Compare with numpy's spectra of the dense products of matrices[token][site]."""
+    for token, site_matrices in enumerate(matrices):
+        product = np.eye(len(site_matrices[0]))
+        for site, A in enumerate(site_matrices):
             product = A @ product
-            values = np.linalg.svd(product, compute_uv=False)
-            moved = np.linalg.matrix_rank(product - np.eye(len(A)), tol=1e-6)
-            own = np.linalg.eigvals(A)
+            singular_values = np.linalg.svd(product, compute_uv=False)
+            num_moved = np.linalg.matrix_rank(product - np.eye(len(A)), tol=1e-6)
+            eigenvalues = np.linalg.eigvals(A)
+            is_reflection = (eigenvalues.real < 0) & (abs(eigenvalues.imag) < 1e-12)
             expected = {
                 "sign": np.sign(np.linalg.det(product)),
                 "log_det": np.log(abs(np.linalg.det(product))),
-                "largest": values[0],
-                "smallest": values[-1],
-                "untouched": 1 - moved / len(A),
+                "largest": singular_values[0],
+                "smallest": singular_values[-1],
+                "untouched": 1 - num_moved / len(A),
                 "energy": (product**2).sum() / len(A),
-                "reflections": ((own.real < 0) & (abs(own.imag) < 1e-12)).sum(),
+                "reflections": is_reflection.sum(),
             }
             for name, value in expected.items():
-                assert getattr(found, name)[s, t].item() == pytest.approx(
-                    value, rel=1e-6, abs=1e-9
-                ), (name, s, t)
-        check_eigenvalues(found.eigenvalues[t].numpy(), np.linalg.eigvals(product))
+                result = getattr(spectra, name)[site, token].item()
+                assert result == pytest.approx(value, rel=1e-6, abs=1e-9), (name, site, token)
+        check_eigenvalues(spectra.eigenvalues[token].numpy(), np.linalg.eigvals(product))
 
 
-def check_eigenvalues(found, expected) -> None:
-    """The same, in some order, but for ones that `found` leaves out."""
-    left = list(expected)
-    for value in found:
-        nearest = min(range(len(left)), key=lambda i: abs(left[i] - value))
-        assert abs(left.pop(nearest) - value) < 1e-6
-    assert left == pytest.approx(np.ones(len(left)), abs=1e-6)
+def check_eigenvalues(eigenvalues: np.ndarray, expected: np.ndarray) -> None:
+    """Compare in any order; ones may be missing in `eigenvalues`."""
+    unmatched = list(expected)
+    for value in eigenvalues:
+        nearest = min(range(len(unmatched)), key=lambda index: abs(unmatched[index] - value))
+        assert abs(unmatched.pop(nearest) - value) < 1e-6
+    assert unmatched == pytest.approx(np.ones(len(unmatched)), abs=1e-6)
 
 
-@pytest.mark.parametrize(("stem", "keys"), DELTAS, ids=str)
-def test_of_delta_rewrites_as_dense_products(stem, keys):
-    model, ids = double(stem, **keys), tokens()
-    found = dense_delta(stem, model, ids)
-    spectra = recorded(model, ids)
-    compare(spectra, [[A for A, _ in sites] for sites in found])
-    betas = np.array([[beta for _, beta in sites] for sites in found])
-    if "ddl_k_eps" not in keys:  # directions of unit length
+# ---- delta rewrites ----
+
+
+def compute_direction_and_gate(w, X, h, c, cfg) -> tuple[np.ndarray, float]:
+    """Return k and beta of one token (equations 3 and 8), by hand."""
+    k_tilde = h
+    if cfg["ddl_map"] == "v":
+        hidden = w["k_in.weight"] @ naive.pool(X, cfg["ddl_k_input"])
+        k_tilde = w["k_out.weight"] @ (hidden * naive.sigmoid(hidden))
+    squared_norm = float(k_tilde @ k_tilde)
+    eps = cfg["ddl_k_eps"]
+    if cfg["ddl_k_norm"] == "guarded":
+        norm = np.sqrt(squared_norm + eps**2)
+    else:
+        norm = np.sqrt(squared_norm) + eps
+    gate_input = c
+    if cfg["ddl_beta_input"] != "context":
+        gate_input = naive.pool(X, cfg["ddl_beta_input"])
+    beta = 2 * naive.sigmoid(w["beta.weight"][0] @ gate_input + w["beta.bias"][0])
+    return k_tilde.numpy() / norm, float(beta)
+
+
+def compute_dense_rewrites(model_name: str, model, ids) -> tuple[list, list]:
+    """Return the matrices A and the gates beta, [token][site], from naive.py's loops."""
+    matrices = []
+    betas = []
+
+    def record_and_rewrite(w, X, h, x_in, c, cfg):
+        k, beta = compute_direction_and_gate(w, X, h, c, cfg)
+        matrices.append(np.eye(len(X)) - beta * np.outer(k, k))
+        betas.append(beta)
+        return naive.rewrite(w, X, h, x_in, c, cfg)
+
+    cfg = dataclasses.asdict(model.config)
+    naive.logits(model_name, get_weights(model), cfg, ids[0].tolist(), record_and_rewrite)
+    return group_by_token(matrices), group_by_token(betas)
+
+
+@pytest.mark.parametrize(("model_name", "keys"), DELTA_REWRITES, ids=str)
+def test_spectra_of_delta_rewrites_are_those_of_dense_products(model_name, keys, ids):
+    model = build_moved(model_name, **keys)
+    matrices, betas = compute_dense_rewrites(model_name, model, ids)
+    spectra = compute_spectra(model, ids)
+    check_spectra(spectra, matrices)
+    betas = np.array(betas)
+    if "ddl_k_eps" not in keys:  # k has length 1, so the eigenvalue is 1 - beta
         assert spectra.reflections.numpy().T.tolist() == (betas > 1).tolist()
         assert 0 < (betas > 1).mean() < 1
-        assert np.log(abs(1 - betas)).sum(1) == pytest.approx(spectra.log_det[-1].numpy(), rel=1e-6)
+        log_det = np.log(abs(1 - betas)).sum(1)
+        assert log_det == pytest.approx(spectra.log_det[-1].numpy(), rel=1e-6)
         assert np.sign(1 - betas).prod(1).tolist() == spectra.sign[-1].tolist()
 
 
-class Kept(Stream):
-    """Keeps what every write was given."""
+# gates of exactly 0, 1 and 2 along axes, some of them twice: (beta, axis) of each site, then what
+# the product has: the eigenvalues beside ones, and fields of the spectra
+CHAINS = {
+    "two reflections": (
+        [(2.0, 0), (2.0, 1)],
+        [-1, -1],
+        {"sign": 1, "untouched": 10 / 12, "energy": 1.0, "smallest": 1.0},
+    ),
+    "a reflection and its inverse": (
+        [(2.0, 0), (2.0, 0)],
+        [1, 1],
+        {"sign": 1, "untouched": 1.0, "energy": 1.0, "smallest": 1.0},
+    ),
+    "a projection": (
+        [(1.0, 0), (0.0, 1)],
+        [0, 1],
+        {"sign": 0, "untouched": 11 / 12, "energy": 11 / 12, "smallest": 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_spectra_of_exact_reflections_and_projections(chain):
+    rewrites, eigenvalues, fields = CHAINS[chain]
+    d = 12
+    eye = torch.eye(d, dtype=torch.float64)
+    maps = [LowRank(-beta * eye[None, [axis]], eye[None, [axis]]) for beta, axis in rewrites]
+    spectra = products.compute_spectra(maps)
+    assert spectra.size == d
+    assert sorted(spectra.eigenvalues[0].real.tolist()) == pytest.approx(
+        sorted(eigenvalues), abs=1e-12
+    )
+    last = {name: getattr(spectra, name)[-1, 0].item() for name in products.BY_SITE}
+    assert last["sign"] == fields["sign"]
+    assert last["untouched"] == pytest.approx(fields["untouched"])
+    assert last["energy"] == pytest.approx(fields["energy"])
+    assert last["largest"] == pytest.approx(1.0)
+    assert last["smallest"] == pytest.approx(fields["smallest"], abs=1e-12)
+
+
+# ---- the state path, by autograd ----
+
+
+class WriteRecorder(Stream):
+    """Run the stream as it is, and record the first state and the arguments of all writes."""
 
     def __init__(self):
-        self.calls = []
+        self.first_state = None
+        self.writes = []
 
     def write(self, site, state, h, c, x_in, cache):
-        self.calls.append((site.write, h, x_in, c))
-        self.first = state if len(self.calls) == 1 else self.first
+        if self.first_state is None:
+            self.first_state = state
+        self.writes.append((site.write, h, x_in, c))
         return super().write(site, state, h, c, x_in, cache)
 
 
 @pytest.mark.parametrize(
-    "stem", ["DDL-gpt-mha-rope", "HC-gpt-mha-rope", "mHC-gpt-mha-rope", "LAuReL-gpt-mha-rope"]
+    "model_name",
+    ["DDL-gpt-mha-rope", "HC-gpt-mha-rope", "mHC-gpt-mha-rope", "LAuReL-gpt-mha-rope"],
 )
-def test_is_the_jacobian_of_the_state_path(stem):
-    """d state_S / d state_0 of one token, everything else that the writes are given held fast."""
-    model, ids, kept = double(stem), tokens(), Kept()
-    with torch.no_grad(), model.through(kept):
+def test_a_shortcut_is_the_jacobian_of_the_state_path(model_name, ids):
+    """d state_S / d state_0 of one token, with everything else that the writes get held fixed."""
+    model = build_moved(model_name)
+    recorder = WriteRecorder()
+    with torch.no_grad(), model.through(recorder):
         model(ids)
 
-    def path(state):
-        for write, *given in kept.calls:
-            state = write(state, *given)
+    def run_writes(state):
+        for write, h, x_in, c in recorder.writes:
+            state = write(state, h, x_in, c)
         return state
 
-    jacobian = torch.autograd.functional.jacobian(path, kept.first)[0, -1][..., 0, -1, :, :]
-    if stem.startswith("DDL"):
-        matrix = jacobian[0, :, 0]  # the first column's features
-    elif stem.startswith("LAuReL"):
-        matrix = torch.autograd.functional.jacobian(path, kept.first)[0, -1, :, 0, -1]
+    jacobian = torch.autograd.functional.jacobian(run_writes, recorder.first_state)
+    # of the last token: to its new state from all old states (1, T, ...)
+    jacobian = jacobian[0, -1]
+    if model_name.startswith("DDL"):
+        matrix = jacobian[0, :, 0, -1, 0]  # the features of the first value channel
+    elif model_name.startswith("LAuReL"):
+        matrix = jacobian[:, 0, -1]
     else:
-        matrix = jacobian[:, 0, :, 0]  # the streams' first feature
-    found = recorded(model, ids)
-    values = torch.linalg.svdvals(matrix)
-    at = min(T - 1, found.log_det.shape[1] - 1)
-    assert found.log_det[-1, at].item() == pytest.approx(
+        matrix = jacobian[:, 0, 0, -1, :, 0]  # the first feature of the streams
+    spectra = compute_spectra(model, ids)
+    singular_values = torch.linalg.svdvals(matrix)
+    # the last token, or the one that stands for all
+    token = min(NUM_TOKENS - 1, spectra.log_det.shape[1] - 1)
+    assert spectra.log_det[-1, token].item() == pytest.approx(
         torch.linalg.slogdet(matrix).logabsdet.item(), rel=1e-6
     )
-    assert found.largest[-1, at].item() == pytest.approx(values[0].item(), rel=1e-6)
-    assert found.smallest[-1, at].item() == pytest.approx(values[-1].item(), rel=1e-6)
-    check_eigenvalues(found.eigenvalues[at].numpy(), torch.linalg.eigvals(matrix).numpy())
+    assert spectra.largest[-1, token].item() == pytest.approx(singular_values[0].item(), rel=1e-6)
+    assert spectra.smallest[-1, token].item() == pytest.approx(singular_values[-1].item(), rel=1e-6)
+    check_eigenvalues(spectra.eigenvalues[token].numpy(), torch.linalg.eigvals(matrix).numpy())
 
 
-def dense_streams(model, ids, stem):
-    """[token][site] -> the matrix on the streams, from naive_streams.py's loops."""
-    weights, cfg = weights_of(model)
-    found, of = [], "hyper_weights" if stem.startswith("HC") else "manifold_weights"
-    original = getattr(naive_streams, of)
-
-    def kept(w, H, cfg):
-        result = original(w, H, cfg)
-        found.append((result[2].T if of == "hyper_weights" else result[2]).numpy())
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(naive_streams, of, kept)
-        naive_streams.logits(stem, weights, cfg, ids[0].tolist())
-    sites = [found[i : i + T] for i in range(0, len(found), T)]
-    return [[site[t] for site in sites] for t in range(T)]
+# ---- mixed streams and MGT ----
 
 
-@pytest.mark.parametrize("stem", ["HC-gpt-mha-rope", "mHC-gpt-mha-rope"])
-def test_of_streams_as_dense_products(stem):
-    model, ids = double(stem), tokens()
-    compare(recorded(model, ids), dense_streams(model, ids, stem))
+def compute_dense_mixes(model_name: str, model, ids, monkeypatch) -> list[list[np.ndarray]]:
+    """Return the matrices on the streams, [token][site], from naive_streams.py's loops."""
+    is_hc = model_name.startswith("HC")
+    function_name = "hyper_weights" if is_hc else "manifold_weights"
+    compute_weights = getattr(naive_streams, function_name)
+    mixes = []
+
+    def record_weights(w, H, cfg):
+        weights = compute_weights(w, H, cfg)
+        mix = weights[2].T if is_hc else weights[2]
+        mixes.append(mix.numpy())
+        return weights
+
+    monkeypatch.setattr(naive_streams, function_name, record_weights)
+    cfg = dataclasses.asdict(model.config)
+    naive_streams.logits(model_name, get_weights(model), cfg, ids[0].tolist())
+    return group_by_token(mixes)
 
 
-def test_static_mixing_is_measured_once():
-    model, ids = double("HC-gpt-mha-rope", hc_dynamic=False), tokens()
-    found = recorded(model, ids)
-    assert found.log_det.shape == (4, 1)
-    compare(found, dense_streams(model, ids, "HC-gpt-mha-rope")[:1])
+@pytest.mark.parametrize("model_name", ["HC-gpt-mha-rope", "mHC-gpt-mha-rope"])
+def test_spectra_of_mixed_streams_are_those_of_dense_products(model_name, ids, monkeypatch):
+    model = build_moved(model_name)
+    mixes = compute_dense_mixes(model_name, model, ids, monkeypatch)
+    check_spectra(compute_spectra(model, ids), mixes)
 
 
-def test_of_mgt_feature_by_feature():
-    model, ids = double("MGT-gpt-mha", mgt_alpha_init=0.8), tokens()
-    weights, cfg = weights_of(model)
-    found, original = [], naive_streams.mgt_write
-
-    def kept(w, X, h, norm, cfg):
-        found.append(np.diag((1 - naive_streams.mgt_beta(w, X, cfg) * w["alpha"]).numpy()))
-        return original(w, X, h, norm, cfg)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(naive_streams, "mgt_write", kept)
-        naive_streams.logits("MGT-gpt-mha", weights, cfg, ids[0].tolist())
-    sites = [found[i : i + T] for i in range(0, len(found), T)]
-    compare(recorded(model, ids), [[site[t] for site in sites] for t in range(T)])
+def test_static_mixing_is_measured_once(ids, monkeypatch):
+    model = build_moved("HC-gpt-mha-rope", hc_dynamic=False)
+    spectra = compute_spectra(model, ids)
+    assert spectra.log_det.shape == (4, 1)
+    mixes = compute_dense_mixes("HC-gpt-mha-rope", model, ids, monkeypatch)
+    check_spectra(spectra, mixes[:1])
 
 
-def test_of_a_chain_of_reflections_and_projections():
-    """Gates of 0, 1 and 2 exactly, directions that repeat: ranks, a determinant of 0, eigenvalues of -1."""
-    d, basis = 12, torch.eye(12, dtype=torch.float64)
-    chains = {
-        "reflect": ((2.0, 0), (2.0, 1)),
-        "twice": ((2.0, 0), (2.0, 0)),
-        "erase": ((1.0, 0), (0.0, 1)),
-    }
-    expected = {  # eigenvalues beside ones, sign, untouched, energy
-        "reflect": ([-1, -1], 1, 10 / 12, 1.0),
-        "twice": ([1, 1], 1, 1.0, 1.0),
-        "erase": ([0, 1], 0, 11 / 12, 11 / 12),
-    }
-    for name, chain in chains.items():
-        maps = [LowRank(-beta * basis[None, [i]], basis[None, [i]]) for beta, i in chain]
-        found = products.spectra(maps)
-        values, sign, untouched, energy = expected[name]
-        assert sorted(found.eigenvalues[0].real.tolist()) == pytest.approx(
-            sorted(values), abs=1e-12
-        )
-        last = {key: getattr(found, key)[-1, 0].item() for key in products.BY_SITE}
-        assert last["sign"] == sign
-        assert last["untouched"] == pytest.approx(untouched)
-        assert last["energy"] == pytest.approx(energy)
-        assert last["largest"] == pytest.approx(1.0)
-        assert last["smallest"] == pytest.approx(0.0 if name == "erase" else 1.0, abs=1e-12)
-        assert found.size == d
+def test_spectra_of_mgt_are_those_of_diagonal_matrices(ids, monkeypatch):
+    model = build_moved("MGT-gpt-mha", mgt_alpha_init=0.8)
+    write = naive_streams.mgt_write
+    matrices = []
+
+    def record_and_write(w, X, h, norm, cfg):
+        values = 1 - naive_streams.mgt_beta(w, X, cfg) * w["alpha"]
+        matrices.append(np.diag(values.numpy()))
+        return write(w, X, h, norm, cfg)
+
+    monkeypatch.setattr(naive_streams, "mgt_write", record_and_write)
+    cfg = dataclasses.asdict(model.config)
+    naive_streams.logits("MGT-gpt-mha", get_weights(model), cfg, ids[0].tolist())
+    check_spectra(compute_spectra(model, ids), group_by_token(matrices))
+
+
+# ---- maps without a spectrum ----
 
 
 def test_maps_of_several_kinds_have_no_product():
-    ones = torch.ones(1, 4, dtype=torch.float64)
+    maps = [Diagonal(torch.ones(1, 4).double()), Mix(torch.eye(4)[None].double())]
     with pytest.raises(ValueError, match=r"several kinds \(Diagonal, Mix\)"):
-        products.spectra([Diagonal(ones), Mix(torch.eye(4)[None].double())])
+        products.compute_spectra(maps)
+
+
+def test_maps_that_are_not_finite_have_no_spectrum():
     with pytest.raises(ValueError, match="diverged"):
-        products.spectra([Diagonal(ones * float("nan"))])
+        products.compute_spectra([Diagonal(torch.full((1, 4), float("nan")).double())])
 
 
-@pytest.mark.parametrize("stem", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
-def test_every_stream_has_a_spectrum_or_says_why_not(stem, corpus, example_streams):
-    model = build(stem, **SMALL)
-    batches = common.validation_batches(model, shards.open_corpus(str(corpus)))
-    why = spectrum.undeclared(model)
-    without = "AttnRes DenseFormer alternating momentum gated by-position earlier highway parallel"
-    without += " reversible MUDD Lambdas"
-    assert bool(why) == stem.startswith(tuple(without.split())), why
-    if why:
-        assert "has no linear shortcut" in why
+# ---- every stream, and the command ----
+
+
+@pytest.mark.parametrize("model_name", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
+def test_every_stream_has_a_spectrum_or_says_why_not(model_name, corpus, example_streams):
+    model = build(model_name, **SMALL)
+    batches = common.open_validation_batches(model, shards.open_corpus(str(corpus)))
+    reason = spectrum.explain_missing_shortcut(model)
+    assert bool(reason) == model_name.startswith(WITHOUT_SHORTCUT), reason
+    if reason:
+        assert "has no linear shortcut" in reason
         return
-    found = spectrum.measure(model, batches, [0, 3], 2, 3)
-    assert found["tokens"] in (1, 6)
-    assert len(found["by_site"]["largest"]["median"]) == sum(
-        len(block.sites) for block in model.transformer.h
-    )
-    assert sum(map(sum, found["density"]["counts"])) > 0
-    if stem.startswith("mHC"):
-        assert found["by_site"]["largest"]["95%"] == pytest.approx([1.0] * 4, abs=1e-4)
-    if stem in ("gpt-mha-rope", "wide-gpt-mha-rope", "GatedResidual-gpt-mha-rope"):
-        assert found["by_site"]["untouched"]["median"] == [1.0] * 4
+    figures = spectrum.measure(model, batches, [0, 3], 2, 3)
+    assert figures["tokens"] in (1, 6)
+    num_sites = sum(len(block.sites) for block in model.transformer.h)
+    assert len(figures["by_site"]["largest"]["median"]) == num_sites
+    assert sum(map(sum, figures["density"]["counts"])) > 0
+    if model_name.startswith("mHC"):
+        assert figures["by_site"]["largest"]["95%"] == pytest.approx([1.0] * 4, abs=1e-4)
+    if model_name in ("gpt-mha-rope", "wide-gpt-mha-rope", "GatedResidual-gpt-mha-rope"):
+        assert figures["by_site"]["untouched"]["median"] == [1.0] * 4
+
+
+def train(corpus, run, model_name: str) -> None:
+    arguments = small_run(corpus, run, model=model_name, max_steps=2, warmup_steps=1)
+    assert call("train.py", *arguments).returncode == 0
 
 
 def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
-    for name, keys in {
-        "a": {},
-        "b": {"model": "mHC-gpt-mha-rope"},
-        "c": {"model": "AttnRes-gpt-mha-rope"},
-    }.items():
-        run = small_run(corpus, tmp_path / name, max_steps=2, warmup_steps=1, **keys)
-        assert call("train.py", *run).returncode == 0
+    train(corpus, tmp_path / "a", "DDL-gpt-mha-rope")
+    train(corpus, tmp_path / "b", "mHC-gpt-mha-rope")
     result = call(
         "research/analyze.py",
         "spectrum",
@@ -305,12 +375,18 @@ def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
     ]
     assert rows[0]["sites"] == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
     assert (tmp_path / "spectrum.png").read_bytes().startswith(b"\x89PNG")
-    said = one_line_error(call("research/analyze.py", "spectrum", tmp_path / "a", tmp_path / "c"))
-    assert "c, step 2: Append has no linear shortcut" in said
+
+
+def test_a_run_without_a_linear_shortcut_is_refused(corpus, tmp_path):
+    train(corpus, tmp_path / "a", "DDL-gpt-mha-rope")
+    train(corpus, tmp_path / "c", "AttnRes-gpt-mha-rope")
+    result = call("research/analyze.py", "spectrum", tmp_path / "a", tmp_path / "c")
+    assert "c, step 2: Append has no linear shortcut" in one_line_error(result)
+    assert not (tmp_path / "spectrum.json").exists()
 
 
 def test_mistakes_are_one_line(tmp_path):
-    assert "no checkpoint" in one_line_error(call("research/analyze.py", "spectrum", tmp_path))
-    assert "--tokens=0" in one_line_error(
-        call("research/analyze.py", "spectrum", tmp_path, "--tokens=0")
-    )
+    no_run = call("research/analyze.py", "spectrum", tmp_path)
+    assert "no checkpoint" in one_line_error(no_run)
+    no_tokens = call("research/analyze.py", "spectrum", tmp_path, "--tokens=0")
+    assert "--tokens=0" in one_line_error(no_tokens)
