@@ -422,15 +422,15 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     """table.md and table.json, as of report.py, a row for each setting; plot.png."""
     done, out = [cell for cell in cells if final_evaluation(cell)], Path(sweep.out)
     found = runs.load([cell.folder for cell in done])[0]
-    groups, unfinished = compare.groups_of(found), []
+    groups, unfinished = compare.group_runs(found), []
     for cell in cells:
         if cell not in done:
             steps = f"{saved_step(cell)} of {cell.settings['max_steps']}"
             unfinished.append(f"not finished: `{cell.folder.name}`, {steps} steps saved")
-    table = tables.table_of_losses(groups)
+    table = tables.make_loss_table(groups)
     text = "\n".join([format_markdown(table.header, table.rows), "", *unfinished]).rstrip() + "\n"
     print(text, end="")
-    store_figures(out / "table.json", {"groups": table.figures, "unfinished": unfinished})
+    store_figures(out / "table.json", {"groups": table.numbers, "unfinished": unfinished})
     files.write_text(out / "table.md", text)
     if groups:
         values = {cell.folder.resolve(): cell.values for cell in done}
@@ -442,7 +442,9 @@ def plot(groups: list[compare.Group], values: list[dict], metric: str, out: Path
     """The metric against the first swept key of numbers, or the first; a line for the others."""
     estimates = [group.estimate(metric) for group in groups]
     if None in estimates:
-        have = ", ".join(key for key in groups[0].runs[0].final if key.startswith("val_"))
+        have = ", ".join(
+            key for key in groups[0].runs[0].final_evaluation if key.startswith("val_")
+        )
         raise ValueError(f"metric={metric} is in no last evaluation: give one of {have}")
 
     keys = [key for key in values[0] if key != "seed"]
@@ -452,17 +454,17 @@ def plot(groups: list[compare.Group], values: list[dict], metric: str, out: Path
     for own, estimate in zip(values, estimates):
         name = " ".join(f"{key}={own[key]}" for key in keys if key != x_key)
         x = own[x_key] if numeric else str(own.get(x_key, "all"))
-        half = estimate.half if estimate.n > 1 else math.nan
+        half = estimate.half_width if estimate.n > 1 else math.nan
         lines.setdefault(name, []).append((x, estimate.mean, half))
-    with plots.printing():
-        figure, axes = plots.panels(1, 1, 3.0, [*lines])
+    with plots.use_print_style():
+        figure, axes = plots.make_panels(1, 1, 3.0, [*lines])
         axis, entries = axes[0, 0], {}
         for number, (name, points) in enumerate(lines.items(), 1):
             x, mean, half = zip(*(sorted(points) if numeric else points))
-            style = {"fmt": "o-", "capsize": 3, "color": plots.look(number)["color"]}
+            style = {"fmt": "o-", "capsize": 3, "color": plots.get_line_style(number)["color"]}
             entries[name or "mean over seeds"] = axis.errorbar(x, mean, yerr=half, **style)
         title = "error bars: 95% interval of the mean over seeds"
-        axis.set(xlabel=x_key or "", ylabel=compare.METRICS.get(metric, metric), title=title)
+        axis.set(xlabel=x_key or "", ylabel=compare.METRIC_LABELS.get(metric, metric), title=title)
         ends = sorted(own[x_key] for own in values) if numeric else [1]
         if ends[0] > 0 and ends[-1] / ends[0] >= 20:
             axis.set_xscale("log")  # learning rates
@@ -483,7 +485,7 @@ def main() -> int:
         raise ValueError(f"out={sweep.out} is not there: nothing has run")
     if sweep.mode in ("local", "table"):
         # Missing, they should not be found at the end.
-        runs.import_polars(), compare.student(), plots.printing()
+        runs.import_polars(), compare.import_special_functions(), plots.use_print_style()
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0

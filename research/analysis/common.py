@@ -121,7 +121,7 @@ def over_runs(
     corpus is not there.
     """
     origin, device, rows = collect_provenance(), distributed.pick_device(args.device), []
-    with plots.printing():  # a missing package is known before the work
+    with plots.use_print_style():  # a missing package is known before the work
         found, out = chosen(args), output(args, name)
         for subject in found:
             model, encoding, stem = subject.load(device)

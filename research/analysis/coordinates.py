@@ -453,7 +453,7 @@ def draw(rows: list[dict]):
     names = list(dict.fromkeys(row["optimizer"] for row in rows))
     looks = {"h, c, k, x_in, logits": ("D", 1), "contribution of a parameter": ("o", 0)}
     height = 0.6 + 0.16 * len(rows) / len(names)
-    figure, axes = plots.panels(1, len(names), height, list(looks), sharey=True)
+    figure, axes = plots.make_panels(1, len(names), height, list(looks), sharey=True)
     entries = {}
     for panel, name in zip(axes[0], names):
         ours = [row for row in rows if row["optimizer"] == name]
@@ -489,7 +489,7 @@ def add_options(parser) -> None:
 
 def run(args) -> None:
     """Check what the file of figures lacks, storing each; then the table and the figure beside it."""
-    plots.printing()  # a missing package is known before the work
+    plots.use_print_style()  # a missing package is known before the work
     cases = args.models.split(",") if args.models else all_cases()
     parsed = {case: stem_and_keys(case) for case in cases}
     code = compute_digest(*MODEL, "training/optimizer.py", "research/analysis/coordinates.py")[:12]
@@ -514,6 +514,6 @@ def run(args) -> None:
             rows.append(row)
     print(markdown(rows))
     out = args.json.with_suffix(".png")
-    with plots.printing():
+    with plots.use_print_style():
         plots.save(draw(rows), out)
     print(f"wrote {args.json}, drew {out}")

@@ -167,9 +167,9 @@ def effects(rows: list[dict]) -> list[dict]:
     base = losses.pop((None, "all", UNEDITED))
     result = []
     for (layer, site, name), values in losses.items():
-        difference = compare.paired(values, base)
+        difference = compare.estimate_paired_difference(values, base)
         half, error = (
-            (difference.half, difference.standard_error) if difference.n > 1 else (None, None)
+            (difference.half_width, difference.standard_error) if difference.n > 1 else (None, None)
         )
         about = {"layer": layer, "site": site, "edit": name, "loss": sum(values) / len(values)}
         spread = {"ci95": half, "standard_error": error, "windows": difference.n}

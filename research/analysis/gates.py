@@ -216,7 +216,7 @@ def add_options(parser) -> None:
 
 def run(args) -> None:
     """Measure every run, store what is found, draw it and write its page."""
-    plots.printing()  # a missing package is known before the work
+    plots.use_print_style()  # a missing package is known before the work
     device, out = distributed.pick_device(args.device), common.output(args, "gates")
     chosen, settings = common.chosen(args), {"windows": args.windows, "at_once": args.rows}
     for subject in chosen if args.edits not in ("all", "none") else ():

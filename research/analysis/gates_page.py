@@ -15,7 +15,7 @@ import numpy as np
 
 from research import compare, plots
 from research.compare import Estimate
-from research.runs import UNSHOWN
+from research.runs import HIDDEN_SETTINGS
 from utils import errors, tables
 
 SHOWN = 3  # statistics in the heat maps of a stream whose statistics have no shares
@@ -84,7 +84,7 @@ class Group:
         if not found:
             return None
         if len(self.rows) > 1:
-            return compare.interval([effect["difference"] for effect in found])
+            return compare.estimate_mean([effect["difference"] for effect in found])
         n, error = found[0]["windows"], found[0]["standard_error"]
         return Estimate(found[0]["difference"], np.inf if error is None else error, n - 1, n)
 
@@ -104,12 +104,12 @@ class Group:
 
     def stored(self) -> dict:
         """Means over sites and runs, and effects, as they go to the JSON file."""
-        means = {name: compare.summary(self.per_run(name)) for name in self.names}
+        means = {name: compare.summarize(self.per_run(name)) for name in self.names}
         effects = []
         for edit in self.edits:
             found = {(None, "all"): self.at_once[edit]} if edit in self.at_once else {}
             for (layer, site), (change, _) in (found | self.verdicts(edit)).items():
-                half = change.half if np.isfinite(change.half) else None
+                half = change.half_width if np.isfinite(change.half_width) else None
                 about = {"edit": edit, "layer": layer, "site": site}
                 effects.append({**about, "difference": change.mean, "ci95": half, "n": change.n})
         runs = [row["label"] for row in self.rows]
@@ -119,7 +119,9 @@ class Group:
 def worded(changes: dict) -> dict:
     """{key: (change, its word)} of the changes that there are, corrected for their number."""
     changes = {key: change for key, change in changes.items() if change is not None}
-    return dict(zip(changes, zip(changes.values(), compare.verdicts(list(changes.values())))))
+    return dict(
+        zip(changes, zip(changes.values(), compare.judge_differences(list(changes.values()))))
+    )
 
 
 def groups(rows: list[dict], subjects: list) -> list[Group]:
@@ -149,7 +151,7 @@ def setting_of(subject) -> str:
         return subject.identity
     state = subject.state
     settings = {**state["run_config"], **state["model_config"]}
-    unshown = {*UNSHOWN, "model", "seed"}
+    unshown = {*HIDDEN_SETTINGS, "model", "seed"}
     same = {key: value for key, value in settings.items() if key not in unshown}
     return json.dumps([state["model"], state["step"], same], sort_keys=True)
 
@@ -182,11 +184,11 @@ def table_of_statistics(group: Group) -> str:
         header.append("lowest to highest run, at the site where runs differ most")
     rows = []
     for name in group.names:
-        mean = compare.interval(group.per_run(name)).text(".4g")
+        mean = compare.estimate_mean(group.per_run(name)).format(".4g")
         differ = [apart(group, name)] if several else []
         rows.append([name, mean, extremes(group, name), *differ])
         for label, (low, high) in group.intervals.get(name, {}).items():
-            share = compare.interval(group.per_run(name, label)).text(".3f")
+            share = compare.estimate_mean(group.per_run(name, label)).format(".3f")
             rows.append(
                 [f"share {label} ({low:g} to {high:g})", share, *[None] * (len(header) - 2)]
             )
@@ -195,7 +197,7 @@ def table_of_statistics(group: Group) -> str:
 
 def signed(change: Estimate) -> str:
     """`+0.0123 ± 0.0045`."""
-    return change.text("+.4f").rpartition(" ")[0]
+    return change.format("+.4f").rpartition(" ")[0]
 
 
 def table_of_edits(group: Group) -> str:
@@ -246,7 +248,7 @@ def draw(group: Group, out: Path, several: bool) -> list[Path]:
         name += "_" + group.label.replace("/", "_").replace(" ", "_")
     kinds = {"course": course, "histograms": histograms, "edits": edits, "details": details}
     paths = []
-    with plots.printing():
+    with plots.use_print_style():
         for kind, make in kinds.items():
             if (figure := make(group)) is not None:
                 paths.append(out.with_name(f"{name}_{kind}.png"))
@@ -256,7 +258,7 @@ def draw(group: Group, out: Path, several: bool) -> list[Path]:
 
 def grid(count: int, columns: int, height: float, labels: list[str]):
     """A figure of `count` panels, and these."""
-    figure, axes = plots.panels(math.ceil(count / columns), columns, height, labels)
+    figure, axes = plots.make_panels(math.ceil(count / columns), columns, height, labels)
     for axis in axes.flat[count:]:
         axis.axis("off")
     for axis in axes.flat[:count]:
@@ -348,7 +350,9 @@ def edits(group: Group):
         found = group.verdicts(edit)
         for number, kind in enumerate(group.kinds):
             at = {layer: change for (layer, name), (change, _) in found.items() if name == kind}
-            halves = [change.half if np.isfinite(change.half) else 0 for change in at.values()]
+            halves = [
+                change.half_width if np.isfinite(change.half_width) else 0 for change in at.values()
+            ]
             places = [layer + 0.12 * (2 * number - len(group.kinds) + 1) for layer in at]
             style = {"fmt": plots.MARKERS[number], "color": plots.COLORS[number], "capsize": 2}
             means = [change.mean for change in at.values()]

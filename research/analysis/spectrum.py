@@ -205,7 +205,9 @@ PANELS = {
 def draw(rows: list[dict]):
     """A row of panels for each run: eigenvalues, then the products up to each site: the median over
     tokens and between which values 90% of them lie; gaps where they are infinite."""
-    figure, axes = plots.panels(len(rows), 4, 1.6, ["median over tokens, 5% to 95%"], sharey="col")
+    figure, axes = plots.make_panels(
+        len(rows), 4, 1.6, ["median over tokens, 5% to 95%"], sharey="col"
+    )
     densities = [np.ma.masked_equal(row["density"]["counts"], 0) / row["tokens"] for row in rows]
     highest = max(each.max() for each in densities)
     lowest = min(*(each.min() for each in densities), highest / 10)
@@ -217,7 +219,7 @@ def draw(rows: list[dict]):
         scale = {"norm": "log", "cmap": "viridis_r", "clim": (lowest, highest)}
         image = panels[0].imshow(counts, extent=extent, origin="lower", **scale)
         panels[0].set(xlim=(-limit, limit), ylim=(-limit, limit), aspect="equal")
-        panels[0].set_ylabel(plots.wrapped(row["label"]))
+        panels[0].set_ylabel(plots.wrap_name(row["label"]))
         sites = np.arange(1, len(row["sites"]) + 1)
         for panel, (name, (_, scale)) in zip(panels[1:], PANELS.items()):
             values = {key: np.array(row["by_site"][name][key], dtype=float) for key in QUANTILES}
@@ -229,7 +231,7 @@ def draw(rows: list[dict]):
     titles = ["eigenvalues", *(title for title, _ in PANELS.values())]
     for panel, title in zip(axes[0], titles):
         panel.set_title(title)
-    plots.plain_numbers(axes[0, 2].yaxis)
+    plots.use_plain_numbers(axes[0, 2].yaxis)
     axes[0, 3].set_ylim(0, max(axes[0, 3].get_ylim()[1], 1.0))
     for axis in (axes[0, 3].yaxis, *(panel.xaxis for panel in axes[:, 1:].flat)):
         axis.get_major_locator().set_params(integer=True)
@@ -237,7 +239,7 @@ def draw(rows: list[dict]):
         panel.set_xlabel("sites so far")
     bar = figure.colorbar(image, ax=axes[:, 0], location="left", shrink=0.8)
     bar.set_label("eigenvalues of a token")
-    plots.plain_numbers(bar.ax.yaxis)
+    plots.use_plain_numbers(bar.ax.yaxis)
     plots.add_legend(figure, entries)
     return figure
 

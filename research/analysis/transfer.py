@@ -190,7 +190,7 @@ def draw(search: Search):
     width."""
     names, widths, entries = search.optimizers, search.widths, {}
     labels = [f"d = {width}" for width in widths] + ["best rate, muP", "plain"]
-    figure, axes = plots.panels(len(names), 3, 2.1, labels)
+    figure, axes = plots.make_panels(len(names), 3, 2.1, labels)
     for row, name in zip(axes, names):
         for panel, mup in zip(row, (True, False)):
             for color, (width, label) in zip(plots.COLORS, zip(widths, labels)):
@@ -200,7 +200,7 @@ def draw(search: Search):
                 panel.axvline(lowest(losses), color=color, linestyle=":", alpha=0.6)
             panel.set_title(f"{name}, {'with muP' if mup else 'without'}", loc="left")
             panel.set(xlabel="learning rate", xscale="log")
-            plots.plain_numbers(panel.xaxis, minor=False)
+            plots.use_plain_numbers(panel.xaxis, label_minor_ticks=False)
             rates, label = search.best(name, mup), labels[-2 if mup else -1]
             style = {"color": "black", "linestyle": "-" if mup else "--", "marker": "s"}
             (entries[label],) = row[2].plot(widths, rates, **style)
@@ -210,7 +210,7 @@ def draw(search: Search):
         row[2].set_title("best rate: slopes {:+.2f}, {:+.2f}".format(*slopes), loc="left")
         row[2].set(xlabel="hidden_size", xscale="log", yscale="log")
         for axis in (row[2].xaxis, row[2].yaxis):
-            plots.plain_numbers(axis)
+            plots.use_plain_numbers(axis)
         row[2].set_xticks(widths, map(str, widths))
         row[2].set_xticks([], minor=True)
     plots.add_legend(figure, entries)
@@ -234,7 +234,7 @@ def add_options(parser) -> None:
 
 def run(args) -> None:
     """Measure what the file of figures lacks, storing each; then the table and the figure beside it."""
-    plots.printing()  # a missing package is known before the work
+    plots.use_print_style()  # a missing package is known before the work
     device = distributed.pick_device(args.device)
     open_corpus(args.dataset)
     settings = {
@@ -252,6 +252,6 @@ def run(args) -> None:
     search.run()
     print(markdown(search))
     out = args.json.with_suffix(".png")
-    with plots.printing():
+    with plots.use_print_style():
         plots.save(draw(search), out)
     print(f"wrote {args.json}, drew {out}")

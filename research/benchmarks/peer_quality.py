@@ -134,15 +134,21 @@ def groups_of(rows: list[dict]) -> list[dict]:
         group = {key: own[0][key] for key in ("model", "parameters", "learning_rate")}
         losses[model] = {row["seed"]: row["second"] for row in own}
         bits = [row["second"] * row["val_bits_per_byte"] / row["val_loss"] for row in own]
-        group |= {"second": compare.summary(list(losses[model].values()))}
-        groups.append(group | {"bits_per_byte": compare.summary(bits)})
+        group |= {"second": compare.summarize(list(losses[model].values()))}
+        groups.append(group | {"bits_per_byte": compare.summarize(bits)})
         base = losses.get(BASELINE, {})
         if model != BASELINE and losses[model].keys() == base.keys():
-            differences[model] = compare.paired([*losses[model].values()], [*base.values()])
-    words = dict(zip(differences, compare.verdicts(list(differences.values()))))
+            differences[model] = compare.estimate_paired_difference(
+                [*losses[model].values()], [*base.values()]
+            )
+    words = dict(zip(differences, compare.judge_differences(list(differences.values()))))
     for group in groups:
         if (estimate := differences.get(group["model"])) is not None:
-            found = {"mean": estimate.mean, "ci95": estimate.half, "text": estimate.text("+.3f")}
+            found = {
+                "mean": estimate.mean,
+                "ci95": estimate.half_width,
+                "text": estimate.format("+.3f"),
+            }
             group["against"] = found | {"verdict": words[group["model"]]}
     return groups
 
@@ -152,7 +158,7 @@ def markdown(groups: list[dict]) -> str:
     cells = []
     for group in groups:
         figures = [group[key]["values"] for key in ("second", "bits_per_byte")]
-        means = [compare.interval(values).text() for values in figures]
+        means = [compare.estimate_mean(values).format() for values in figures]
         against = [group.get("against", {}).get(key) for key in ("text", "verdict")]
         about = [f"`{group['model']}`", f"{group['parameters']:,}", f"{group['learning_rate']:.3g}"]
         cells.append([*about, *means, *against])
@@ -161,7 +167,7 @@ def markdown(groups: list[dict]) -> str:
 
 def run(args) -> None:
     """Print and store the figures of `bench.py quality`; what the file has is not trained again."""
-    compare.student()  # missing, it should not be found at the end
+    compare.import_special_functions()  # missing, it should not be found at the end
     device, parsed = distributed.pick_device(args.device), {}
     for model in MODELS:  # GPT-2 has the sizes and the settings of the baseline
         given = [f"--model={BASELINE if model == PEER else model}", "--optimizer=adamw"]

@@ -189,7 +189,7 @@ def loss_of(cell: sweep.Cell, stored: runs.Run | None = None) -> float | None:
         return math.inf
     if stored is None or not is_of(stored, cell):
         return None
-    return finite(stored.final["val_loss"]) if stored.finished else math.inf
+    return finite(stored.final_evaluation["val_loss"]) if stored.finished else math.inf
 
 
 def finite(loss: float) -> float:
@@ -198,7 +198,7 @@ def finite(loss: float) -> float:
 
 def is_of(run: runs.Run, cell: sweep.Cell) -> bool:
     """Whether the run had all settings of the cell."""
-    settings = {k: v for k, v in cell.settings.items() if k not in runs.UNSHOWN}
+    settings = {k: v for k, v in cell.settings.items() if k not in runs.HIDDEN_SETTINGS}
     return all(run.settings.get(key) == value for key, value in settings.items())
 
 

@@ -276,7 +276,7 @@ def test_numbers_that_are_not_finite_stop_the_audit(corpus):
 
 
 def effect(difference, error, windows, edit="beta=0", layer=0, site="attn"):
-    half = compare.Estimate(difference, error, windows - 1, windows).half
+    half = compare.Estimate(difference, error, windows - 1, windows).half_width
     key = {"layer": layer, "site": site, "edit": edit}
     return {
         **key,
@@ -309,17 +309,17 @@ def test_several_runs_give_intervals_over_their_means():
     group = gates_page.Group("runs", rows)
     # Three values with mean 3 and standard deviation sqrt(7); Student's 97.5% quantile at two degrees is 4.302653.
     half = 4.302653 * math.sqrt(7 / 3)
-    assert compare.interval(group.per_run("beta")).half == pytest.approx(half, rel=1e-6)
+    assert compare.estimate_mean(group.per_run("beta")).half_width == pytest.approx(half, rel=1e-6)
     assert np.mean(group.per_run("beta", "low")) == pytest.approx(0.3)
     change = group.effect(0, "attn", "beta=0")
-    assert (change.mean, change.half, change.n) == (
+    assert (change.mean, change.half_width, change.n) == (
         pytest.approx(3),
         pytest.approx(half, rel=1e-6),
         3,
     )
     assert group.verdicts("beta=0")[0, "attn"][1] == "undecided"
     alone = gates_page.Group("run", rows[:1])
-    assert alone.effect(0, "attn", "beta=0").half == pytest.approx(3.182446 * 1e-3, rel=1e-6)
+    assert alone.effect(0, "attn", "beta=0").half_width == pytest.approx(3.182446 * 1e-3, rel=1e-6)
     assert alone.verdicts("beta=0")[0, "attn"][1] == "worse"
     assert "| +1.0000 ± 0.0032 |" in gates_page.table_of_edits(alone)
     assert "| (+3.0000 ± 6.5724) |" in gates_page.table_of_edits(group)

@@ -129,7 +129,9 @@ def test_edits_at_all_sites_at_once_are_corrected_for_their_number():
     assert [cell.startswith("(") for cell in cells] == [False, True, True, True]
     alone = three_runs({"beta=1": CHANGES["beta=1"]})
     assert alone.at_once["beta=1"][1] == "worse"  # nothing to correct for
-    assert p_value(CHANGES["beta=1"]) == pytest.approx(alone.at_once["beta=1"][0].p(), rel=1e-9)
+    assert p_value(CHANGES["beta=1"]) == pytest.approx(
+        alone.at_once["beta=1"][0].compute_p_value(), rel=1e-9
+    )
 
 
 # Means of three runs at two sites: alike at the first, not at the second.

@@ -11,7 +11,7 @@ from pages import check_command, commands_of
 
 import model
 from research.benchmarks import costs, peer_quality, step, suites
-from research.runs import parsed
+from research.runs import parse_cell
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -143,7 +143,7 @@ def stored_in(name: str) -> dict:
     with open(path, encoding="utf-8", newline="") as file:
         return {
             "rows": [
-                {key: parsed(text) for key, text in row.items()} for row in csv.DictReader(file)
+                {key: parse_cell(text) for key, text in row.items()} for row in csv.DictReader(file)
             ]
         }
 

@@ -167,12 +167,13 @@ def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
     }
     groups = {group["model"]: group for group in peer_quality.groups_of(rows)}
     differences = [
-        compare.paired(losses[model], losses["gpt-mha-rope"]) for model in peer_quality.MODELS[1:]
+        compare.estimate_paired_difference(losses[model], losses["gpt-mha-rope"])
+        for model in peer_quality.MODELS[1:]
     ]
     for model, difference, word in zip(
-        peer_quality.MODELS[1:], differences, compare.verdicts(differences)
+        peer_quality.MODELS[1:], differences, compare.judge_differences(differences)
     ):
-        assert groups[model]["against"]["text"] == difference.text("+.3f")
+        assert groups[model]["against"]["text"] == difference.format("+.3f")
         assert f"| {word} " in printed.stdout.decode()
         assert groups[model]["second"]["values"] == losses[model]
     assert peer_quality.markdown(list(groups.values())) in printed.stdout.decode()

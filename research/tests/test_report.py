@@ -62,7 +62,7 @@ def last(folder, key="val_loss"):
 
 def rows_of(table):
     """What its CSV says, by model."""
-    return {row["model"]: row for row in csv.DictReader(io.StringIO(table.comma_separated()))}
+    return {row["model"]: row for row in csv.DictReader(io.StringIO(table.to_csv()))}
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +78,9 @@ def sweep(tmp_path_factory):
 @pytest.fixture(scope="module")
 def made(sweep):
     """Sizes, tables by name and lines by name of all of them, in another order than the paper's."""
-    sizes = paper.sizes_of(load(*sweep[DDL], *sweep[f"{DDL}-EC"], *sweep[BASE]), [], None)
-    by_name = {table.name: table for table in paper.tables_of(sizes)}
-    lines = {line.name: line for line in paper.lines_of(sizes)}
+    sizes = paper.make_sizes(load(*sweep[DDL], *sweep[f"{DDL}-EC"], *sweep[BASE]), [], None)
+    by_name = {table.name: table for table in paper.make_tables(sizes)}
+    lines = {line.name: line for line in paper.make_lines(sizes)}
     return SimpleNamespace(sizes=sizes, tables=by_name, lines=lines)
 
 
@@ -139,11 +139,11 @@ def test_costs_of_different_machines_have_no_factors(sweep):
     one, other = load(sweep[BASE][0], sweep[DDL][0])
     one = replace(one, machine={"machine": "2 x H200"}, processes=2)
     other = replace(other, machine={"machine": "4 x Xeon"})
-    table = tables.table_of_costs(paper.sizes_of([one, other], [], None))
+    table = tables.make_cost_table(paper.make_sizes([one, other], [], None))
     assert f"(2 x H200, 2 processes: {BASE}; 4 x Xeon, 1 process: {DDL})" in table.notes[-1]
-    factors = {key for key in table.figures[1] if key.endswith("_factor")}
+    factors = {key for key in table.numbers[1] if key.endswith("_factor")}
     assert factors == {"parameters_factor", "flops_per_token_factor"}
-    assert table.figures[0]["device_seconds"] == pytest.approx(2 * 0.5 * (STEPS - 1))
+    assert table.numbers[0]["device_seconds"] == pytest.approx(2 * 0.5 * (STEPS - 1))
 
 
 def published_of(stem: str, *differences: str) -> published.Published:
@@ -154,17 +154,17 @@ def published_of(stem: str, *differences: str) -> published.Published:
 def test_published_figures_stand_beside_models_of_the_paper_alone(sweep):
     one, other = load(sweep[BASE][0], sweep[DDL][0])
     one = replace(one, published=published_of(BASE, "block_size=64 (paper: 1024)"))
-    sizes = paper.sizes_of([one, other], [], None)
-    table = tables.table_of_losses(sizes[0].groups)
+    sizes = paper.make_sizes([one, other], [], None)
+    table = tables.make_loss_table(sizes[0].groups)
     assert table.rows[0][-2:] == ["2.8543", f"{last(sweep[BASE][0]) - 2.85426:+.4f}"]
     assert table.rows[1][-2:] == [None] * 2
     assert any(f"The paper reports no results for {DDL} (" in note for note in table.notes)
     assert any(
         f"Settings of {BASE} that differ from the paper's (x.py): " in n for n in table.notes
     )
-    lines = paper.lines_of(sizes)
-    assert [line.published for line in lines] == [2.85426, None]
-    with plots.printing():
+    lines = paper.make_lines(sizes)
+    assert [line.published_loss for line in lines] == [2.85426, None]
+    with plots.use_print_style():
         axes = plots.plot_paper_curves(lines, "tokens").axes
     stars = [line for axis in axes for line in axis.lines if line.get_marker() == "*"]
     points = [(star.get_xdata()[0], star.get_ydata()[0]) for star in stars]
@@ -180,7 +180,7 @@ def test_accuracies_are_means_over_seeds_beside_the_published(sweep):
 
     one, two, ddl, without = load(*sweep[BASE][:2], sweep[DDL][0], sweep[f"{DDL}-EC"][0])
     runs = [evaluated(one, 60.0), evaluated(two, 62.0), evaluated(ddl, 70.0), without]
-    [table] = tables.tables_of_accuracy(compare.groups_of(runs))
+    [table] = tables.make_accuracy_tables(compare.group_runs(runs))
     assert (table.name, table.title) == (
         "accuracy_1_shot_float32",
         "Accuracy in %, 1-shot, float32",
@@ -204,14 +204,14 @@ def test_synthetic_tasks_are_compared_by_their_accuracy(tmp_path):
         for seed, value in enumerate(values):
             scores = {"val_accuracy": value, "val_exact_match": value / 2}
             write_run(tmp_path / f"{stem}-{seed}", stem, seed, scores=scores)
-    [size] = paper.sizes_of(load(tmp_path), [], None)
+    [size] = paper.make_sizes(load(tmp_path), [], None)
     assert size.metric == "val_accuracy"
     gains = [own - base for own, base in zip(ACCURACY[DDL], ACCURACY[BASE])]
     mean, half = by_hand([100 * gain for gain in gains])
-    [row] = tables.table_of_differences([size]).rows
+    [row] = tables.make_difference_table([size]).rows
     exact = f"{mean / 2:+.2f} ± {half / 2:.2f}"
     assert row[3:] == [f"{mean:+.2f} ± {half:.2f}", exact, "better", "3 pairs"]
-    line = next(line for line in paper.lines_of([size]) if line.name == DDL)
+    line = next(line for line in paper.make_lines([size]) if line.name == DDL)
     assert line.curves["difference"].mean == pytest.approx([mean, mean])
     out = tmp_path / "rows.json"
     options = (f"--against={BASE}", f"--json={out}")
@@ -228,7 +228,7 @@ def test_every_size_has_its_baseline(tmp_path):
     for stem in (BASE, DDL):
         for index, config in enumerate(shapes):
             write_long(tmp_path / f"{stem}{index}", stem, 0, config=config)
-    sizes = paper.sizes_of(load(tmp_path), [], None)
+    sizes = paper.make_sizes(load(tmp_path), [], None)
     names = ["2 layers, width 12", "3 layers, width 12"]
     assert {size.name for size in sizes} == set(names)
     for size in sizes:
@@ -238,7 +238,7 @@ def test_every_size_has_its_baseline(tmp_path):
         folders = [tmp_path / f"{stem}{names.index(size.name)}" for stem in (DDL, BASE)]
         difference = size.differences["val_loss"][0].estimate.mean
         assert difference == pytest.approx(last(folders[0]) - last(folders[1]))
-    looks = [line.look for line in paper.lines_of(sizes)]
+    looks = [line.style for line in paper.make_lines(sizes)]
     assert looks[:2] == looks[2:]
     assert looks[0]["color"] == "#000000"
 
@@ -252,48 +252,52 @@ def test_curves_are_means_over_seeds_with_their_interval(sweep, made):
     for index, lines in enumerate(zip(*by_run)):
         mean, half = by_hand([line["val_loss"] for line in lines])
         assert (curve.steps[index], curve.mean[index]) == pytest.approx((lines[0]["step"], mean))
-        assert curve.half[index] == pytest.approx(half, rel=1e-5)
-        assert curve.x["seconds"][index] == pytest.approx(lines[0]["seconds"] - 7.5)
+        assert curve.half_width[index] == pytest.approx(half, rel=1e-5)
+        assert curve.x_values["seconds"][index] == pytest.approx(lines[0]["seconds"] - 7.5)
     curve, key = made.lines[DDL].curves["difference"], "val_bits_per_byte"
     own = [[line[key] for line in lines_with(folder, key)] for folder in sweep[DDL]]
     base = [[line[key] for line in lines_with(sweep[BASE][seed], key)] for seed in (2, 0)]
     for index, values in enumerate(zip(*own, *base)):
         mean, half = by_hand([values[0] - values[2], values[1] - values[3]])
         assert curve.mean[index] == pytest.approx(mean)
-        assert curve.half[index] == pytest.approx(half, rel=1e-5)
-    steps, values = made.lines[DDL].residual["attn"]["beta"]
+        assert curve.half_width[index] == pytest.approx(half, rel=1e-5)
+    steps, values = made.lines[DDL].residual_statistics["attn"]["beta"]
     records = [lines_with(folder, "residual") for folder in sweep[DDL]]
     means = np.mean([[e["residual"]["attn.beta_mean"] for e in each] for each in records], axis=0)
     assert steps.tolist() == [10, 20, 30, 40]
     assert values == pytest.approx(means)
-    assert made.lines[BASE].residual == {}
+    assert made.lines[BASE].residual_statistics == {}
 
 
 def test_training_is_smoothed_over_the_steps_that_all_have():
     steps, losses = np.arange(1.0, 1001), np.random.default_rng(0).standard_normal(1000)
     one = plots.Series(steps, {"tokens": 3 * steps}, losses)
     shorter = plots.Series(steps[99:], {"tokens": 3 * steps[99:]}, losses[99:])
-    curve = plots.training_curve([one, shorter])
-    assert (len(curve.steps), curve.steps[0], curve.steps[-1]) == (plots.POINTS, 100, 1000)
+    curve = plots.make_training_curve([one, shorter])
+    assert (len(curve.steps), curve.steps[0], curve.steps[-1]) == (plots.MAX_POINTS, 100, 1000)
     step = int(curve.steps[150])
     expected = smoothed_by_hand(losses)[step - 1], smoothed_by_hand(losses[99:])[step - 100]
     assert curve.mean[150] == pytest.approx(np.mean(expected))
-    assert curve.x["tokens"][150] == 3 * step
+    assert curve.x_values["tokens"][150] == 3 * step
     later = plots.Series(steps + 2000, {"tokens": steps}, losses)
-    assert plots.training_curve([one, later]) is None
+    assert plots.make_training_curve([one, later]) is None
     between = plots.Series(steps + 0.5, {"tokens": steps}, losses)
-    assert plots.validation_curve([one, between]) is None
-    assert np.isnan(plots.training_curve([one]).half).all()
+    assert plots.make_validation_curve([one, between]) is None
+    assert np.isnan(plots.make_training_curve([one]).half_width).all()
 
 
-def drawn_lines(monkeypatch, *arguments):
-    """(the lines that report.py curves draws, the axis, where to)."""
-    found = []
+def draw_lines(monkeypatch, *arguments):
+    """Return the lines that report.py curves draws, the axis, the output file and the title."""
+    drawings = []
+
+    def record(lines, x_axis, x_label, y_label, out, title):
+        drawings.append((lines, x_axis, out, title))
+
     for name in ("plot_losses", "write_page"):
-        monkeypatch.setattr(plots, name, lambda lines, x, *rest: found.append((lines, x, *rest)))
+        monkeypatch.setattr(plots, name, record)
     ended = call("research/report.py", "curves", *arguments)
     assert ended.returncode == 0, ended.stderr
-    return found[0]
+    return drawings[0]
 
 
 def test_curves_of_every_axis(tmp_path, monkeypatch):
@@ -301,13 +305,16 @@ def test_curves_of_every_axis(tmp_path, monkeypatch):
     nats = {"tokens": [10, 20, 30, 40], "flops": [1e6, 2e6, 3e6, 4e6], "seconds": [0, 0.5, 1, 1.5]}
     nats["steps"] = [1, 2, 3, 4]
     for x, at in nats.items():
-        [line], axis, _, out, title = drawn_lines(monkeypatch, run, f"--x={x}")
+        [line], axis, out, title = draw_lines(monkeypatch, run, f"--x={x}")
         training, validation = line.curves["training"], line.curves["validation"]
-        assert training.x[axis].tolist() == at
+        assert training.x_values[axis].tolist() == at
         assert training.mean.tolist() == smoothed_by_hand([4.0, 3.0, 2.0, 1.0])
-        assert (validation.x[axis].tolist(), validation.mean.tolist()) == ([at[1], at[3]], [2, 2])
+        assert (validation.x_values[axis].tolist(), validation.mean.tolist()) == (
+            [at[1], at[3]],
+            [2, 2],
+        )
         assert (out, title) == (run / "loss.png", "a")
-    [line], *_ = drawn_lines(monkeypatch, run, "--y=bits_per_byte")
+    [line], *_ = draw_lines(monkeypatch, run, "--y=bits_per_byte")
     bits = 1 / math.log(2) / 4  # four bytes a token
     expected = [value * bits for value in smoothed_by_hand([4.0, 3.0, 2.0, 1.0])]
     assert line.curves["training"].mean == pytest.approx(expected)
@@ -323,9 +330,9 @@ def test_a_band_is_the_mean_of_seeds_as_far_as_all_of_them_are(tmp_path, monkeyp
             line["seconds"] = line["step"] * (1 + seed)
             line |= {"loss": line["loss"] * (1 + seed)} if "loss" in line else {}
         write_lines(folder, lines)
-    [line], *_ = drawn_lines(monkeypatch, tmp_path, "--band", "--x=seconds")
+    [line], *_ = draw_lines(monkeypatch, tmp_path, "--band", "--x=seconds")
     curve = line.curves["training"]
-    assert (line.runs, curve.steps.tolist(), curve.x["seconds"].tolist()) == (
+    assert (line.num_runs, curve.steps.tolist(), curve.x_values["seconds"].tolist()) == (
         3,
         [1, 2, 3],
         [0, 2, 4],
@@ -333,7 +340,7 @@ def test_a_band_is_the_mean_of_seeds_as_far_as_all_of_them_are(tmp_path, monkeyp
     for index in range(3):
         longer, shorter = (smoothed_by_hand(np.arange(4, 4 - n, -1.0)) for n in (4, 3))
         mean, half = by_hand([longer[index], 2 * shorter[index], 3 * longer[index]])
-        assert (curve.mean[index], curve.half[index]) == pytest.approx((mean, half), rel=1e-6)
+        assert (curve.mean[index], curve.half_width[index]) == pytest.approx((mean, half), rel=1e-6)
     assert line.curves["validation"].mean.tolist() == [3.0]
 
 
@@ -342,16 +349,16 @@ def test_a_model_has_one_look_in_curves_and_in_a_paper(tmp_path, monkeypatch):
     stems = (DDL, "DDL-vdim1-gpt-mha-rope", BASE, f"{DDL}-EC")
     for index, stem in enumerate(stems):
         write_run(tmp_path / f"{index}", stem)
-    lines = paper.lines_of(paper.sizes_of(load(tmp_path), [], None))
-    expected = {line.stem: line.look for line in lines}
+    lines = paper.make_lines(paper.make_sizes(load(tmp_path), [], None))
+    expected = {line.model_name: line.style for line in lines}
     assert expected[BASE]["color"] == "#000000"
     assert len({look["color"] for look in expected.values()}) == len(stems)
     for words in ([], ["--band"]):
-        lines, *_ = drawn_lines(monkeypatch, tmp_path, *words)
-        assert {line.stem: line.look for line in lines} == expected
-    looks = [tuple(plots.look(number).values()) for number in range(29)]
+        lines, *_ = draw_lines(monkeypatch, tmp_path, *words)
+        assert {line.model_name: line.style for line in lines} == expected
+    looks = [tuple(plots.get_line_style(number).values()) for number in range(29)]
     assert len(set(looks)) == len(looks)
-    assert plots.look_numbers([BASE, BASE, "a"]) == [1, 2, 3]  # none is the baseline
+    assert plots.assign_style_numbers([BASE, BASE, "a"]) == [1, 2, 3]  # none is the baseline
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
@@ -397,9 +404,9 @@ def a_line(number, name, size="small", stem=None, points=8, published=None):
 
 
 def figures_of(lines):
-    rows = [(e, compare.Estimate(-0.1, 0.03, 1, 2), "undecided") for e in lines if e.number]
-    [members] = plots.residual_figures(lines).values()
-    with plots.printing():
+    rows = [(e, compare.Estimate(-0.1, 0.03, 1, 2), "undecided") for e in lines if e.style_number]
+    [members] = plots.group_lines_by_statistics(lines).values()
+    with plots.use_print_style():
         return {
             "curves": plots.plot_paper_curves(lines, "tokens"),
             "costs": plots.plot_costs(lines),
@@ -424,7 +431,7 @@ def three_sizes():
 @pytest.mark.parametrize("lines", [many(2), many(20), three_sizes()], ids=["2", "20", "sizes"])
 def test_nothing_in_a_figure_covers_anything(lines):
     for name, figure in figures_of(lines).items():
-        with plots.printing():
+        with plots.use_print_style():
             renderer = FigureCanvasAgg(figure).get_renderer()
             figure.draw(renderer)
         legends = [each.get_window_extent(renderer) for each in figure.legends]
@@ -469,11 +476,11 @@ def test_the_papers_six_panels():
     lines = [a_line(n, f"{s}, {size}", size, s) for size in sizes for n, s in enumerate(stems)]
     ways = [f"{DDL}-{way}" for way in ("EC", "CC")]
     lines += [a_line(n, f"{stem}, small", "small", stem) for n, stem in enumerate(ways, 3)]
-    with plots.printing():
+    with plots.use_print_style():
         top, bottom = np.reshape(plots.plot_paper_curves(lines, "tokens").axes, (2, 3))
     assert [axis.get_title() for axis in top] == ["small", "medium", "small,\nDDL variants"]
     assert {axis.get_xlabel() for axis in bottom} == {"tokens"}
-    colors = {line.name: line.look["color"] for line in lines}
+    colors = {line.name: line.style["color"] for line in lines}
     members = [[f"{s}, small" for s in stems], [f"{s}, medium" for s in stems]]
     members.append([f"{stem}, small" for stem in (BASE, DDL, *ways)])
     for axes in (top, bottom):
@@ -481,16 +488,16 @@ def test_the_papers_six_panels():
         assert drawn == [[colors[name] for name in names] for names in members]
     curve = lines[0].curves["validation"]
     assert bottom[0].lines[0].get_ydata().tolist() == curve.mean.tolist()
-    assert bottom[0].lines[0].get_xdata().tolist() == curve.x["tokens"].tolist()
+    assert bottom[0].lines[0].get_xdata().tolist() == curve.x_values["tokens"].tolist()
     band = bottom[0].collections[0].get_paths()[0].get_extents()
-    low, high = min(curve.mean - curve.half), max(curve.mean + curve.half)
+    low, high = min(curve.mean - curve.half_width), max(curve.mean + curve.half_width)
     assert (band.y0, band.y1) == pytest.approx((low, high))
 
 
 def test_an_interval_is_drawn_as_it_is():
-    rows = [(a_line(1, "a"), compare.interval([1.0, 2.0]), "undecided")]
-    rows.append((a_line(2, "b"), compare.interval([3.0]), "x"))
-    with plots.printing():
+    rows = [(a_line(1, "a"), compare.estimate_mean([1.0, 2.0]), "undecided")]
+    rows.append((a_line(2, "b"), compare.estimate_mean([3.0]), "x"))
+    with plots.use_print_style():
         axis = plots.plot_final(rows, BASE, "loss").axes[0]
     (bars,) = axis.containers[0][2]
     ends = sorted(bars.get_segments()[0][:, 0])
@@ -501,7 +508,7 @@ def test_an_interval_is_drawn_as_it_is():
 
 def test_numbers_on_axes_are_short():
     for value, text in ((0, "0"), (1500, "1.5K"), (4.9e10, "49B"), (0.5, "0.5"), (3e21, "3e+09T")):
-        assert plots.short_number(value, "KMBT") == text
+        assert plots.format_short_number(value, "KMBT") == text
 
 
 def test_latex_is_whole():
@@ -579,7 +586,7 @@ def test_an_interrupted_report_leaves_the_earlier_one(sweep, tmp_path, monkeypat
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    for name in ("store_figures", "curves_csv"):
+    for name in ("store_figures", "format_curves_csv"):
         with monkeypatch.context() as patch:
             patch.setattr(paper, name, interrupted)
             with pytest.raises(KeyboardInterrupt):

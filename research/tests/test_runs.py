@@ -36,7 +36,7 @@ def lines_of_a_run(steps):
 
 @pytest.mark.parametrize("points", [7, 100, 2000])
 def test_a_curve_is_the_means_of_naive_python(tmp_path, monkeypatch, points):
-    monkeypatch.setattr(runs, "POINTS", points)
+    monkeypatch.setattr(runs, "MAX_CURVE_POINTS", points)
     lines = lines_of_a_run(903)
     [run] = load(write_lines(tmp_path / "run", [*lines[:400], "}{", *lines[400:]]))
     trained, members = [line for line in lines if "loss" in line], {}
@@ -49,7 +49,7 @@ def test_a_curve_is_the_means_of_naive_python(tmp_path, monkeypatch, points):
             assert row[key] == pytest.approx(math.fsum(e[key] for e in group) / len(group), 1e-12)
         assert row["memory"] == max(line["memory"] for line in group)
     assert run.evaluations.to_dicts() == [line for line in lines if "val_loss" in line]
-    assert run.residual == [line for line in lines if "residual" in line]
+    assert run.residual_records == [line for line in lines if "residual" in line]
     totals = {key: trained[-1][key] for key in ("tokens", "flops", "seconds")}
     totals["tokens_per_second"] = statistics.median(line["tokens_per_second"] for line in trained)
     totals["memory"] = max(line["memory"] for line in trained)
@@ -84,7 +84,7 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path, line):
     assert run.training["loss"].to_list() == losses
     assert any(note in each for each in run.notes)
     assert "its settings are not known" in run.notes[-1]
-    assert (run.settings, run.stem, run.parameters, run.finished) == ({}, None, None, None)
+    assert (run.settings, run.model_name, run.parameters, run.finished) == ({}, None, None, None)
     ended = call("research/report.py", "curves", tmp_path)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (0, len(run.notes))
 
@@ -96,7 +96,7 @@ def test_a_run_that_went_on_from_an_earlier_step(tmp_path):
     losses = [line["loss"] for line in lines if "loss" in line and line["step"] <= 60]
     assert run.training["loss"].to_list() == losses + [0.5] * sum("loss" in x for x in again)
     assert run.evaluations["step"].to_list() == [20, 40, 60, 80]
-    assert [record["step"] for record in run.residual] == [50]
+    assert [record["step"] for record in run.residual_records] == [50]
     assert run.step == 80
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_counts(tmp_path):
     newer.mkdir()
     (newer / "state.json").write_text('{"step": 6')
     [found] = load(run)
-    assert (found.seed, found.stem, found.parameters) == (3, "gpt-mha-rope", 7052)
+    assert (found.seed, found.model_name, found.parameters) == (3, "gpt-mha-rope", 7052)
     assert ["is damaged" in note for note in found.notes] == [True]
     for change, note in (
         (
@@ -176,7 +176,9 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
 
 # ---- runs.csv ----
 
-FIELDS = "stem seed parameters corpus commit machine processes accuracy notes step totals finished"
+FIELDS = (
+    "model_name seed parameters corpus commit machine processes accuracy notes step totals finished"
+)
 
 
 def test_a_row_says_what_the_folder_says(tmp_path):
@@ -190,7 +192,7 @@ def test_a_row_says_what_the_folder_says(tmp_path):
     assert printed.stdout.decode() == f"{out}: 2 runs added, 0 replaced\n"
     for own, folder in zip(load(out), load(*folders), strict=True):
         assert own.settings == folder.settings
-        for name in (*FIELDS.split(), "first_seconds", "final"):
+        for name in (*FIELDS.split(), "first_seconds", "final_evaluation"):
             assert getattr(own, name) == getattr(folder, name), name
         assert own.published == folder.published
     tables = [call("research/report.py", "table", *where).stdout for where in (folders, [out])]
@@ -199,7 +201,7 @@ def test_a_row_says_what_the_folder_says(tmp_path):
     write_run(tmp_path / "new/seed=1", seed=1, val=1.0)
     printed = call("research/report.py", "runs", tmp_path / "new/seed=1", f"--out={out}")
     assert printed.stdout.decode() == f"{out}: 0 runs added, 1 replaced\n"
-    assert [run.final["val_loss"] for run in load(out)] == [2.0, 1.0]
+    assert [run.final_evaluation["val_loss"] for run in load(out)] == [2.0, 1.0]
     assert os.listdir(out.parent) == ["runs.csv"]
 
 
@@ -217,10 +219,10 @@ JSON = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | 
 
 @given(JSON | st.lists(JSON, max_size=3))
 def test_a_cell_reads_as_what_was_written(value):
-    text = runs.cell(value)
+    text = runs.format_cell(value)
     assert text
-    assert runs.parsed(text) == value
-    assert type(runs.parsed(text)) is type(value)
+    assert runs.parse_cell(text) == value
+    assert type(runs.parse_cell(text)) is type(value)
 
 
 def test_the_stored_rows_are_whole():
