@@ -164,7 +164,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
 
     ValueError: no run is finished.
     """
-    done = [cell for cell in cells if sweep.final_evaluation(cell)]
+    done = [cell for cell in cells if sweep.read_final_evaluation(cell)]
     if not done:
         where = f"in {cells[0].folder.parent}: nothing to report"
         raise ValueError(f"no run of {experiment} is finished {where}")

@@ -79,7 +79,7 @@ def cells_of(*arguments):
 
 
 def finished(cells) -> list[bool]:
-    return [sweep.final_evaluation(cell) is not None for cell in cells]
+    return [sweep.read_final_evaluation(cell) is not None for cell in cells]
 
 
 def finish(cell, step=6, **values) -> None:
@@ -114,9 +114,9 @@ def test_the_grid_is_the_product(corpus, tmp_path):
 
 
 def test_values_and_ranges():
-    assert sweep.expand("seed", "-2..1") == ["-2", "-1", "0", "1"]
-    assert sweep.expand("seed", "0..2,9,20..21") == ["0", "1", "2", "9", "20", "21"]
-    assert sweep.expand("x", "1e-3,None") == ["1e-3", "None"]
+    assert sweep.expand_values("seed", "-2..1") == ["-2", "-1", "0", "1"]
+    assert sweep.expand_values("seed", "0..2,9,20..21") == ["0", "1", "2", "9", "20", "21"]
+    assert sweep.expand_values("x", "1e-3,None") == ["1e-3", "None"]
     _, files, swept, fixed = sweep.read_arguments(
         ["a.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"]
     )
@@ -125,9 +125,9 @@ def test_values_and_ranges():
 
 
 def test_names_are_stable_safe_and_distinct():
-    assert sweep.cell_name({"seed": 3, "b": 1, "a": None}) == "a=None,b=1,seed=3"
+    assert sweep.make_cell_name({"seed": 3, "b": 1, "a": None}) == "a=None,b=1,seed=3"
     odd = ["a/b", "a b", "a%2Fb", "..", "a,b=c", "ä", "a\nb"]
-    names = [sweep.cell_name({"dataset": value}) for value in odd]
+    names = [sweep.make_cell_name({"dataset": value}) for value in odd]
     assert len(set(names)) == len(odd)
     assert all(name.isascii() and not set(name) & set("/ \n\\*?") for name in names)
 
@@ -193,7 +193,7 @@ def test_a_killed_sweep_goes_on(corpus, tmp_path, run, capsys):
         run(*arguments)  # as after a kill of the sweep alone
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    assert 10 <= sweep.saved_step(cells[1]) < 80
+    assert 10 <= sweep.find_saved_step(cells[1]) < 80
     assert finished(cells) == [True, False]
     capsys.readouterr()
     wait_for(lambda: not still_running(cells))
@@ -215,7 +215,7 @@ def test_a_killed_sweep_goes_on(corpus, tmp_path, run, capsys):
 
 def still_running(cells) -> bool:
     try:
-        sweep.refuse_still_running(cells)
+        sweep.check_no_cell_is_running(cells)
     except ValueError:
         return True
     return False
@@ -237,7 +237,7 @@ def test_a_failed_cell_is_reported_and_the_others_run(corpus, tmp_path, run, fak
     fake("finish(3.0)")
     assert run(*arguments) == 0
     assert capsys.readouterr().out.count("finished before") == 2
-    assert sweep.final_evaluation(cells_of(*arguments)[0])["val_loss"] == 2.0
+    assert sweep.read_final_evaluation(cells_of(*arguments)[0])["val_loss"] == 2.0
     log = (tmp_path / "out" / "seed=0.log").read_text()
     assert len(log.split("$ ")) == 2  # no process for a finished cell
 
@@ -343,7 +343,7 @@ def test_finished_is_what_train_says(corpus, tmp_path):
     finish(cell, step=5, val_loss=2.0)  # of a sweep with fewer steps
     assert finished([cell]) == [False]
     finish(other, val_loss=2.5)
-    assert sweep.final_evaluation(other)["val_loss"] == 2.5
+    assert sweep.read_final_evaluation(other)["val_loss"] == 2.5
     for ended in ("stopped", "failed", None):
         stopping.write_status(other.folder, 6, 6, ended)
         assert finished([other]) == [False]
