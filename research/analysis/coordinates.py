@@ -25,7 +25,7 @@ from model import MODEL_NAMES, build, model_class
 from model.block import Stream
 from model.options import collect_options
 from research import plots
-from research.benchmarks.figures import MODEL, Figures
+from research.benchmarks.figures import MODEL_FILES, Figures
 from training import optimizer
 from training.provenance import compute_digest
 from utils import tables
@@ -492,7 +492,9 @@ def run(args) -> None:
     plots.use_print_style()  # a missing package is known before the work
     cases = args.models.split(",") if args.models else all_cases()
     parsed = {case: stem_and_keys(case) for case in cases}
-    code = compute_digest(*MODEL, "training/optimizer.py", "research/analysis/coordinates.py")[:12]
+    code = compute_digest(
+        *MODEL_FILES, "training/optimizer.py", "research/analysis/coordinates.py"
+    )[:12]
     settings = {"widths": args.widths, "seeds": args.seeds}
     figures, rows = Figures(args.json, torch.device("cpu"), settings, resume=True, code=code), []
     for name in args.optimizers:

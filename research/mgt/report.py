@@ -179,7 +179,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     rows = rows_of(done, figures)
     found = find(rows)
     left = [cell.title for cell in cells if cell not in done]
-    figures.rows = [{**row, **figures.made} for row in rows]
+    figures.rows = [{**row, **figures.measured_on} for row in rows]
     figures.notes = {"groups": found.groups, "verdicts": found.verdicts, "unfinished": left}
     figures.store()
     titles = {cell.folder: f"{experiment}/{preset}/{cell.title}" for cell in done}

@@ -27,10 +27,10 @@ CPU = torch.device("cpu")
 
 def test_figures_are_medians_of_ratios_of_one_round():
     base, own = [1.0, 2.0, 4.0], [2.0, 2.0, 16.0]
-    same = step.figures_of(base, base, "", tokens=8)
+    same = step.compute_speed_figures(base, base, "", num_tokens=8)
     assert (same["tokens_per_second"], same["baseline_tokens_per_second"]) == (4, 4)
     assert (same["ratio"], same["ratio_p10"], same["ratio_p90"]) == (1, 1, 1)
-    other = step.figures_of(own, base, "forward_", tokens=8)
+    other = step.compute_speed_figures(own, base, "forward_", num_tokens=8)
     assert (other["forward_tokens_per_second"], other["forward_baseline_tokens_per_second"]) == (
         4,
         4,
@@ -95,7 +95,7 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
         assert row["activation_bytes_per_token"] > 0
         assert row["parameters"] == parameters[row["model"].split()[0]]
         assert not row.keys() & {"mfu", "peak_memory_bytes"}
-    assert step.markdown(stored["rows"]) in printed
+    assert step.format_table(stored["rows"]) in printed
 
 
 def test_models_by_choice(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_models_by_choice(tmp_path, monkeypatch):
 MISTAKES = [
     (["--rounds=0"], "0: give 1 or more"),
     (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
-    (["--models=DDL-gpt-mha-rope:four"], "number of columns"),
+    (["--models=DDL-gpt-mha-rope:four"], "number of value channels"),
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
     (["--suite=paper"], "--suite=quick, or --device=cuda"),
     (["--sizes=smal"], "the quick suite has no smal"),
@@ -148,9 +148,11 @@ def test_mistakes_end_in_one_line_before_anything_is_measured(
 
 
 def test_the_paper_suite_has_the_papers_sizes_and_columns():
-    args = bench.arguments(["--suite=paper", "--device=cuda", "--sizes=medium", "--kernels=off"])
+    args = bench.parse_arguments(
+        ["--suite=paper", "--device=cuda", "--sizes=medium", "--kernels=off"]
+    )
     args.compile = "False"
-    [[name, medium]] = suites.complete(args, torch.device("cuda")).items()
+    [[name, medium]] = suites.complete_arguments(args, torch.device("cuda")).items()
     with torch.device("meta"):
         assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)
         assert build("gpt-mha-rope", **suites.SMALL).num_parameters() == 123_590_400
@@ -164,18 +166,18 @@ def test_the_paper_suite_has_the_papers_sizes_and_columns():
 
 def test_a_model_may_bring_its_own_columns_and_kernels():
     stem = "DDL-gpt-mha-rope-CC"
-    assert suites.split_model(f"{stem}:2+kernels=off") == (
+    assert suites.parse_model(f"{stem}:2+kernels=off") == (
         stem,
         {"ddl_value_channels": 2},
         {"setting": "off"},
     )
-    assert suites.split_model(f"{stem}+state_checkpoint_interval=4") == (
+    assert suites.parse_model(f"{stem}+state_checkpoint_interval=4") == (
         stem,
         {},
         {"state_checkpoint_interval": 4},
     )
     changed = f"{stem}+state_dtype=float32+ddl_beta_init=0.5"
-    assert suites.split_model(changed) == (
+    assert suites.parse_model(changed) == (
         stem,
         {"state_dtype": "float32", "ddl_beta_init": 0.5},
         {},
@@ -189,7 +191,7 @@ def test_kernels_are_measured_against_a_copy(tmp_path):
         "--device=cpu --widths=8 --micro_batch_size=1 --block_size=2 --rounds=1 --copied=4096"
     ).split()
     size += ["--match=v=4"]
-    kernel_bandwidth.run(bench.arguments(["kernels", *size, f"--json={out}"]))
+    kernel_bandwidth.run(bench.parse_arguments(["kernels", *size, f"--json={out}"]))
     rows = {row["kernel"]: row for row in json.loads(out.read_text())["rows"]}
     assert len(rows) == 10
     state, vector, scalar = (
@@ -217,7 +219,7 @@ def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
         "kernels --device=cpu --widths=8,256 --micro_batch_size=2 --block_size=3 --rounds=1"
     ).split()
     keys += ["--copied=4096", "--match=rope"]
-    kernel_bandwidth.run(bench.arguments([*keys, f"--json={out}"]))
+    kernel_bandwidth.run(bench.parse_arguments([*keys, f"--json={out}"]))
     found = {(row["kernel"], row["d"]): row["bytes"] for row in json.loads(out.read_text())["rows"]}
     wanted = {}
     for d, head in ((8, 8), (256, 128)):
@@ -234,7 +236,7 @@ def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
     with pytest.raises(
         ValueError, match="no kernel with launches to tune has that in its name; try step"
     ):
-        kernel_bandwidth.run(bench.arguments([*keys, "--tune"]))
+        kernel_bandwidth.run(bench.parse_arguments([*keys, "--tune"]))
 
 
 LAUNCHES = "kernels --device=cpu --tune --match=add_norm --widths=8 --micro_batch_size=1".split()
@@ -249,7 +251,7 @@ def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
     out = tmp_path / "tuned.json"
 
     def launches(*more):
-        kernel_bandwidth.run(bench.arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
+        kernel_bandwidth.run(bench.parse_arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
         return {row["kernel"]: row["launches"] for row in json.loads(out.read_text())["rows"]}
 
     first = launches("--launches=1")
@@ -268,14 +270,14 @@ def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
     times = [launch["microseconds"] for launch in second["add_norm forward"]]
     assert times == sorted(times)
     assert not FORCED
-    monkeypatch.setattr(kernel_bandwidth, "timed", None)
+    monkeypatch.setattr(kernel_bandwidth, "measure_launch", None)
     assert launches("--launches=3") == second
 
 
 def test_runners_up_are_tried_first():
     pytest.importorskip("triton")
-    args = bench.arguments([*LAUNCHES])
-    key, tried = kernel_bandwidth.launches(args, 768, "step forward K=4 v=2 not stored")
+    args = bench.parse_arguments([*LAUNCHES])
+    key, tried = kernel_bandwidth.list_launches_to_try(args, 768, "step forward K=4 v=2 not stored")
     assert key == "step forward v=2 K>1"
     assert tried[:3] == list_launches("step forward", 768, 2, 4)
     assert {launch.num_warps for launch in tried} == {1, 2, 4, 8, 16}
@@ -315,25 +317,25 @@ def test_a_benchmark_that_was_killed_goes_on(tmp_path, monkeypatch):
     """Stored rows stay to the bit; the model that was under way is measured again."""
     out, model = tmp_path / "rows.json", "DDL-gpt-mha-rope-CC"
     run = [*TINY, f"--models={model}", "--peers=none", f"--json={out}", "--resume"]
-    memory = step.memory
+    memory = step.measure_memory
 
     def killed(contender, tokens):
         if contender.name == model:
             raise KeyboardInterrupt
         return memory(contender, tokens)
 
-    monkeypatch.setattr(step, "memory", killed)
+    monkeypatch.setattr(step, "measure_memory", killed)
     with pytest.raises(KeyboardInterrupt):
-        step.run(bench.arguments(run))
+        step.run(bench.parse_arguments(run))
     before = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
     assert before.keys() == {"gpt-mha-rope"}
-    monkeypatch.setattr(step, "memory", memory)
-    step.run(bench.arguments(run))
+    monkeypatch.setattr(step, "measure_memory", memory)
+    step.run(bench.parse_arguments(run))
     after = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
     assert after.keys() == {"gpt-mha-rope", model}
     assert after["gpt-mha-rope"] == before["gpt-mha-rope"]
     monkeypatch.setattr(step, "Bench", None)  # nothing is left to measure
-    step.run(bench.arguments(run))
+    step.run(bench.parse_arguments(run))
     assert {row["model"]: row for row in json.loads(out.read_text())["rows"]} == after
 
 
@@ -349,7 +351,7 @@ def square(rows: int, d: int):
 
 def test_saved_bytes_are_those_that_backward_needs():
     # x for the product and its result for the square, both of 3 x 5 numbers of 4 bytes; the weight does not count.
-    assert contender.saved_bytes(square(3, 5)) == 2 * 3 * 5 * 4
+    assert contender.measure_saved_bytes(square(3, 5)) == 2 * 3 * 5 * 4
 
 
 def test_a_turn_is_a_training_step_or_changes_nothing():
@@ -363,20 +365,20 @@ def test_a_turn_is_a_training_step_or_changes_nothing():
 
 
 def small_bench(*arguments):
-    args = bench.arguments([*TINY, "--peers=transcription", *arguments])
-    [[name, size]] = suites.complete(args, CPU).items()
+    args = bench.parse_arguments([*TINY, "--peers=transcription", *arguments])
+    [[name, size]] = suites.complete_arguments(args, CPU).items()
     return step.Bench(args, name, size, CPU, Figures(None, CPU, {}))
 
 
 def test_a_groups_models_go_when_it_is_measured(monkeypatch):
-    one, seen, built = small_bench(), [], suites.built
+    one, seen, built = small_bench(), [], suites.build_model
 
     def watched(*given):
         made = built(*given)
         seen.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(suites, "built", watched)
+    monkeypatch.setattr(suites, "build_model", watched)
     one.measure("DDL-gpt-mha-rope-CC")
     gc.collect()
     assert [reference() for reference in seen] == [None]
@@ -400,7 +402,7 @@ def test_every_figure_is_of_rounds_in_which_the_baseline_ran(monkeypatch):
     assert ends == pytest.approx((8 + 4 / 3, 16 + 4))
     assert row["forward_baseline_tokens_per_second"] == 16
     assert row["forward_ratio"] == pytest.approx(0.375)
-    cells = [cell.strip() for cell in step.markdown([row]).splitlines()[-1].split("|")]
+    cells = [cell.strip() for cell in step.format_table([row]).splitlines()[-1].split("|")]
     assert cells[3:6] == ["15 (9 to 20)", "24", "0.583 (0.517 to 0.650)"]
 
 

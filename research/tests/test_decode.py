@@ -35,7 +35,7 @@ def test_decoding_is_measured(tmp_path):
     assert {row["way"]: row["ratio"] for row in rows}.keys() == {"uncached", "cached"}
     assert all(row["tokens_per_second_p10"] <= row["tokens_per_second"] for row in rows)
     assert all(row["ratio"] == 1 for row in rows if row["way"] == "uncached")
-    assert decode.markdown(rows) in result.stdout.decode()
+    assert decode.format_table(rows) in result.stdout.decode()
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_decoding_is_measured(tmp_path):
 )
 def test_what_cannot_be_measured_is_said(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        decode.run(bench.arguments(["decode", "--device=cpu", "--compile=False", *arguments]))
+        decode.run(bench.parse_arguments(["decode", "--device=cpu", "--compile=False", *arguments]))

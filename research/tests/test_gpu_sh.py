@@ -80,9 +80,9 @@ def test_every_pending_command_is_understood(monkeypatch):
     assert len(commands) > 40
     for script, *arguments in commands:
         if script == "research/bench.py":
-            args = bench.arguments(arguments)
+            args = bench.parse_arguments(arguments)
             for model in (getattr(args, "models", None) or "").split(","):
-                assert not model or suites.split_model(model)
+                assert not model or suites.parse_model(model)
         elif script == "train.py":
             monkeypatch.setenv("WORLD_SIZE", "4")
             made = [word for word in arguments if "/whole/" not in word]  # it is there by then

@@ -32,14 +32,14 @@ def test_the_tables_of_the_demo_are_the_stored_results():
 
 def test_the_table_of_speeds_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "bench_quick_cpu.json").read_text())
-    assert step.markdown(stored["rows"]) in (DOCS / "speed.md").read_text(encoding="utf-8")
+    assert step.format_table(stored["rows"]) in (DOCS / "speed.md").read_text(encoding="utf-8")
     streams = json.loads((ROOT / "results" / "bench_streams_cpu.json").read_text())["rows"]
     own = [row for row in streams if "transcription" not in row["model"]]
     later = json.loads((ROOT / "results" / "bench_new_streams_cpu.json").read_text())["rows"]
     gated = json.loads((ROOT / "results" / "bench_gated_residual_cpu.json").read_text())["rows"]
     assert {row["model"].split()[0] for row in own + later + gated} == set(model.MODEL_NAMES)
     for rows in (own, later, gated):
-        assert step.markdown(rows) in (DOCS / "speed.md").read_text(encoding="utf-8")
+        assert step.format_table(rows) in (DOCS / "speed.md").read_text(encoding="utf-8")
     for row in stored["rows"] + own:  # the columns agree: medians of the same rounds
         if "baseline_tokens_per_second" in row:
             ratio = row["tokens_per_second"] / row["baseline_tokens_per_second"]
@@ -230,8 +230,8 @@ def test_the_variants_page_has_every_stream_and_what_it_costs():
     page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
     assert all(f"| `{stem}` |" in page for stem in model.MODEL_NAMES)
     stored = json.loads((ROOT / "results" / "costs_small.json").read_text())
-    assert stored["rows"] == costs.rows_of(list(suites.EVERY_STEM), stored["size"])
-    assert costs.markdown(stored["rows"]) in page
+    assert stored["rows"] == costs.make_rows(list(suites.ALL_MODELS), stored["size"])
+    assert costs.format_table(stored["rows"]) in page
 
 
 @pytest.mark.parametrize("page", ["demo", "mgt", "mup", "sweeps"])
