@@ -89,21 +89,11 @@ def make_step_calls(
     value_logit = make_random(device, torch.float32, B, T, value_channels)
     directions = [earlier_direction] if stored else []
     updates = [0.1 * value_logit] if stored else []
-    write = {"direction": direction, "gate_logit": gate_logit, "value_logit": value_logit}
-    parameters = {
-        "read_weights": make_random(device, torch.float32, kernel_size, value_channels, d)
-        / value_channels,
-        "norm_weight": torch.ones(d, device=device),
-        "gate_weight": make_random(device, torch.float32, d),
-        "value_weight": make_random(device, torch.float32, value_channels, d),
-    }
-    options: dict[str, Any] = {
-        "value_form": "sigmoid",
-        "value_scale": 4.0,
-        "value_constant": 2.0,
-        "value_input": "residual",
-        "erase": True,
-    }
+    read_weights = make_random(device, torch.float32, kernel_size, value_channels, d)
+    read_weights = read_weights / value_channels
+    norm_weight = torch.ones(d, device=device)
+    gate_weight = make_random(device, torch.float32, d)
+    value_weight = make_random(device, torch.float32, value_channels, d)
 
     forward = partial(
         kernel.residual_step,
@@ -111,11 +101,20 @@ def make_step_calls(
         stored_state=stored_state,
         directions=directions,
         updates=updates,
-        **write,
-        **parameters,
+        direction=direction,
+        gate_logit=gate_logit,
+        value_logit=value_logit,
+        read_weights=read_weights,
+        norm_weight=norm_weight,
+        gate_weight=gate_weight,
+        value_weight=value_weight,
         gate_bias=make_random(device, torch.float32, 1),
         value_bias=make_random(device, torch.float32, value_channels),
-        **options,
+        value_form="sigmoid",
+        value_scale=4.0,
+        value_constant=2.0,
+        value_input="residual",
+        erase=True,
         k_eps=1e-5,
         norm_eps=1e-5,
         store_state=stored,
@@ -124,14 +123,10 @@ def make_step_calls(
         context_dtype=dtype,
     )
     output = kernel.StepOutput(*forward())
-    # the state after the write, which the backward pass needs
-    state_after = {
-        "stored_state": stored_state,
-        "directions": [direction],
-        "updates": [output.update],
-    }
-    if stored:
-        state_after = {"stored_state": output.new_state, "directions": [], "updates": []}
+    # The backward pass needs the state after the write: stored, or as the stored state and the write.
+    state_after = output.new_state if stored else stored_state
+    directions_after = [] if stored else [direction]
+    updates_after = [] if stored else [output.update]
     backward = partial(
         kernel.residual_step_backward,
         grad_new_state=grad_new_state,
@@ -139,14 +134,25 @@ def make_step_calls(
         grad_x_in=None,
         grad_next_gate_logit=output.next_gate_logit,
         grad_next_value_logit=output.next_value_logit,
-        **state_after,
-        **write,
+        stored_state=state_after,
+        directions=directions_after,
+        updates=updates_after,
+        direction=direction,
+        gate_logit=gate_logit,
+        value_logit=value_logit,
         inverse_norm=output.inverse_norm,
         delta=output.delta,
         x_in=output.x_in,
         inverse_rms=output.inverse_rms,
-        **parameters,
-        **options,
+        read_weights=read_weights,
+        norm_weight=norm_weight,
+        gate_weight=gate_weight,
+        value_weight=value_weight,
+        value_form="sigmoid",
+        value_scale=4.0,
+        value_constant=2.0,
+        value_input="residual",
+        erase=True,
     )
 
     logits = [output.next_gate_logit, output.next_value_logit]
@@ -155,7 +161,9 @@ def make_step_calls(
         stored_state,
         *directions,
         *updates,
-        *write.values(),
+        direction,
+        gate_logit,
+        value_logit,
         output.context,
         *logits,
         *saved,
@@ -167,13 +175,17 @@ def make_step_calls(
         grad_new_state,
         grad_context,
         *logits,
-        *write.values(),
+        direction,
+        gate_logit,
+        value_logit,
         *saved,
-        state_after["stored_state"],
-        *state_after["updates"],
+        state_after,
+        *updates_after,
         # the gradients of the state, of the direction and of both logits
         stored_state,
-        *write.values(),
+        direction,
+        gate_logit,
+        value_logit,
     ]
     suffix = f"K={kernel_size} v={value_channels} {'stored' if stored else 'not stored'}"
     return {
@@ -241,28 +253,30 @@ def make_rope_norm_calls(spec: InputSpec, d: int) -> dict[str, KernelCall]:
     qkv = make_random(device, dtype, B, T, 3, d // head_dim, head_dim)
     gradients = [make_random(device, dtype, B, T, d // head_dim, head_dim) for _ in range(3)]
     angle = make_random(device, torch.float32, T, head_dim // 2)
-    inputs = {
-        "qkv": qkv,
-        "cos": angle.cos(),
-        "sin": angle.sin(),
-        "q_norm": torch.ones(head_dim, device=device),
-        "k_norm": torch.ones(head_dim, device=device),
-        "eps": 1e-5,
-    }
-    cos_and_sin = [inputs["cos"], inputs["sin"]]
+    cos = angle.cos()
+    sin = angle.sin()
+    q_norm = torch.ones(head_dim, device=device)
+    k_norm = torch.ones(head_dim, device=device)
     queries_and_keys = qkv[:, :, :2]  # the values are a view of the product and are not moved
     grad_q, grad_k, grad_v = gradients
-    forward = partial(kernel.rope_norm, **inputs)
+    forward = partial(
+        kernel.rope_norm, qkv=qkv, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=1e-5
+    )
     backward = partial(
-        kernel.rope_norm_backward, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, **inputs
+        kernel.rope_norm_backward,
+        grad_q=grad_q,
+        grad_k=grad_k,
+        grad_v=grad_v,
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=1e-5,
     )
     return {
-        "rope_norm forward": KernelCall(
-            forward, [queries_and_keys, queries_and_keys, *cos_and_sin]
-        ),
-        "rope_norm backward": KernelCall(
-            backward, [*gradients, queries_and_keys, *cos_and_sin, qkv]
-        ),
+        "rope_norm forward": KernelCall(forward, [queries_and_keys, queries_and_keys, cos, sin]),
+        "rope_norm backward": KernelCall(backward, [*gradients, queries_and_keys, cos, sin, qkv]),
     }
 
 

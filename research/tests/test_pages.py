@@ -124,7 +124,7 @@ DERIVED = {  # what a page computes from a stored row
 }
 
 
-SUMMARIES = {"peers_demo_cpu.json": peer_quality.groups_of}  # rows that a page shows together
+SUMMARIES = {"peers_demo_cpu.json": peer_quality.make_groups}  # rows that a page shows together
 
 
 def files_in(text: str) -> set[str]:

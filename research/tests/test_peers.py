@@ -20,7 +20,7 @@ def transformers_weights(peer: GPT2) -> dict:
     """The peer's weights by the names of `transformers`, whose layers hold theirs transposed and three in one."""
     result = {
         "transformer.wte.weight": peer.tokens.weight,
-        "transformer.wpe.weight": peer.places.weight,
+        "transformer.wpe.weight": peer.positions.weight,
     }
     result |= {f"transformer.ln_f.{name}": value for name, value in peer.norm.named_parameters()}
     for number, block in enumerate(peer.blocks):
@@ -92,9 +92,9 @@ def test_the_peer_starts_and_decays_as_gpt2():
 def test_the_grid_grows_until_its_best_is_inside():
     def search(loss):
         tried = {}
-        while (rate := peer_quality.next_rate(tried, [1.0, 2.0, 4.0])) is not None:
+        while (rate := peer_quality.choose_next_rate(tried, [1.0, 2.0, 4.0])) is not None:
             tried[rate] = loss(rate)
-        return sorted(tried), peer_quality.best_rate(tried)
+        return sorted(tried), peer_quality.find_best_rate(tried)
 
     assert search(lambda rate: abs(rate - 2)) == ([1, 2, 4], 2)
     assert search(lambda rate: abs(rate - 16)) == ([1, 2, 4, 8, 16, 32], 16)
@@ -165,7 +165,7 @@ def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
         ]
         for model in peer_quality.MODELS
     }
-    groups = {group["model"]: group for group in peer_quality.groups_of(rows)}
+    groups = {group["model"]: group for group in peer_quality.make_groups(rows)}
     differences = [
         compare.estimate_paired_difference(losses[model], losses["gpt-mha-rope"])
         for model in peer_quality.MODELS[1:]
@@ -176,7 +176,7 @@ def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
         assert groups[model]["against"]["text"] == difference.format("+.3f")
         assert f"| {word} " in printed.stdout.decode()
         assert groups[model]["second"]["values"] == losses[model]
-    assert peer_quality.markdown(list(groups.values())) in printed.stdout.decode()
+    assert peer_quality.format_table(list(groups.values())) in printed.stdout.decode()
 
     # A second start trains what is missing, and only that.
     stored["rows"] = [each for each in rows if (each["model"], each["seed"]) != ("GPT-2", 1)]
