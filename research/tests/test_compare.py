@@ -251,7 +251,8 @@ def test_labels_are_short_and_name_what_differs(tmp_path):
         folders = [write_run(tmp_path / name, **keys) for name, keys in runs.items()]
         return compare.make_labels(load(*folders))
 
-    one, two = {"warmup_steps": 9}, {"stem": "DDL-gpt-mha-rope", "warmup_steps": 10}
+    one = {"warmup_steps": 9}
+    two = {"model_name": "DDL-gpt-mha-rope", "warmup_steps": 10}
     assert labels(a=one, b=two) == [f"{BASE}, warmup_steps=9", "DDL-gpt-mha-rope, warmup_steps=10"]
     assert labels(c={"out_dir": "x"}, d={"seed": 2, "out_dir": "y"}) == ["seed=0", "seed=2"]
     assert labels(e={}, f={}) == ["e", "f"]  # nothing differs
