@@ -249,10 +249,10 @@ ACCURACY = {BASE: [0.50, 0.53, 0.51], DDL: [0.70, 0.74, 0.69]}  # by seed
 
 
 def test_synthetic_tasks_are_compared_by_their_accuracy(tmp_path):
-    for stem, values in ACCURACY.items():
+    for model_name, values in ACCURACY.items():
         for seed, value in enumerate(values):
             scores = {"val_accuracy": value, "val_exact_match": value / 2}
-            write_run(tmp_path / f"{stem}-{seed}", stem, seed, scores=scores)
+            write_run(tmp_path / f"{model_name}-{seed}", model_name, seed, scores=scores)
     [size] = paper.make_sizes(load(tmp_path), [], None)
     assert size.metric == "val_accuracy"
     gains = [own - base for own, base in zip(ACCURACY[DDL], ACCURACY[BASE])]
@@ -273,17 +273,17 @@ def test_synthetic_tasks_are_compared_by_their_accuracy(tmp_path):
 
 def test_every_size_has_its_baseline(tmp_path):
     shapes = (SMALL, {**SMALL, "num_hidden_layers": 3})
-    for stem in (BASE, DDL):
+    for model_name in (BASE, DDL):
         for index, config in enumerate(shapes):
-            write_long_run(tmp_path / f"{stem}{index}", stem, 0, config=config)
+            write_long_run(tmp_path / f"{model_name}{index}", model_name, 0, config=config)
     sizes = paper.make_sizes(load(tmp_path), [], None)
     names = ["2 layers, width 12", "3 layers, width 12"]
     assert {size.name for size in sizes} == set(names)
     for size in sizes:
         groups = [group.name for group in size.groups]
-        assert groups == [f"{stem}, {size.name}" for stem in (BASE, DDL)]
+        assert groups == [f"{model_name}, {size.name}" for model_name in (BASE, DDL)]
         assert [comparison.baseline for comparison in size.comparisons] == [size.baseline]
-        folders = [tmp_path / f"{stem}{names.index(size.name)}" for stem in (DDL, BASE)]
+        folders = [tmp_path / f"{model_name}{names.index(size.name)}" for model_name in (DDL, BASE)]
         difference = size.differences["val_loss"][0].estimate.mean
         assert difference == pytest.approx(last_value(folders[0]) - last_value(folders[1]))
     looks = [line.style for line in paper.make_lines(sizes)]
@@ -402,13 +402,13 @@ def test_a_band_is_the_mean_of_seeds_as_far_as_all_of_them_are(tmp_path, monkeyp
 
 def test_a_model_has_one_look_in_curves_and_in_a_paper(tmp_path, monkeypatch):
     """Whatever the order of the runs: the baseline black, the others in the paper's order."""
-    stems = (DDL, "DDL-vdim1-gpt-mha-rope", BASE, f"{DDL}-EC")
-    for index, stem in enumerate(stems):
-        write_run(tmp_path / f"{index}", stem)
+    model_names = (DDL, "DDL-vdim1-gpt-mha-rope", BASE, f"{DDL}-EC")
+    for index, model_name in enumerate(model_names):
+        write_run(tmp_path / f"{index}", model_name)
     lines = paper.make_lines(paper.make_sizes(load(tmp_path), [], None))
     expected = {line.model_name: line.style for line in lines}
     assert expected[BASE]["color"] == "#000000"
-    assert len({look["color"] for look in expected.values()}) == len(stems)
+    assert len({look["color"] for look in expected.values()}) == len(model_names)
     for words in ([], ["--band"]):
         lines, *_ = draw_lines(monkeypatch, tmp_path, *words)
         assert {line.model_name: line.style for line in lines} == expected
@@ -543,18 +543,23 @@ def test_a_legend_of_many_runs_hides_no_curve(tmp_path, monkeypatch):
 
 
 def test_the_papers_six_panels():
-    stems = (BASE, "DDL-vdim1-gpt-mha-rope", DDL)
+    model_names = (BASE, "DDL-vdim1-gpt-mha-rope", DDL)
     sizes = ("small", "medium")
-    lines = [make_line(n, f"{s}, {size}", size, s) for size in sizes for n, s in enumerate(stems)]
+    lines = [
+        make_line(n, f"{s}, {size}", size, s) for size in sizes for n, s in enumerate(model_names)
+    ]
     variants = [f"{DDL}-{suffix}" for suffix in ("EC", "CC")]
-    lines += [make_line(n, f"{stem}, small", "small", stem) for n, stem in enumerate(variants, 3)]
+    lines += [
+        make_line(n, f"{model_name}, small", "small", model_name)
+        for n, model_name in enumerate(variants, 3)
+    ]
     with plots.use_print_style():
         top, bottom = np.reshape(plots.plot_paper_curves(lines, "tokens").axes, (2, 3))
     assert [axis.get_title() for axis in top] == ["small", "medium", "small,\nDDL variants"]
     assert {axis.get_xlabel() for axis in bottom} == {"tokens"}
     colors = {line.name: line.style["color"] for line in lines}
-    members = [[f"{s}, small" for s in stems], [f"{s}, medium" for s in stems]]
-    members.append([f"{stem}, small" for stem in (BASE, DDL, *variants)])
+    members = [[f"{s}, small" for s in model_names], [f"{s}, medium" for s in model_names]]
+    members.append([f"{model_name}, small" for model_name in (BASE, DDL, *variants)])
     for axes in (top, bottom):
         drawn = [[line.get_color() for line in axis.lines] for axis in axes]
         assert drawn == [[colors[name] for name in names] for names in members]
