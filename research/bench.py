@@ -1,4 +1,4 @@
-"""Measure speed, interleaved in one process so that what else the machine does falls on all alike.
+"""Measure speed in turns in one process, so that other load on the machine affects all models alike.
 
     python research/bench.py --device=cpu                 training steps of every model, a size for two CPU cores
     python research/bench.py --suite=paper --device=cuda  the paper's small and medium sizes
@@ -10,14 +10,17 @@
     python research/bench.py peers --nanogpt=FOLDER       speed beside nanoGPT's own code and transformers
     python research/bench.py quality                      final loss beside GPT-2's by its own code
 
-`step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes
-without gradients. Each model takes turns with the baseline and with the straight transcription of
-its equations, eager and compiled (research/benchmarks/). `COMMAND --help` lists its options.
+`step`, which is the default command, measures training steps (forward, backward, AdamW) and forward passes
+without gradients. Each model takes turns with the baseline and with the straight transcription of its
+equations, eager and compiled (research/benchmarks/). `COMMAND --help` lists the options of a command.
 """
 
 import argparse
 import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,136 +43,37 @@ from research.benchmarks import (
 )
 
 
-def many(kind, text: str) -> list:
-    """Numbers above 0 with commas between them."""
+def parse_numbers(number_type: type, text: str) -> list:
+    """Parse numbers above 0, separated by commas."""
     try:
-        values = [kind(part) for part in text.split(",")]
+        numbers = [number_type(part) for part in text.split(",")]
     except ValueError:
-        values = []
-    if not values or min(values) <= 0:
-        example = "768,1024" if kind is int else "1e-3,2e-3"
+        numbers = []
+    if not numbers or min(numbers) <= 0:
+        example = "768,1024" if number_type is int else "1e-3,2e-3"
         raise argparse.ArgumentTypeError(f"{text}: give numbers above 0, as in {example}")
-    return values
+    return numbers
 
 
-def widths(text: str) -> list[int]:
-    return many(int, text)
+def parse_widths(text: str) -> list[int]:
+    """Parse hidden sizes, separated by commas."""
+    return parse_numbers(int, text)
 
 
-def rates(text: str) -> list[float]:
-    return many(float, text)
+def parse_rates(text: str) -> list[float]:
+    """Parse learning rates, separated by commas."""
+    return parse_numbers(float, text)
 
 
-def count(text: str) -> int:
-    """A whole number from 1 on."""
+def parse_count(text: str) -> int:
+    """Parse a whole number from 1 on."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
     return int(text)
 
 
-class Options:
-    """Adds options to a parser; each with its default in its help."""
-
-    def __init__(self, parser, device: str = "auto"):
-        self.parser = parser
-        self.add("device", device, "", choices=("auto", "cuda", "cpu"))
-        self.add("json", None, "the figures' file, written after each of them", type=Path)
-        resume = "keep what the file has of the same code, chip and settings"
-        parser.add_argument("--resume", action="store_true", help=resume)
-
-    def add(self, name: str, default, text: str, **keys) -> None:
-        text += "" if default in (None, "") else " (default: %(default)s)"
-        self.parser.add_argument(f"--{name}", default=default, help=text.strip(), **keys)
-
-    def counts(self, **options: tuple) -> None:
-        for name, (default, text) in options.items():
-            self.add(name, default, text, type=count)
-
-    def size(self, defaults: dict, text: str) -> None:
-        for key in suites.SIZE_KEYS:
-            self.add(key, defaults.get(key), text, type=count)
-
-    def models(self) -> None:
-        """Options that choose sizes and models of suites."""
-        self.add("suite", "quick", "sizes and models", choices=suites.SUITES)
-        self.add("sizes", None, "some of the suite's sizes, as in --sizes=small")
-        forms = "stems, stem:d_v, or either +kernels=off, +state_checkpoint_interval=4, +KEY=VALUE"
-        self.add("models", None, f"{forms}, with commas between (default: the suite's)")
-        self.add("kernels", "auto", "as train.py's key", choices=("auto", "on", "off"))
-        self.counts(state_checkpoint_interval=(2, "as train.py's key"))
-        self.size({}, "instead of the suite's")
-        self.counts(micro_batch_size=(None, "sequences per step (default: the suite's)"))
-        self.add("dtype", "bfloat16", "", choices=("float32", "bfloat16"))
-        self.add("compile", "True", "", choices=("True", "False"))
-
-
-def of_step(parser) -> None:
-    options = Options(parser)
-    options.models()
-    options.add(
-        "peers", None, "measured beside (default: the suite's)", choices=("transcription", "none")
-    )
-    options.counts(warmup=(3, "turns of each model before measuring"))
-    options.counts(rounds=(20, "measured turns of each model"))
-    options.counts(steps=(None, "steps in a turn (default: 1, on a GPU 4)"))
-
-
-def of_profile(parser) -> None:
-    options = Options(parser)
-    options.models()
-    options.counts(steps=(10, "that are profiled"))
-
-
-def of_kernels(parser) -> None:
-    options = Options(parser)
-    options.add("widths", "768,1024", "hidden sizes d", type=widths)
-    options.add("match", "", "only kernels with this in their name, as in --match='step K=1 v=4'")
-    options.counts(micro_batch_size=(16, "sequences"), block_size=(1024, "tokens of a sequence"))
-    options.add("dtype", "bfloat16", "", choices=("bfloat16", "float16", "float32"))
-    options.counts(rounds=(20, "measured calls of each kernel"))
-    options.counts(copied=(2**30, "bytes of the copy to compare with"))
-    tune = "instead the launches (model/kernels/launch.py) of the kernels of --match"
-    parser.add_argument("--tune", action="store_true", help=tune)
-    options.counts(launches=(None, "of --tune: at most so many for each kernel"))
-
-
-def of_decode(parser) -> None:
-    options = Options(parser)
-    options.add("models", None, "stems, or stem:d_v, with commas between (default: every stem)")
-    options.size(suites.QUICK, "")
-    options.counts(batch_size=(1, "sequences"), context=(128, "tokens that are there before"))
-    options.counts(tokens=(32, "decoded in a turn"), rounds=(10, "measured turns of each"))
-    options.add(
-        "compile", "True", "also the step compiled, or as a CUDA graph", choices=("True", "False")
-    )
-    options.add("note", "", "stored with the figures: what else the machine was doing")
-
-
-def of_peers(parser) -> None:
-    options = Options(parser, device="cpu")
-    parser.add_argument(
-        "--nanogpt", type=Path, required=True, help="folder of a clone of karpathy/nanoGPT"
-    )
-    options.counts(
-        hidden_size=(256, "width d; heads have 64 features"),
-        num_hidden_layers=(4, "blocks"),
-        vocab_size=(1024, "tokens of the vocabulary"),
-        block_size=(256, "tokens of a sequence"),
-        micro_batch_size=(8, "sequences per training step"),
-        tokens=(200, "tokens to generate in a turn"),
-        megabytes=(20, "megabytes of text to tokenize in a turn"),
-        rounds=(7, "measured turns of each"),
-    )
-    options.add(
-        "only",
-        ",".join(peers.PARTS),
-        "what is timed, separated by commas",
-        type=parts_of_peers,
-    )
-
-
-def parts_of_peers(text: str) -> list[str]:
-    """Return the names of parts of the comparison that are separated by commas."""
+def parse_peer_parts(text: str) -> list[str]:
+    """Parse the names of parts of the comparison with peers, separated by commas."""
     parts = text.split(",")
     for part in parts:
         if part not in peers.PARTS:
@@ -177,47 +81,246 @@ def parts_of_peers(text: str) -> list[str]:
     return parts
 
 
-def of_quality(parser) -> None:
-    options = Options(parser, device="cpu")
-    options.add("config", Path("config/demo_cpu.py"), "what is trained", type=Path)
-    options.add("rates", "2e-3,4e-3", "learning rates to begin with", type=rates)
-    options.counts(seeds=(3, "seeds at the best rate, from 0"))
+def add_option(
+    parser: ArgumentParser, name: str, default: Any, help: str, **parser_options
+) -> None:
+    """Add `--name`, and show its default in its help."""
+    if default not in (None, ""):
+        help = f"{help} (default: %(default)s)"
+    parser.add_argument(f"--{name}", default=default, help=help, **parser_options)
 
 
-def of_costs(parser) -> None:
-    models = "stems, stem:d_v or either+KEY=VALUE, with commas between (default: every stem)"
-    parser.add_argument("--models", help=models)
-    parser.add_argument("--size", choices=suites.PAPER, default="small", help="the paper's")
-    parser.add_argument("--json", type=Path, help="write the figures there as well")
+def add_count(parser: ArgumentParser, name: str, default: int | None, help: str) -> None:
+    """Add an option that is a whole number from 1 on."""
+    add_option(parser, name, default, help, type=parse_count)
 
 
-# name: (what it measures, its options, what runs it)
+def add_common_options(parser: ArgumentParser, device: str = "auto") -> None:
+    """Add the options of all commands that measure."""
+    add_option(parser, "device", device, "device to measure on", choices=("auto", "cuda", "cpu"))
+    add_option(
+        parser, "json", None, "file of the figures, which is written after each of them", type=Path
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the figures of the file that have the same code, chip and settings",
+    )
+
+
+def add_size_options(parser: ArgumentParser, defaults: dict[str, int], suffix: str = "") -> None:
+    """Add the keys of a model's size; `suffix` is added to each help."""
+    descriptions = {
+        "vocab_size": "tokens of the vocabulary",
+        "block_size": "tokens per sequence",
+        "num_hidden_layers": "number of blocks",
+        "num_attention_heads": "number of attention heads",
+        "head_dim": "features per attention head",
+        "hidden_size": "width d",
+    }
+    for key in suites.SIZE_KEYS:
+        add_count(parser, key, defaults.get(key), descriptions[key] + suffix)
+
+
+def add_model_options(parser: ArgumentParser) -> None:
+    """Add the options that choose sizes and models of suites."""
+    add_option(parser, "suite", "quick", "sizes and models to measure", choices=suites.SUITES)
+    add_option(parser, "sizes", None, "some sizes of the suite, as in --sizes=small")
+    add_option(
+        parser,
+        "models",
+        None,
+        "models separated by commas, each as MODEL or MODEL:d_v, optionally followed by +kernels=off, "
+        "+state_checkpoint_interval=4 or +KEY=VALUE (default: those of the suite)",
+    )
+    add_option(parser, "kernels", "auto", "train.py's key kernels", choices=("auto", "on", "off"))
+    add_count(parser, "state_checkpoint_interval", 2, "train.py's key state_checkpoint_interval")
+    add_size_options(parser, {}, suffix=" (default: that of the suite)")
+    add_count(parser, "micro_batch_size", None, "sequences per step (default: that of the suite)")
+    add_option(parser, "dtype", "bfloat16", "dtype of autocast", choices=("float32", "bfloat16"))
+    add_option(parser, "compile", "True", "compile the models", choices=("True", "False"))
+
+
+def add_step_options(parser: ArgumentParser) -> None:
+    """Add the options of `bench.py step`."""
+    add_common_options(parser)
+    add_model_options(parser)
+    add_option(
+        parser,
+        "peers",
+        None,
+        "what each model is compared with besides the baseline (default: that of the suite)",
+        choices=("transcription", "none"),
+    )
+    add_count(parser, "warmup", 3, "turns of each model before the measurement")
+    add_count(parser, "rounds", 20, "measured turns of each model")
+    add_count(parser, "steps", None, "steps per turn (default: 1, on a GPU 4)")
+
+
+def add_profile_options(parser: ArgumentParser) -> None:
+    """Add the options of `bench.py profile`."""
+    add_common_options(parser)
+    add_model_options(parser)
+    add_count(parser, "steps", 10, "number of steps to profile")
+
+
+def add_kernel_options(parser: ArgumentParser) -> None:
+    """Add the options of `bench.py kernels`."""
+    add_common_options(parser)
+    add_option(parser, "widths", "768,1024", "hidden sizes d", type=parse_widths)
+    add_option(
+        parser, "match", "", "only kernels with this in their name, as in --match='step K=1 v=4'"
+    )
+    add_count(parser, "micro_batch_size", 16, "sequences per call")
+    add_count(parser, "block_size", 1024, "tokens per sequence")
+    add_option(
+        parser,
+        "dtype",
+        "bfloat16",
+        "dtype of the state",
+        choices=("bfloat16", "float16", "float32"),
+    )
+    add_count(parser, "rounds", 20, "measured calls of each kernel")
+    add_count(parser, "copied", 2**30, "bytes of the copy that kernels are compared with")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="measure the launches (model/kernels/launch.py) of the kernels of --match instead",
+    )
+    add_count(parser, "launches", None, "with --tune, try at most this number for each kernel")
+
+
+def add_decode_options(parser: ArgumentParser) -> None:
+    """Add the options of `bench.py decode`."""
+    add_common_options(parser)
+    add_option(
+        parser,
+        "models",
+        None,
+        "models separated by commas, each as MODEL or MODEL:d_v (default: all models)",
+    )
+    add_size_options(parser, suites.QUICK)
+    add_count(parser, "batch_size", 1, "sequences that are decoded together")
+    add_count(parser, "context", 128, "tokens before those that are decoded")
+    add_count(parser, "tokens", 32, "tokens to decode per turn")
+    add_count(parser, "rounds", 10, "measured turns of each way to decode")
+    add_option(
+        parser,
+        "compile",
+        "True",
+        "also measure the step compiled, or as a CUDA graph",
+        choices=("True", "False"),
+    )
+    add_option(
+        parser, "note", "", "text stored with the figures, for example other load on the machine"
+    )
+
+
+def add_peer_options(parser: ArgumentParser) -> None:
+    """Add the options of `bench.py peers`."""
+    add_common_options(parser, device="cpu")
+    parser.add_argument(
+        "--nanogpt", type=Path, required=True, help="folder of a clone of karpathy/nanoGPT"
+    )
+    add_count(parser, "hidden_size", 256, "width d; heads have 64 features")
+    add_count(parser, "num_hidden_layers", 4, "number of blocks")
+    add_count(parser, "vocab_size", 1024, "tokens of the vocabulary")
+    add_count(parser, "block_size", 256, "tokens per sequence")
+    add_count(parser, "micro_batch_size", 8, "sequences per training step")
+    add_count(parser, "tokens", 200, "tokens to generate per turn")
+    add_count(parser, "megabytes", 20, "megabytes of text to tokenize per turn")
+    add_count(parser, "rounds", 7, "measured turns of each")
+    add_option(
+        parser,
+        "only",
+        ",".join(peers.PARTS),
+        "parts to measure, separated by commas",
+        type=parse_peer_parts,
+    )
+
+
+def add_quality_options(parser: ArgumentParser) -> None:
+    """Add the options of `bench.py quality`."""
+    add_common_options(parser, device="cpu")
+    add_option(parser, "config", Path("config/demo_cpu.py"), "config file to train", type=Path)
+    add_option(parser, "rates", "2e-3,4e-3", "learning rates to begin with", type=parse_rates)
+    add_count(parser, "seeds", 3, "number of seeds at the best rate, from seed 0")
+
+
+def add_cost_options(parser: ArgumentParser) -> None:
+    """Add the options of `bench.py costs`."""
+    parser.add_argument(
+        "--models",
+        help="models separated by commas, each as MODEL or MODEL:d_v, optionally followed by "
+        "+KEY=VALUE (default: all models)",
+    )
+    add_option(parser, "size", "small", "one of the paper's sizes", choices=suites.PAPER)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+
+
+class Command(NamedTuple):
+    """A command of bench.py: its help, and functions that add its options and run it."""
+
+    help: str
+    add_options: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], None]
+
+
 COMMANDS = {
-    "step": ("training steps and forward passes; the default", of_step, step.run),
-    "profile": ("what a step spends its time on, kernel by kernel", of_profile, profile.run),
-    "kernels": ("bandwidth of the fused kernels", of_kernels, kernel_bandwidth.run),
-    "decode": ("one-token decoding, with cache and without", of_decode, decode.run),
-    "peers": ("speed beside nanoGPT and transformers", of_peers, peers.run),
-    "quality": ("final loss beside GPT-2's, each at its best rate", of_quality, peer_quality.run),
-    "costs": ("parameters, state and FLOPs of every model, counted", of_costs, costs.run),
+    "step": Command(
+        "measure training steps and forward passes; the default command",
+        add_step_options,
+        step.run,
+    ),
+    "profile": Command(
+        "find the kernels that a training step spends its time on",
+        add_profile_options,
+        profile.run,
+    ),
+    "kernels": Command(
+        "measure the bandwidth of the fused kernels",
+        add_kernel_options,
+        kernel_bandwidth.run,
+    ),
+    "decode": Command(
+        "measure one-token decoding with and without a cache",
+        add_decode_options,
+        decode.run,
+    ),
+    "peers": Command(
+        "measure speed beside nanoGPT and transformers",
+        add_peer_options,
+        peers.run,
+    ),
+    "quality": Command(
+        "compare the final loss with GPT-2's, each at its best learning rate",
+        add_quality_options,
+        peer_quality.run,
+    ),
+    "costs": Command(
+        "count parameters, state and FLOPs of every model",
+        add_cost_options,
+        costs.run,
+    ),
 }
 
 
-def arguments(argv: list[str]):
-    """The parsed command line; without a command it is `step`'s."""
+def parse_arguments(argv: list[str]) -> Namespace:
+    """Parse the command line; without a command it is that of `step`."""
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (what, add_options, _) in COMMANDS.items():
-        add_options(commands.add_parser(name, help=what, description=what))
+    for name, command in COMMANDS.items():
+        command.add_options(commands.add_parser(name, help=command.help, description=command.help))
     if not argv or argv[0] not in (*COMMANDS, "-h", "--help"):
         argv = ["step", *argv]
     return parser.parse_args(argv)
 
 
-def main():
-    args = arguments(sys.argv[1:])
+def main() -> None:
+    """Run the command."""
+    args = parse_arguments(sys.argv[1:])
     with errors.one_line_errors():
-        COMMANDS[args.command][2](args)
+        COMMANDS[args.command].run(args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Runs that differ in their seed alone as one group, and what separates two groups.
+"""Group runs that differ in their seed alone, and estimate the difference between two groups.
 
-The n values of a setting, one a seed, are taken as independent and normally distributed. An interval
-covers what the seed changes, nothing else: not the choice of a corpus, a size or a learning rate.
+The n values of a setting, one for each seed, are taken as independent and normally distributed. An
+interval covers the effect of the seed and nothing else: not the choice of a corpus, of a size or of
+a learning rate.
 """
 
 import json
@@ -9,22 +10,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from research.runs import Run
 from utils import errors
 
-LEVEL = 0.95  # of every interval
-ERROR = 1 - LEVEL
-SHARES = {"val_accuracy": "accuracy (%)", "val_exact_match": "exact match (%)"}  # stored as shares
-METRICS = {"val_loss": "validation loss", "val_perplexity": "perplexity"}
-METRICS |= {"val_bits_per_byte": "bits per byte"} | SHARES
-LONGEST_LABEL = 60  # characters
+CONFIDENCE_LEVEL = 0.95  # of every interval
+SIGNIFICANCE_LEVEL = 1 - CONFIDENCE_LEVEL
+# metrics that are stored as fractions and displayed in percent
+FRACTION_METRICS = {"val_accuracy": "accuracy (%)", "val_exact_match": "exact match (%)"}
+METRIC_LABELS = {
+    "val_loss": "validation loss",
+    "val_perplexity": "perplexity",
+    "val_bits_per_byte": "bits per byte",
+    **FRACTION_METRICS,
+}
+MAX_LABEL_LENGTH = 60  # characters
 
 
-def student():
-    """scipy's special functions, with Student's distribution among them."""
+def import_special_functions() -> ModuleType:
+    """Return scipy.special, which has Student's distribution."""
     return errors.import_optional("scipy.special", "an interval over seeds")
 
 
@@ -33,124 +41,192 @@ def student():
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, or a difference of means, of `n` values (of a difference: of the fewer of the two).
+    """A mean of n values, or a difference of two means.
 
-    mean, standard_error: in the values' unit; degrees: of freedom. A single value has no spread: its
-    standard error is inf, its degrees are 0.
+    mean and standard_error have the unit of the values. n is the number of values; for a difference
+    of two means, that of the smaller sample. A single value has no spread: its standard error is
+    infinite and it has no degrees of freedom.
     """
 
     mean: float
     standard_error: float
-    degrees: float
+    degrees_of_freedom: float
     n: int
 
     @property
-    def half(self) -> float:
-        """Half the width of the two-sided 95% interval, by Student's distribution."""
+    def half_width(self) -> float:
+        """Half the width of the two-sided 95% interval of Student's distribution."""
         if self.n == 1:
             return math.inf
-        return float(student().stdtrit(self.degrees, 1 - ERROR / 2)) * self.standard_error
+        quantile = import_special_functions().stdtrit(
+            self.degrees_of_freedom, 1 - SIGNIFICANCE_LEVEL / 2
+        )
+        return float(quantile) * self.standard_error
 
     @property
     def low(self) -> float:
-        return self.mean - self.half
+        """The lower end of the 95% interval."""
+        return self.mean - self.half_width
 
     @property
     def high(self) -> float:
-        return self.mean + self.half
+        """The upper end of the 95% interval."""
+        return self.mean + self.half_width
 
-    def p(self, smallest: float = 0.0) -> float:
-        """p-value against a true value within +-smallest: below 0.05 if the interval is beyond."""
-        beyond = abs(self.mean) - smallest
-        if beyond <= 0 or self.n == 1:
+    def compute_p_value(self, margin: float = 0.0) -> float:
+        """Return the p-value against a true value within +-margin.
+
+        It is below 0.05 exactly if the whole 95% interval lies outside of +-margin.
+        """
+        excess = abs(self.mean) - margin
+        if excess <= 0 or self.n == 1:
             return 1.0
         if self.standard_error == 0:
             return 0.0
-        return float(2 * student().stdtr(self.degrees, -beyond / self.standard_error))
+        t_statistic = -excess / self.standard_error
+        return float(2 * import_special_functions().stdtr(self.degrees_of_freedom, t_statistic))
 
-    def text(self, form: str = ".3f") -> str:
-        """`1.345 ± 0.012 (3)`: mean, half the interval, number of values; `1.345 (1)` of one."""
-        half = f" ± {self.half:{form.lstrip('+')}}" if self.n > 1 else ""
-        return f"{self.mean:{form}}{half} ({self.n})"
+    def format(self, number_format: str = ".3f") -> str:
+        """Return `1.345 ± 0.012 (3)`: mean, half the interval, n; or `1.345 (1)` of one value."""
+        half_width = ""
+        if self.n > 1:
+            half_width = f" ± {self.half_width:{number_format.lstrip('+')}}"
+        return f"{self.mean:{number_format}}{half_width} ({self.n})"
 
-    def scaled(self, factor: float) -> "Estimate":
+    def scale(self, factor: float) -> "Estimate":
+        """Return the estimate in another unit, of which the old one is `factor`."""
         return replace(
             self, mean=factor * self.mean, standard_error=abs(factor) * self.standard_error
         )
 
 
-def interval(values: Sequence[float]) -> Estimate:
-    """The mean of values of one setting; its error is s / sqrt(n). ValueError: no value."""
+def estimate_mean(values: Sequence[float]) -> Estimate:
+    """Estimate the mean of the values of one setting; its standard error is s / sqrt(n).
+
+    Raises:
+        ValueError: there is no value
+    """
     n = len(values)
     if not n:
-        raise ValueError("no value: a mean needs one, its interval two or more")
-    error = float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.inf
-    return Estimate(float(np.mean(values)), error, n - 1, n)
+        raise ValueError("no value: give at least one value for a mean, two for its interval")
+    standard_error = math.inf
+    if n > 1:
+        standard_error = float(np.std(values, ddof=1)) / math.sqrt(n)
+    return Estimate(
+        mean=float(np.mean(values)),
+        standard_error=standard_error,
+        degrees_of_freedom=n - 1,
+        n=n,
+    )
 
 
-def summary(values: Sequence[float]) -> dict:
-    """The mean as it is stored: n, mean, ci95 (half the interval; None of one value), values."""
-    estimate = interval(values)
-    half = estimate.half if estimate.n > 1 else None
-    return {"n": estimate.n, "mean": estimate.mean, "ci95": half, "values": list(values)}
+def summarize(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of values as JSON files store it: n, mean, ci95 and the values.
 
-
-def paired(own: Sequence[float], base: Sequence[float]) -> Estimate:
-    """The mean of own - base, where values at one place share a seed.
-
-    What a seed does to both, as by the order of the data, falls out. ValueError: of unequal number.
+    ci95 is half the width of the interval, or None for a single value.
     """
-    if len(own) != len(base):
-        given = f"{len(own)} and {len(base)} values"
-        raise ValueError(f"{given} are no pairs: give the same seeds of both")
-    return interval(np.subtract(own, base))
+    estimate = estimate_mean(values)
+    return {
+        "n": estimate.n,
+        "mean": estimate.mean,
+        "ci95": estimate.half_width if estimate.n > 1 else None,
+        "values": list(values),
+    }
 
 
-def unpaired(own: Sequence[float], base: Sequence[float]) -> Estimate:
-    """Mean of own less mean of base, of independent seeds and unequal spreads (Welch 1947)."""
-    one, two = interval(own), interval(base)
-    squares = [each.standard_error**2 for each in (one, two)]
-    degrees = min(one.degrees, two.degrees)
-    if degrees and sum(squares):
-        degrees = sum(squares) ** 2 / sum(s**2 / e.degrees for s, e in zip(squares, (one, two)))
-    return Estimate(one.mean - two.mean, math.sqrt(sum(squares)), degrees, min(one.n, two.n))
+def estimate_paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Estimate the mean of values - baseline, where values with the same index share a seed.
 
+    An effect of the seed on both, for example through the order of the data, cancels.
 
-def verdict(difference: Estimate, smallest: float = 0.0, lower_is_better: bool = True) -> str:
-    """A word for own - base.
-
-    "better" or "worse" where the whole interval is beyond +-smallest, the smallest difference of
-    interest; "level" where all of it is within; else "undecided".
+    Raises:
+        ValueError: the numbers of values are not equal
     """
-    if difference.p(smallest) < ERROR:
+    if len(values) != len(baseline):
+        raise ValueError(
+            f"{len(values)} and {len(baseline)} values are no pairs: give the same seeds of both"
+        )
+    return estimate_mean(np.subtract(values, baseline))
+
+
+def estimate_unpaired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Estimate the mean of values minus that of the baseline, with independent seeds.
+
+    The two may have unequal spreads (Welch 1947).
+    """
+    first = estimate_mean(values)
+    second = estimate_mean(baseline)
+    first_variance = first.standard_error**2
+    second_variance = second.standard_error**2
+    variance = first_variance + second_variance
+    degrees_of_freedom = min(first.degrees_of_freedom, second.degrees_of_freedom)
+    if degrees_of_freedom and variance:
+        degrees_of_freedom = variance**2 / (
+            first_variance**2 / first.degrees_of_freedom
+            + second_variance**2 / second.degrees_of_freedom
+        )
+    return Estimate(
+        mean=first.mean - second.mean,
+        standard_error=math.sqrt(variance),
+        degrees_of_freedom=degrees_of_freedom,
+        n=min(first.n, second.n),
+    )
+
+
+def judge_difference(
+    difference: Estimate, margin: float = 0.0, lower_is_better: bool = True
+) -> str:
+    """Return the verdict on a difference to a baseline.
+
+    Args:
+        difference: the value minus the baseline's
+        margin: the smallest difference of interest
+
+    Returns:
+        "better" or "worse" if the whole interval lies outside of +-margin, "level" if all of it lies
+        within, otherwise "undecided"
+    """
+    if difference.compute_p_value(margin) < SIGNIFICANCE_LEVEL:
         return "better" if (difference.mean < 0) == lower_is_better else "worse"
-    return "level" if max(-difference.low, difference.high) < smallest else "undecided"
+    return "level" if max(-difference.low, difference.high) < margin else "undecided"
 
 
-def verdicts(
-    differences: Sequence[Estimate], smallest: float = 0.0, lower_is_better: bool = True
+def judge_differences(
+    differences: Sequence[Estimate], margin: float = 0.0, lower_is_better: bool = True
 ) -> list[str]:
-    """`verdict` of many: a false "better" or "worse" among all of them in at most 5% of studies."""
-    words = [verdict(each, smallest, lower_is_better) for each in differences]
-    corrected = holm([each.p(smallest) for each in differences])
-    changed = [w in ("better", "worse") and p >= ERROR for w, p in zip(words, corrected)]
-    return ["undecided" if each else word for each, word in zip(changed, words)]
+    """Return the verdicts on several differences, corrected for their number.
+
+    At most 5% of studies have a false "better" or "worse" among all of their verdicts.
+    """
+    p_values = [difference.compute_p_value(margin) for difference in differences]
+    verdicts = []
+    for difference, corrected in zip(differences, correct_p_values(p_values)):
+        verdict = judge_difference(difference, margin, lower_is_better)
+        if verdict in ("better", "worse") and corrected >= SIGNIFICANCE_LEVEL:
+            verdict = "undecided"
+        verdicts.append(verdict)
+    return verdicts
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number: those below 0.05 hold together (Holm 1979)."""
+def correct_p_values(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for their number, so that all below 0.05 hold together (Holm 1979)."""
     order = np.argsort(p_values, kind="stable")
-    steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1)
+    num_remaining = np.arange(len(order), 0, -1)
+    scaled = np.asarray(p_values, dtype=float)[order] * num_remaining
     corrected = np.empty(len(order))
-    corrected[order] = np.minimum(np.maximum.accumulate(steps), 1)
+    corrected[order] = np.minimum(np.maximum.accumulate(scaled), 1)
     return corrected.tolist()
 
 
-def hypothesis(difference: Estimate, below: float) -> str:
-    """Whether the true difference is below a number that was named in advance."""
-    if difference.high < below:
+def judge_hypothesis(difference: Estimate, bound: float) -> str:
+    """Return the verdict on the hypothesis that the true difference is below a bound.
+
+    The bound must have been chosen before the measurement. The verdict is "supported", "refuted" or
+    "undecided".
+    """
+    if difference.high < bound:
         return "supported"
-    return "refuted" if difference.low > below else "undecided"
+    return "refuted" if difference.low > bound else "undecided"
 
 
 # ---- groups of runs ----
@@ -158,17 +234,17 @@ def hypothesis(difference: Estimate, below: float) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one setting, a seed each, or a run by itself.
+    """Runs of one setting, which differ in their seed, or a run by itself.
 
-    step: of their last evaluation. mixed: keys besides the seed in which they differ, where `--by`
-    put them together.
+    step: the step of their last evaluation. mixed_keys: keys besides the seed in which the runs
+    differ, which is possible where `--by` put them together.
     """
 
     name: str
-    stem: str | None
+    model_name: str | None
     runs: tuple[Run, ...]
     step: int | None
-    mixed: tuple[str, ...] = ()
+    mixed_keys: tuple[str, ...] = ()
 
     @property
     def seeds(self) -> list[int | None]:
@@ -176,163 +252,239 @@ class Group:
 
     @property
     def unfinished(self) -> bool:
+        """True if a run has not reached its last step."""
         return any(run.finished is False for run in self.runs)
 
     @property
     def cautions(self) -> list[str]:
-        """In what its runs are no repetitions of one setting with a seed each."""
-        known = [seed for seed in self.seeds if seed is not None]
-        again = [str(seed) for seed in dict.fromkeys(known) if known.count(seed) > 1]
+        """The reasons why the runs are no repetitions of one setting with one seed each."""
+        known_seeds = [seed for seed in self.seeds if seed is not None]
+        repeated_seeds = [
+            str(seed) for seed in dict.fromkeys(known_seeds) if known_seeds.count(seed) > 1
+        ]
         commits = sorted({run.commit or "unknown" for run in self.runs})
-        corpora = sorted({corpus_digest(run) or "unknown" for run in self.runs})
-        lines = [f"its runs differ in {', '.join(self.mixed)} as well"] * bool(self.mixed)
-        if again:
-            reason = "comes more than once: such runs are not independent"
-            lines.append(f"seed {', '.join(again)} {reason}")
+        corpora = sorted({get_corpus_digest(run) or "unknown" for run in self.runs})
+        cautions = []
+        if self.mixed_keys:
+            cautions.append(f"its runs differ in {', '.join(self.mixed_keys)} as well")
+        if repeated_seeds:
+            cautions.append(
+                f"seed {', '.join(repeated_seeds)} comes more than once: such runs are not "
+                "independent"
+            )
         if len(commits) > 1:
-            lines.append(f"its runs were trained at several commits: {', '.join(commits)}")
+            cautions.append(f"its runs were trained at several commits: {', '.join(commits)}")
         if len(corpora) > 1:
-            lines.append(f"its runs had several corpora: {', '.join(corpora)}")
-        return lines
+            cautions.append(f"its runs had several corpora: {', '.join(corpora)}")
+        return cautions
 
-    def values(self, metric: str) -> list[float]:
-        """The metric of the last evaluations, a value a run; empty where one has none."""
-        finals = [run.final or {} for run in self.runs]
-        return [each[metric] for each in finals] if all(metric in e for e in finals) else []
+    def get_values(self, metric: str) -> list[float]:
+        """Return the metric of each run's last evaluation, or [] if a run does not have it."""
+        evaluations = [run.final_evaluation or {} for run in self.runs]
+        if not all(metric in evaluation for evaluation in evaluations):
+            return []
+        return [evaluation[metric] for evaluation in evaluations]
 
     def estimate(self, metric: str) -> Estimate | None:
-        """As a table shows it, shares in percent."""
-        values = self.values(metric)
-        return shown(interval(values), metric) if values else None
+        """Estimate the metric's mean in the unit that tables display, or None if a run lacks it."""
+        values = self.get_values(metric)
+        return to_display_unit(estimate_mean(values), metric) if values else None
 
 
-def shown(estimate: Estimate, metric: str) -> Estimate:
-    return estimate.scaled(100) if metric in SHARES else estimate
+def to_display_unit(estimate: Estimate, metric: str) -> Estimate:
+    """Convert an estimate of a fraction to percent; other metrics keep their unit."""
+    return estimate.scale(100) if metric in FRACTION_METRICS else estimate
 
 
-def select(runs: list[Run], conditions: Sequence[str]) -> list[Run]:
-    """The runs that fit every `key=value[,value]`. ValueError: no such condition, key, or run."""
+def select_runs(runs: list[Run], conditions: Sequence[str]) -> list[Run]:
+    """Return the runs that meet all conditions, each written as `key=value[,value]`.
+
+    Raises:
+        ValueError: a condition has no value, its key is unknown, or no run meets it
+    """
     for condition in conditions:
         key, equals, values = condition.partition("=")
         if not equals:
-            fix = "give key=value, or several values with commas between"
-            raise ValueError(f"--where={condition}: {fix}")
-        refuse_unknown(runs, [key], "--where")
-        have = sorted({str(value_of(run, key)) for run in runs})
-        runs = [run for run in runs if any(fits(value_of(run, key), v) for v in values.split(","))]
-        if not runs:
-            raise ValueError(f"--where={condition}: no run; they have {', '.join(have)}")
+            raise ValueError(
+                f"--where={condition}: give key=value, or several values with commas between"
+            )
+        check_keys(runs, [key], "--where")
+        existing_values = sorted({str(get_setting(run, key)) for run in runs})
+        selected = []
+        for run in runs:
+            setting = get_setting(run, key)
+            if any(matches_text(setting, text) for text in values.split(",")):
+                selected.append(run)
+        if not selected:
+            raise ValueError(f"--where={condition}: no run; they have {', '.join(existing_values)}")
+        runs = selected
     return runs
 
 
-def value_of(run: Run, key: str):
-    """A setting; `run` is its name, `commit` what trained it, `tokenizer` that of its corpus."""
-    others = {"run": run.name, "model": run.stem, "commit": run.commit}
-    others["tokenizer"] = run.corpus.get("tokenizer")
-    return others[key] if key in others else run.settings.get(key)
+def get_setting(run: Run, key: str) -> Any:
+    """Return a setting of a run, or its name, model, commit or tokenizer."""
+    if key == "run":
+        return run.name
+    if key == "model":
+        return run.model_name
+    if key == "commit":
+        return run.commit
+    if key == "tokenizer":
+        return run.corpus.get("tokenizer")
+    return run.settings.get(key)
 
 
-def fits(value, text: str) -> bool:
-    """Whether a setting is what a user wrote: 1e-3 is 0.001."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+def matches_text(setting: Any, text: str) -> bool:
+    """Return whether a setting has the value that a user wrote; 1e-3 equals 0.001."""
+    if isinstance(setting, int | float) and not isinstance(setting, bool):
         try:
-            return float(text) == value
+            return float(text) == setting
         except ValueError:
             return False
-    return str(value) == text
+    return str(setting) == text
 
 
-def refuse_unknown(runs: list[Run], keys: Sequence[str], option: str) -> None:
-    known = {"run", "model", "commit", "tokenizer"}.union(*(run.settings for run in runs))
+def check_keys(runs: list[Run], keys: Sequence[str], option: str) -> None:
+    """Raise ValueError if no run has one of the keys; `option` is where the user wrote it."""
+    known_keys = {"run", "model", "commit", "tokenizer"}.union(*(run.settings for run in runs))
     for key in keys:
-        if key not in known:
-            raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, known)}")
+        if key not in known_keys:
+            raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, known_keys)}")
 
 
-def groups_of(runs: list[Run], by: Sequence[str] = (), same_step: bool = True) -> list[Group]:
-    """Runs of the same settings, corpus and steps, each seed once, as one group; others alone.
+def group_runs(
+    runs: list[Run], keys: Sequence[str] = (), require_same_step: bool = True
+) -> list[Group]:
+    """Group runs of the same settings, corpus and steps if each seed occurs once.
 
-    by: only these keys must be the same, and name the group. same_step=False: runs that are not
-    equally far are one group as well. ValueError: a key that no run has.
+    Runs with a repeated seed are groups by themselves.
+
+    Args:
+        keys: if given, only these keys must agree, and they name the group
+        require_same_step: whether runs must have their last evaluation at the same step
+
+    Raises:
+        ValueError: no run has one of the keys
     """
-    refuse_unknown(runs, by, "--by")
-    members: dict[str, list[int]] = {}
+    check_keys(runs, keys, "--by")
+    indices_by_key: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        members.setdefault(group_key(run, by, same_step), []).append(index)
-    names, groups = group_names(runs, by), []
-    for indices in members.values():
-        together = by or len({runs[i].seed for i in indices}) == len(indices)
-        for chosen in [indices] if together else [[index] for index in indices]:
-            groups.append(group_of(names[chosen[0]], [runs[index] for index in chosen]))
+        group_key = make_group_key(run, keys, require_same_step)
+        indices_by_key.setdefault(group_key, []).append(index)
+    names = name_groups(runs, keys)
+    groups = []
+    for indices in indices_by_key.values():
+        distinct_seeds = {runs[index].seed for index in indices}
+        if keys or len(distinct_seeds) == len(indices):
+            groups.append(make_group(names[indices[0]], [runs[index] for index in indices]))
+        else:
+            groups += [make_group(names[index], [runs[index]]) for index in indices]
     return groups
 
 
-def group_key(run: Run, by: Sequence[str], same_step: bool) -> str:
+def make_group_key(run: Run, keys: Sequence[str], require_same_step: bool) -> str:
+    """Return a text that is the same for runs of the same group."""
     if not run.settings:
-        return f"{run.path} {run.name}"  # nobody knows what it is a repetition of
-    keys = by or sorted(key for key in run.settings if key not in ("model", "seed"))
-    same = {key: value_of(run, key) for key in keys}
-    same |= {} if by else {"model": run.stem, "corpus": run.corpus.get("sha256")}
-    return json.dumps([same_step and step_of(run), same], sort_keys=True)
+        return f"{run.path} {run.name}"  # without settings, a run repeats no other run
+    step = get_evaluated_step(run) if require_same_step else False
+    if keys:
+        shared = {key: get_setting(run, key) for key in keys}
+    else:
+        shared = {
+            **{key: get_setting(run, key) for key in run.settings if key != "seed"},
+            "model": run.model_name,
+            "corpus": run.corpus.get("sha256"),
+        }
+    return json.dumps([step, shared], sort_keys=True)
 
 
-def group_of(name: str, runs: list[Run]) -> Group:
-    keys = set().union(*(run.settings for run in runs)) - {"seed"}
-    first = runs[0].settings
-    mixed = [
-        k for k in keys if any(k not in r.settings or r.settings[k] != first.get(k) for r in runs)
-    ]
-    stems = {run.stem for run in runs}
-    stem = runs[0].stem if len(stems) == 1 else None
-    return Group(name, stem, tuple(runs), step_of(runs[0]), tuple(sorted(mixed)))
+def make_group(name: str, runs: list[Run]) -> Group:
+    """Make a group of runs, and find the keys in which they differ."""
+    first_settings = runs[0].settings
+    mixed_keys = []
+    for key in sorted(set().union(*(run.settings for run in runs)) - {"seed"}):
+        for run in runs:
+            if key not in run.settings or run.settings[key] != first_settings.get(key):
+                mixed_keys.append(key)
+                break
+    model_names = {run.model_name for run in runs}
+    return Group(
+        name=name,
+        model_name=runs[0].model_name if len(model_names) == 1 else None,
+        runs=tuple(runs),
+        step=get_evaluated_step(runs[0]),
+        mixed_keys=tuple(mixed_keys),
+    )
 
 
-def step_of(run: Run) -> int | None:
-    return run.final["step"] if run.final else None
+def get_evaluated_step(run: Run) -> int | None:
+    """Return the step of the last evaluation, or None before the first one."""
+    return run.final_evaluation["step"] if run.final_evaluation else None
 
 
-def corpus_digest(run: Run) -> str:
+def get_corpus_digest(run: Run) -> str:
+    """Return the first eight digits of the corpus's checksum, or "" if it is not known."""
     return str(run.corpus.get("sha256") or "")[:8]
 
 
-def group_names(runs: list[Run], by: Sequence[str] = ()) -> list[str]:
-    """For each run its stem and the settings in which runs of the stem differ; or those of `by`."""
-    if by:
-        texts = [[(key, str(value_of(run, key))) for key in by] for run in runs]
-        alone = ("model", "run")
-        return [" ".join(v if k in alone else f"{k}={v}" for k, v in each) for each in texts]
+def name_groups(runs: list[Run], keys: Sequence[str] = ()) -> list[str]:
+    """Return for each run the name of its group.
+
+    The name has the values of `keys`. Without keys, it has the model and the settings in which runs
+    of that model differ.
+    """
+    if keys:
+        return [" ".join(describe_setting(run, key) for key in keys) for run in runs]
     names = []
     for run in runs:
-        alike = [other for other in runs if other.stem == run.stem]
-        parts = [run.stem or run.name]
+        same_model = [other for other in runs if other.model_name == run.model_name]
+        parts = [run.model_name or run.name]
         for key, value in run.settings.items():
-            others = [o.settings[key] for o in alike if key in o.settings]
-            if key not in ("model", "seed") and any(other != value for other in others):
+            values = [other.settings[key] for other in same_model if key in other.settings]
+            if key not in ("model", "seed") and any(other != value for other in values):
                 parts.append(f"{key}={value}")
-        if corpus_digest(run) and len({corpus_digest(other) for other in alike}) > 1:
-            parts.append(f"corpus={corpus_digest(run)}")
+        digests = {get_corpus_digest(other) for other in same_model}
+        if get_corpus_digest(run) and len(digests) > 1:
+            parts.append(f"corpus={get_corpus_digest(run)}")
         names.append(" ".join(parts))
     return names
 
 
-def labels_of(runs: list[Run]) -> list[str]:
-    """Short names: values of the keys in which runs differ, as many as fit, else their folders'."""
-    settings = [run.settings for run in runs]
-    shared = [key for key in settings[0] if all(key in each for each in settings)]
+def describe_setting(run: Run, key: str) -> str:
+    """Return `key=value`; of a model or a run, the value alone."""
+    value = str(get_setting(run, key))
+    return value if key in ("model", "run") else f"{key}={value}"
+
+
+def make_labels(runs: list[Run]) -> list[str]:
+    """Return short names for runs: the values of the keys in which they differ, as many as fit.
+
+    If those do not tell the runs apart, the labels are the names of their folders.
+    """
+    settings_by_run = [run.settings for run in runs]
     labels = [""] * len(runs)
-    for key in shared:
-        start = "" if key == "model" else f"{key}="
-        if any(each[key] != settings[0][key] for each in settings):
-            parts = [f"{start}{each[key]}" for each in settings]
-            longer = [f"{label}, {part}" if label else part for label, part in zip(labels, parts)]
-            labels = longer if max(map(len, longer)) <= LONGEST_LABEL else labels
-    return labels if len(set(labels)) == len(runs) else [shortened(run.name) for run in runs]
+    for key, first_value in settings_by_run[0].items():
+        if not all(key in settings for settings in settings_by_run):
+            continue
+        if all(settings[key] == first_value for settings in settings_by_run):
+            continue
+        longer_labels = []
+        for label, settings in zip(labels, settings_by_run):
+            part = str(settings[key]) if key == "model" else f"{key}={settings[key]}"
+            longer_labels.append(f"{label}, {part}" if label else part)
+        if max(map(len, longer_labels)) <= MAX_LABEL_LENGTH:
+            labels = longer_labels
+    if len(set(labels)) == len(runs):
+        return labels
+    return [shorten(run.name) for run in runs]
 
 
-def shortened(name: str) -> str:
-    """A long name without its middle."""
-    half = LONGEST_LABEL // 2
-    return name if len(name) <= LONGEST_LABEL else f"{name[:half]}...{name[-half:]}"
+def shorten(name: str) -> str:
+    """Return a name without its middle if it is longer than MAX_LABEL_LENGTH."""
+    if len(name) <= MAX_LABEL_LENGTH:
+        return name
+    half = MAX_LABEL_LENGTH // 2
+    return f"{name[:half]}...{name[-half:]}"
 
 
 # ---- comparisons ----
@@ -340,10 +492,11 @@ def shortened(name: str) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A group less its baseline; without an estimate, `reason` says why there is none.
+    """The difference of a group to its baseline.
 
-    paired: run by run, over seeds that saw the data in the same order; else `reason` says why not.
-    verdict: corrected for the number of comparisons.
+    estimate: the group minus the baseline; if it is None, `reason` says why they are not
+    comparable. paired: whether runs are compared one by one, with seeds that saw the data in the
+    same order; if not, `reason` says why. verdict: is corrected for the number of comparisons.
     """
 
     group: Group
@@ -356,106 +509,163 @@ class Comparison:
 
 
 def find_baseline(groups: list[Group], against: str) -> Group:
-    """The group of this name or stem, or with a run of this name. ValueError: none, or several."""
-    found = [group for group in groups if against in (group.name, group.stem)]
-    name = Path(against).name
-    found = found or [
-        g for g in groups if any(against == r.name or name == r.path.name for r in g.runs)
-    ]
-    if len(found) != 1:
-        names = ", ".join(group.name for group in found or groups)
-        fix = f"give one of {names}, or one run"
-        raise ValueError(f"--against={against}: {len(found) or 'none'} of the rows: {fix}")
-    return found[0]
+    """Return the group with this name or model, or with a run of this name or path.
+
+    Raises:
+        ValueError: there is no such group, or there are several
+    """
+    candidates = [group for group in groups if against in (group.name, group.model_name)]
+    if not candidates:
+        folder_name = Path(against).name
+        for group in groups:
+            if any(against == run.name or folder_name == run.path.name for run in group.runs):
+                candidates.append(group)
+    if len(candidates) != 1:
+        names = ", ".join(group.name for group in candidates or groups)
+        raise ValueError(
+            f"--against={against}: {len(candidates) or 'none'} of the rows: give one of {names}, "
+            "or one run"
+        )
+    return candidates[0]
 
 
-def metric_of(groups: list[Group]) -> str:
-    """Bits per byte where all groups have them; on tasks the accuracy; else the loss."""
-    no_bits = not any(group.values("val_bits_per_byte") for group in groups)
-    for metric in ("val_bits_per_byte", *["val_accuracy"] * no_bits, "val_loss"):
-        if all(group.values(metric) for group in groups):
+def choose_metric(groups: list[Group]) -> str:
+    """Return the metric that groups are compared by, which all of them have.
+
+    It is bits per byte if possible, for tasks the accuracy, otherwise the loss.
+
+    Raises:
+        ValueError: a run has no evaluation
+    """
+    metrics = ["val_bits_per_byte", "val_loss"]
+    if not any(group.get_values("val_bits_per_byte") for group in groups):
+        metrics = ["val_bits_per_byte", "val_accuracy", "val_loss"]
+    for metric in metrics:
+        if all(group.get_values(metric) for group in groups):
             return metric
     raise ValueError("a run has no evaluation: leave it out")
 
 
-def compare(groups: list[Group], baseline: Group, metric: str | None = None) -> list[Comparison]:
-    """Every other group against the baseline. ValueError: a group has no evaluation."""
-    metric = metric or metric_of(groups)
-    compared = [difference(each, baseline, metric) for each in groups if each is not baseline]
-    estimates = [each.estimate for each in compared if each.estimate]
-    words = iter(verdicts(estimates, lower_is_better=metric not in SHARES))
-    return [replace(each, verdict=next(words)) if each.estimate else each for each in compared]
+def compare_groups(
+    groups: list[Group], baseline: Group, metric: str | None = None
+) -> list[Comparison]:
+    """Compare every other group with the baseline.
 
-
-def difference(group: Group, baseline: Group, metric: str) -> Comparison:
-    """Without its verdict, which depends on what else is compared."""
-    about = (group, baseline, metric)
-    if why := incomparable(group, baseline, metric):
-        return Comparison(*about, None, reason=why)
-    if why := why_unpaired(group, baseline):
-        estimate = unpaired(group.values(metric), baseline.values(metric))
-        return Comparison(*about, estimate, reason=why)
-    own, base = (dict(zip(each.seeds, each.values(metric))) for each in (group, baseline))
-    seeds = [seed for seed in own if seed in base]
-    estimate = paired([own[seed] for seed in seeds], [base[seed] for seed in seeds])
-    return Comparison(*about, estimate, paired=True)
-
-
-def incomparable(group: Group, baseline: Group, metric: str) -> str:
-    """Why two groups are no comparison, "" where they are one."""
-    unfinished = group.unfinished or baseline.unfinished
-    if group.step != baseline.step or unfinished:
-        steps = f"evaluated at step {group.step}, the baseline at {baseline.step}"
-        return steps + ("; a run is not finished" if unfinished else "")
-    if len({validated_on(run, metric) for run in (*group.runs, *baseline.runs)}) == 1:
-        return ""
-    of_tokens = "vocabulary or " if metric != "val_bits_per_byte" else ""
-    return f"another {of_tokens}validation text"
-
-
-def validated_on(run: Run, metric: str = "val_loss") -> str:
-    """What must be the same for two figures to be of the same thing, as far as a run knows it.
-
-    The text and which half of it was read; for nats per token also its tokens.
+    Raises:
+        ValueError: a group has no evaluation
     """
-    counts, half = run.corpus.get("val", {}), run.settings.get("eval_part", "all")
-    text = [run.corpus.get("source"), run.corpus.get("name"), counts.get("bytes"), half]
+    metric = metric or choose_metric(groups)
+    comparisons = [
+        compare_pair(group, baseline, metric) for group in groups if group is not baseline
+    ]
+    estimates = [comparison.estimate for comparison in comparisons if comparison.estimate]
+    verdicts = iter(judge_differences(estimates, lower_is_better=metric not in FRACTION_METRICS))
+    return [
+        replace(comparison, verdict=next(verdicts)) if comparison.estimate else comparison
+        for comparison in comparisons
+    ]
+
+
+def compare_pair(group: Group, baseline: Group, metric: str) -> Comparison:
+    """Compare a group with a baseline, without a verdict, which depends on the other groups."""
+    if reason := explain_incomparable(group, baseline, metric):
+        return Comparison(group, baseline, metric, estimate=None, reason=reason)
+    if reason := explain_unpaired(group, baseline):
+        estimate = estimate_unpaired_difference(
+            group.get_values(metric), baseline.get_values(metric)
+        )
+        return Comparison(group, baseline, metric, estimate, reason=reason)
+    value_by_seed = dict(zip(group.seeds, group.get_values(metric)))
+    baseline_by_seed = dict(zip(baseline.seeds, baseline.get_values(metric)))
+    shared_seeds = [seed for seed in value_by_seed if seed in baseline_by_seed]
+    estimate = estimate_paired_difference(
+        [value_by_seed[seed] for seed in shared_seeds],
+        [baseline_by_seed[seed] for seed in shared_seeds],
+    )
+    return Comparison(group, baseline, metric, estimate, paired=True)
+
+
+def explain_incomparable(group: Group, baseline: Group, metric: str) -> str:
+    """Return why two groups cannot be compared, or "" if they can."""
+    has_unfinished_run = group.unfinished or baseline.unfinished
+    if group.step != baseline.step or has_unfinished_run:
+        reason = f"evaluated at step {group.step}, the baseline at {baseline.step}"
+        return f"{reason}; a run is not finished" if has_unfinished_run else reason
+    runs = (*group.runs, *baseline.runs)
+    if len({describe_validation_data(run, metric) for run in runs}) == 1:
+        return ""
+    if metric == "val_bits_per_byte":
+        return "another validation text"
+    return "another vocabulary or validation text"
+
+
+def describe_validation_data(run: Run, metric: str = "val_loss") -> str:
+    """Return a text that is the same for runs whose metric is of the same validation data.
+
+    It has the validation text and the part of it that was read, as far as a run knows them; for
+    metrics per token, also the tokens.
+    """
+    counts = run.corpus.get("val", {})
+    data = [
+        run.corpus.get("source"),
+        run.corpus.get("name"),
+        counts.get("bytes"),
+        run.settings.get("eval_part", "all"),
+    ]
     if metric != "val_bits_per_byte" or not counts.get("bytes"):
-        text += [*vocabulary(run), counts.get("tokens")]
-    return json.dumps(text)
+        data += [*get_vocabulary(run), counts.get("tokens")]
+    return json.dumps(data)
 
 
-def vocabulary(run: Run) -> tuple:
+def get_vocabulary(run: Run) -> tuple[str | None, int | None]:
+    """Return the tokenizer and the vocabulary size, None if they are not known."""
     return run.corpus.get("tokenizer"), run.corpus.get("vocab_size")
 
 
-def why_unpaired(group: Group, baseline: Group) -> str:
-    """Why no two of their runs had the same seed and order of data, "" where they had."""
-    for each in (group, baseline):
-        if len(set(each.seeds)) < len(each.seeds):
-            return f"{each.name} has runs of the same seed"
-    keys = ("block_size", "global_batch_size")  # with the seed and the corpus: data/loader.py
-    runs = (*group.runs, *baseline.runs)
-    orders = [[run.corpus, *(run.settings.get(key) for key in keys)] for run in runs]
+def explain_unpaired(group: Group, baseline: Group) -> str:
+    """Return why no two runs had the same seed and order of data, or "" if some had."""
+    for either_group in (group, baseline):
+        if len(set(either_group.seeds)) < len(either_group.seeds):
+            return f"{either_group.name} has runs of the same seed"
+    # data/loader.py makes the order of the data from these, the corpus and the seed
+    orders = [
+        (run.corpus, run.settings.get("block_size"), run.settings.get("global_batch_size"))
+        for run in (*group.runs, *baseline.runs)
+    ]
     if any(order != orders[0] for order in orders):
         return "the data came in another order"
     return "" if set(group.seeds) & set(baseline.seeds) else "no seed in common"
 
 
-def paired_by_sequence(own: Run, base: Run) -> Estimate:
-    """Own loss less the other's, over the validation sequences of their losses.npz, nats per token.
+def compare_by_sequence(run: Run, baseline: Run) -> Estimate:
+    """Estimate a run's loss minus the baseline's over validation sequences, in nats per token.
 
-    Of two runs, one a setting: what other sequences would say, nothing of other seeds. ValueError:
-    a file is missing, or they are not of the same sequences and tokens.
+    The losses are those of losses.npz in the folders of the runs. The interval is over sequences: it
+    says what other sequences would give, and nothing about other seeds.
+
+    Raises:
+        ValueError: a file is missing, or the sequences or tokens are not the same
     """
-    losses = []
-    for run in (own, base):
-        path = run.path / "losses.npz"
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the last evaluation of train.py writes it")
-        with np.load(path) as stored:
-            losses.append(dict(zip(stored["window"].tolist(), stored["loss"].tolist())))
-    if losses[0].keys() != losses[1].keys() or validated_on(own) != validated_on(base):
-        names = f"{own.name} and {base.name}"
-        raise ValueError(f"{names} were validated on other sequences: evaluate both alike")
-    return paired([losses[0][window] for window in losses[1]], list(losses[1].values()))
+    losses = read_sequence_losses(run)
+    baseline_losses = read_sequence_losses(baseline)
+    same_data = describe_validation_data(run) == describe_validation_data(baseline)
+    if losses.keys() != baseline_losses.keys() or not same_data:
+        raise ValueError(
+            f"{run.name} and {baseline.name} were validated on other sequences: evaluate both alike"
+        )
+    return estimate_paired_difference(
+        [losses[sequence] for sequence in baseline_losses], list(baseline_losses.values())
+    )
+
+
+def read_sequence_losses(run: Run) -> dict[int, float]:
+    """Return the validation losses of losses.npz by the number of their sequence.
+
+    Raises:
+        ValueError: the file is missing
+    """
+    path = run.path / "losses.npz"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the last evaluation of train.py writes it")
+    with np.load(path) as stored:
+        return dict(zip(stored["window"].tolist(), stored["loss"].tolist()))

@@ -1,24 +1,29 @@
-"""`report.py paper`: the tables and figures of a paper from finished runs, as one folder."""
+"""`report.py paper`: write the tables and figures of a paper from finished runs, in one folder."""
 
 import re
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evaluation import published
 from research import compare, plots, tables
-from research.compare import METRICS, Comparison, Group, shown
+from research.compare import METRIC_LABELS, Comparison, Group, to_display_unit
 from research.runs import Run
 from training.provenance import store_figures
 from utils.tables import format_csv
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 REPORT = "report.json"
-FIGURE = r"figures(/(curves|costs|differences|final|residual_\w*)\.(png|svg))?"
-MADE = re.compile(
-    rf"report\.(json|md)|tables\.tex|{FIGURE}"
+FIGURE_PATTERN = r"figures(/(curves|costs|differences|final|residual_\w*)\.(png|svg))?"
+# the files that this module writes
+REPORT_FILES = re.compile(
+    rf"report\.(json|md)|tables\.tex|{FIGURE_PATTERN}"
     r"|(curves|validation|differences|costs|accuracy_\w+|runs)\.csv"
 )
-UNKNOWN = "unknown size"
+UNKNOWN_SIZE = "unknown size"
 BANDS = "Lines: means over runs; bands: their 95% intervals, none of a single run."
 CAPTIONS = {
     "curves": "Training loss (above, smoothed over 2% of each run) and validation loss (below) of "
@@ -34,9 +39,10 @@ CAPTIONS = {
 
 @dataclass
 class Size:
-    """Models of as many layers and as wide, and their differences to one of them.
+    """The models with the same number of layers and the same width, and their baseline.
 
-    differences: in every metric that all have; the verdicts are on those in `metric`.
+    differences: the comparisons with the baseline in each metric that all groups have. metric: the
+    one that the verdicts are on.
     """
 
     name: str
@@ -48,140 +54,194 @@ class Size:
 
     @property
     def comparisons(self) -> list[Comparison]:
+        """The comparisons in `metric`."""
         return self.differences.get(self.metric, [])
 
-    def short(self, group: Group) -> str:
-        """The group's name without that of the size."""
+    def get_short_name(self, group: Group) -> str:
+        """Return the name of a group without that of the size."""
         return group.name.removesuffix(f", {self.name}")
 
 
-def size_of(run: Run) -> str:
-    """small and medium are the paper's."""
-    layers, width = (run.settings.get(key) for key in ("num_hidden_layers", "hidden_size"))
-    for name, keys in published.SIZES.items():
-        if (keys["num_hidden_layers"], keys["hidden_size"]) == (layers, width):
+def name_size(run: Run) -> str:
+    """Return "small" or "medium" for the paper's sizes, otherwise the layers and the width."""
+    num_layers = run.settings.get("num_hidden_layers")
+    width = run.settings.get("hidden_size")
+    for name, config in published.SIZES.items():
+        if (config["num_hidden_layers"], config["hidden_size"]) == (num_layers, width):
             return name
-    return UNKNOWN if layers is None else f"{layers} layers, width {width}"
+    return UNKNOWN_SIZE if num_layers is None else f"{num_layers} layers, width {width}"
 
 
-def paper_order(group: Group | Run) -> tuple[bool, int]:
-    """The paper's models in its order, then all others as they were given."""
-    stems = list(published.CONFIG_NAMES)
-    return group.stem not in stems, stems.index(group.stem) if group.stem in stems else 0
+def get_paper_position(group: Group | Run) -> tuple[bool, int]:
+    """Return a sort key: the paper's models in its order, then all others in the given order."""
+    model_names = list(published.CONFIG_NAMES)
+    if group.model_name in model_names:
+        return (False, model_names.index(group.model_name))
+    return (True, 0)
 
 
-def sizes_of(runs: list[Run], by: list[str], against: str | None) -> list[Size]:
-    """ValueError: `against` is in none of the sizes, or names several groups."""
-    names, sizes, faults = list(dict.fromkeys(map(size_of, runs))), [], []
-    several = len({*names} - {UNKNOWN}) > 1
-    for name in names:
-        groups = compare.groups_of([run for run in runs if size_of(run) == name], by)
-        suffix = f", {name}" if several and name != UNKNOWN else ""
-        sizes.append(Size(name, with_own_names(sorted(groups, key=paper_order), suffix)))
+def make_sizes(runs: list[Run], keys: list[str], against: str | None) -> list[Size]:
+    """Group runs by size and setting, and compare the groups of each size with its baseline.
+
+    Args:
+        keys: the settings that make a group, by default all but the seed
+        against: the name of the baseline, by default the additive model
+
+    Raises:
+        ValueError: no size has the baseline, or its name fits several groups
+    """
+    size_names = list(dict.fromkeys(map(name_size, runs)))
+    has_several_sizes = len(set(size_names) - {UNKNOWN_SIZE}) > 1
+    sizes = []
+    for name in size_names:
+        groups = compare.group_runs([run for run in runs if name_size(run) == name], keys)
+        suffix = f", {name}" if has_several_sizes and name != UNKNOWN_SIZE else ""
+        groups = make_names_unique(sorted(groups, key=get_paper_position), suffix)
+        sizes.append(Size(name, groups))
+    error_lines = []
     for size in sizes:
-        done = [group for group in size.groups if not group.unfinished and group.step is not None]
+        finished = [
+            group for group in size.groups if not group.unfinished and group.step is not None
+        ]
         try:
-            against_or_usual = against or plots.BASELINE_STEM
-            size.baseline = compare.find_baseline(done or size.groups, against_or_usual)
-            size.groups.sort(key=lambda group, first=size.baseline: group is not first)
+            size.baseline = compare.find_baseline(
+                finished or size.groups, against or plots.BASELINE_MODEL
+            )
         except ValueError as error:
-            faults.append(str(error))
+            error_lines.append(str(error))
             size.notes.append(f"No comparison of {size.name}: {error}.")
-    if against and len(faults) == len(sizes):
-        raise ValueError(faults[0])
+            continue
+        others = [group for group in size.groups if group is not size.baseline]
+        size.groups = [size.baseline, *others]
+    if against and len(error_lines) == len(sizes):
+        raise ValueError(error_lines[0])
     compare_sizes([size for size in sizes if size.baseline])
     return sizes
 
 
-def with_own_names(groups: list[Group], suffix: str) -> list[Group]:
-    """Groups of one name have beside it that they are not finished, their step, or a run's name."""
-    for more in (
+def make_names_unique(groups: list[Group], suffix: str) -> list[Group]:
+    """Add to equal names that the runs are not finished, their step, or the name of a run.
+
+    All names end with the suffix.
+    """
+    for describe in (
         lambda group: " (not finished)" if group.unfinished else "",
         lambda group: f", step {group.step}",
         lambda group: f", {group.runs[0].name}",
     ):
         names = [group.name for group in groups]
         groups = [
-            replace(g, name=g.name + more(g)) if names.count(g.name) > 1 else g for g in groups
+            replace(group, name=group.name + describe(group))
+            if names.count(group.name) > 1
+            else group
+            for group in groups
         ]
     return [replace(group, name=group.name + suffix) for group in groups]
 
 
 def compare_sizes(sizes: list[Size]) -> None:
-    """What can be compared, in one unit for all sizes."""
-    evaluated = [[group for group in size.groups if group.values("val_loss")] for size in sizes]
-    everyone = [group for groups in evaluated for group in groups]
-    metric = compare.metric_of(everyone)
-    shared = [m for m in tables.DIFFERENCES if all(group.values(m) for group in everyone)]
-    for size, groups in zip(sizes, evaluated):
+    """Compare the groups of each size with its baseline, in the metrics that all sizes share."""
+    evaluated_by_size = [
+        [group for group in size.groups if group.get_values("val_loss")] for size in sizes
+    ]
+    evaluated = [group for groups in evaluated_by_size for group in groups]
+    metric = compare.choose_metric(evaluated)
+    shared_metrics = [
+        shared_metric
+        for shared_metric in tables.DIFFERENCE_METRICS
+        if all(group.get_values(shared_metric) for group in evaluated)
+    ]
+    for size, groups in zip(sizes, evaluated_by_size):
         if size.baseline not in groups:
             size.notes.append(f"No comparison: {size.baseline.name} was not evaluated.")
         elif len(groups) > 1:
             size.metric = metric
-            size.differences = {m: compare.compare(groups, size.baseline, m) for m in shared}
+            for shared_metric in shared_metrics:
+                size.differences[shared_metric] = compare.compare_groups(
+                    groups, size.baseline, shared_metric
+                )
 
 
-def tables_of(sizes: list[Size]) -> list[tables.Table]:
+def make_tables(sizes: list[Size]) -> list[tables.Table]:
+    """Make the tables of a report, in the order of a paper."""
     groups = [group for size in sizes for group in size.groups]
-    made = [tables.table_of_losses(groups)]
-    made[0].notes += [note for size in sizes for note in size.notes]
+    loss_table = tables.make_loss_table(groups)
+    for size in sizes:
+        loss_table.notes += size.notes
+    report_tables = [loss_table]
     if any(size.comparisons for size in sizes):
-        made.append(tables.table_of_differences(sizes))
-    made += [tables.table_of_costs(sizes), *tables.tables_of_accuracy(groups)]
-    return [*made, tables.table_of_runs(groups)]
+        report_tables.append(tables.make_difference_table(sizes))
+    report_tables.append(tables.make_cost_table(sizes))
+    report_tables += tables.make_accuracy_tables(groups)
+    report_tables.append(tables.make_run_table(groups))
+    return report_tables
 
 
-def lines_of(sizes: list[Size]) -> list[plots.Line]:
-    """A line for each group; one model has the same look in all sizes, a baseline the first."""
-    baselines = [size.short(size.baseline) for size in sizes if size.baseline]
-    others = [size.short(group) for size in sizes for group in size.groups]
-    names = list(dict.fromkeys(baselines + others))
-    every = [group for size in sizes for group in size.groups]
-    figures, _ = tables.published_beside(every, "")
+def make_lines(sizes: list[Size]) -> list[plots.Line]:
+    """Make a line for each group; a model has one style in all sizes, the baseline the first."""
+    groups = [group for size in sizes for group in size.groups]
+    baseline_names = [size.get_short_name(size.baseline) for size in sizes if size.baseline]
+    other_names = [size.get_short_name(group) for size in sizes for group in size.groups]
+    names = list(dict.fromkeys([*baseline_names, *other_names]))
+    first_number = 0 if baseline_names else 1  # style 0 is the baseline's
+    published_by_group, _ = tables.get_published_results(groups, "")
     lines = []
     for size in sizes:
-        compared = {each.group.name: each for each in size.comparisons}
+        comparison_by_group = {comparison.group.name: comparison for comparison in size.comparisons}
         for group in size.groups:
-            number = names.index(size.short(group)) + (0 if baselines else 1)
-            loss = figures.get(group.name, {}).get("val_loss")
-            about = {"size": size.name, "published": loss}
-            lines.append(plots.line_of(group, number, compared.get(group.name), **about))
+            lines.append(
+                plots.make_line(
+                    group,
+                    style_number=first_number + names.index(size.get_short_name(group)),
+                    comparison=comparison_by_group.get(group.name),
+                    size=size.name,
+                    published_loss=published_by_group.get(group.name, {}).get("val_loss"),
+                )
+            )
     return lines
 
 
-def figures_of(sizes: list[Size], lines: list[plots.Line], x: str) -> dict:
-    """{name: figure} of all for which there is something to draw, in the order of a paper."""
-    names = {size.short(size.baseline) for size in sizes if size.baseline}
-    baseline = names.pop() if len(names) == 1 else "the baseline"
+def make_figures(sizes: list[Size], lines: list[plots.Line], x_axis: str) -> dict[str, "Figure"]:
+    """Make all figures that have something to show, by name, in the order of a paper."""
+    baseline_names = {size.get_short_name(size.baseline) for size in sizes if size.baseline}
+    baseline_name = baseline_names.pop() if len(baseline_names) == 1 else "the baseline"
     metric = next((size.metric for size in sizes if size.metric), "val_loss")
-    unit = METRICS[metric] + " (nats per token)" * (metric == "val_loss")
-    made = {}
+    unit = METRIC_LABELS[metric]
+    if metric == "val_loss":
+        unit += " (nats per token)"
+    figures = {}
     if any(line.curves for line in lines):
-        made["curves"] = plots.plot_paper_curves(lines, x)
+        figures["curves"] = plots.plot_paper_curves(lines, x_axis)
     if any("validation" in line.curves for line in lines):
-        made["costs"] = plots.plot_costs(lines)
+        figures["costs"] = plots.plot_costs(lines)
     if any("difference" in line.curves for line in lines):
-        made["differences"] = plots.plot_differences(lines, baseline, unit)
-    by_name = {line.name: line for line in lines}
-    compared = [each for size in sizes for each in size.comparisons if each.estimate]
-    if compared:
-        rows = [(by_name[c.group.name], shown(c.estimate, c.metric), c.verdict) for c in compared]
-        made["final"] = plots.plot_final(rows, baseline, unit)
-    for name, members in plots.residual_figures(lines).items():
-        made[name] = plots.plot_residual(members)
-    return made
+        figures["differences"] = plots.plot_differences(lines, baseline_name, unit)
+    line_by_name = {line.name: line for line in lines}
+    final_rows = []
+    for size in sizes:
+        for comparison in size.comparisons:
+            if comparison.estimate is not None:
+                estimate = to_display_unit(comparison.estimate, comparison.metric)
+                line = line_by_name[comparison.group.name]
+                final_rows.append((line, estimate, comparison.verdict))
+    if final_rows:
+        figures["final"] = plots.plot_final(final_rows, baseline_name, unit)
+    for name, residual_lines in plots.group_lines_by_statistics(lines).items():
+        figures[name] = plots.plot_residual(residual_lines)
+    return figures
 
 
-def curves_csv(lines: list[plots.Line]) -> str:
-    """Every point of every curve."""
+def format_curves_csv(lines: list[plots.Line]) -> str:
+    """Return every point of every curve as CSV."""
     axes = [axis for axis in plots.X_LABELS if axis != "steps"]
     rows = []
     for line in lines:
         for kind, curve in line.curves.items():
-            nothing = [float("nan")] * len(curve.steps)
-            columns = [curve.steps, *(curve.x.get(axis, nothing) for axis in axes)]
-            for point in zip(*columns, curve.mean, curve.half):
-                rows.append([line.name, kind, *(f"{value:.6g}" for value in point), line.runs])
+            missing = [float("nan")] * len(curve.steps)
+            x_values = [curve.x_values.get(axis, missing) for axis in axes]
+            for point in zip(curve.steps, *x_values, curve.mean, curve.half_width):
+                numbers = [f"{value:.6g}" for value in point]
+                rows.append([line.name, kind, *numbers, line.num_runs])
     return format_csv(["model", "curve", "step", *axes, "mean", "ci95", "runs"], rows)
 
 
@@ -189,59 +249,100 @@ def curves_csv(lines: list[plots.Line]) -> str:
 
 
 def check_out(out: Path) -> None:
-    """ValueError: the folder holds something else than an earlier report, which would be lost."""
+    """Raise ValueError if the folder contains files that no report has, which would be lost."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / REPORT).is_file():
-        fix = "name a folder that is not there, or an earlier report"
-        raise ValueError(f"--out={out}: it is there, and no report: {fix}")
-    others = sorted(path.relative_to(out).as_posix() for path in out.rglob("*"))
-    if others := [name for name in others if not MADE.fullmatch(name)]:
-        fix = "move that, or name another"
-        raise ValueError(f"--out={out}: it holds {others[0]}, which is no part of a report: {fix}")
+        raise ValueError(
+            f"--out={out}: it is there, and no report: name a folder that is not there, or an "
+            "earlier report"
+        )
+    for name in sorted(path.relative_to(out).as_posix() for path in out.rglob("*")):
+        if not REPORT_FILES.fullmatch(name):
+            raise ValueError(
+                f"--out={out}: it holds {name}, which is no part of a report: move that, or name "
+                "another"
+            )
 
 
 def write(
-    runs: list[Run], left_out: list[str], by: list[str], against: str | None, x: str, out: Path
+    runs: list[Run],
+    omitted: list[str],
+    keys: list[str],
+    against: str | None,
+    x_axis: str,
+    out: Path,
 ) -> None:
-    """Write the report, in the place of an earlier one, which stays until the new one is whole.
+    """Write the report; an earlier one stays in its place until the new one is complete.
 
-    left_out: lines on runs that could not be read. x: the axis of the curves, of runs.AXES.
+    Args:
+        omitted: lines on runs that could not be read
+        keys: as for `make_sizes`
+        against: as for `make_sizes`
+        x_axis: the axis of the curves, one of `research.runs.AXES`
+        out: the folder of the report
     """
-    sizes = sizes_of(runs, by, against)
-    made, lines = tables_of(sizes), lines_of(sizes)
-    names = ", ".join(size.name for size in sizes)
-    more = "; what was left out is said at the end" if left_out else ""
-    summary = f"{len(runs)} runs in {len(lines)} groups ({names}){more}."
-    parts = ["# Report of runs", summary, *(table.markdown() for table in made)]
-    new, old = (out.with_name(f".{out.name}.{word}") for word in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
+    sizes = make_sizes(runs, keys, against)
+    report_tables = make_tables(sizes)
+    lines = make_lines(sizes)
+    size_names = ", ".join(size.name for size in sizes)
+    summary = f"{len(runs)} runs in {len(lines)} groups ({size_names})"
+    if omitted:
+        summary += "; what was left out is said at the end"
+    summary += "."
+    new_folder = out.with_name(f".{out.name}.new")
+    old_folder = out.with_name(f".{out.name}.old")
+    shutil.rmtree(new_folder, ignore_errors=True)
     try:
-        (new / "figures").mkdir(parents=True)
-        with plots.printing():
-            for name, figure in figures_of(sizes, lines, x).items():
-                for suffix, data in plots.images_of(figure).items():
-                    (new / "figures" / f"{name}.{suffix}").write_bytes(data)
-                caption = CAPTIONS[name if name in CAPTIONS else "residual"]
-                parts.append(f"![{caption}](figures/{name}.png)")
-        if left_out:
-            parts += ["## Left out", "\n".join(f"- {line}" for line in left_out)]
-        (new / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        head = f"% {summary}\n% needs \\usepackage{{booktabs}}\n"
-        text = "\n".join([head, *(table.latex() for table in made)])
-        (new / "tables.tex").write_text(text, encoding="utf-8")
-        for table in made:
-            (new / f"{table.name}.csv").write_text(table.comma_separated(), encoding="utf-8")
-        (new / "curves.csv").write_text(curves_csv(lines), encoding="utf-8")
-        figures = {t.name: {"title": t.title, "rows": t.figures, "notes": t.notes} for t in made}
-        store_figures(new / REPORT, {"summary": summary, "tables": figures, "left_out": left_out})
-        shutil.rmtree(old, ignore_errors=True)
+        (new_folder / "figures").mkdir(parents=True)
+        with plots.use_print_style():
+            figures = make_figures(sizes, lines, x_axis)
+            for name, figure in figures.items():
+                for suffix, image in plots.render_images(figure).items():
+                    (new_folder / "figures" / f"{name}.{suffix}").write_bytes(image)
+        write_text_files(new_folder, summary, report_tables, list(figures), omitted)
+        (new_folder / "curves.csv").write_text(format_curves_csv(lines), encoding="utf-8")
+        stored_tables = {}
+        for table in report_tables:
+            stored_tables[table.name] = {
+                "title": table.title,
+                "rows": table.numbers,
+                "notes": table.notes,
+            }
+        store_figures(
+            new_folder / REPORT,
+            {"summary": summary, "tables": stored_tables, "left_out": omitted},
+        )
+        shutil.rmtree(old_folder, ignore_errors=True)
         if out.exists():
-            out.replace(old)
-        new.replace(out)
+            out.replace(old_folder)
+        new_folder.replace(out)
     except OSError as error:
-        named = f"{error.strerror}: {error.filename or new}"
-        raise ValueError(f"no report was written ({named})") from error
+        raise ValueError(
+            f"no report was written ({error.strerror}: {error.filename or new_folder})"
+        ) from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(new_folder, ignore_errors=True)
+    shutil.rmtree(old_folder, ignore_errors=True)
+
+
+def write_text_files(
+    folder: Path,
+    summary: str,
+    report_tables: list[tables.Table],
+    figure_names: list[str],
+    omitted: list[str],
+) -> None:
+    """Write report.md, tables.tex and a CSV file for each table."""
+    sections = ["# Report of runs", summary, *(table.to_markdown() for table in report_tables)]
+    for name in figure_names:
+        caption = CAPTIONS.get(name, CAPTIONS["residual"])
+        sections.append(f"![{caption}](figures/{name}.png)")
+    if omitted:
+        sections += ["## Left out", "\n".join(f"- {line}" for line in omitted)]
+    (folder / "report.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    latex_head = f"% {summary}\n% needs \\usepackage{{booktabs}}\n"
+    latex = "\n".join([latex_head, *(table.to_latex() for table in report_tables)])
+    (folder / "tables.tex").write_text(latex, encoding="utf-8")
+    for table in report_tables:
+        (folder / f"{table.name}.csv").write_text(table.to_csv(), encoding="utf-8")

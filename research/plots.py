@@ -1,538 +1,854 @@
-"""Figures of runs: curves with bands, differences, costs, statistics of the stream; one style.
+"""Draw figures of runs in one style: curves with bands, differences, costs, residual statistics.
 
-A figure is WIDTH inches wide, the text of a printed page, and has one legend below its panels. The
-baseline is black; a model has one colour and line in every figure of a report.
+A figure is WIDTH inches wide, as is the text of a printed page, and has one legend below its
+panels. The baseline is black. A model has the same color and line style in all figures of a report.
 """
 
 import io
 import itertools
 import math
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from research.compare import ERROR, SHARES, Comparison, Estimate, Group, shortened, student
+from research.compare import (
+    FRACTION_METRICS,
+    SIGNIFICANCE_LEVEL,
+    Comparison,
+    Estimate,
+    Group,
+    import_special_functions,
+    shorten,
+)
 from research.runs import AXES, Run
 from utils import errors, files
 
-# Okabe and Ito's colours, told apart with any colour vision; black is the baseline's.
+if TYPE_CHECKING:
+    import polars as pl
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+# The colors of Okabe and Ito can be told apart with any color vision. Black is the baseline's.
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #F0E442".split()
-BASELINE_COLOR, PALETTE = COLORS[6], (*COLORS[:6], "#7F7F7F")
+BASELINE_COLOR = COLORS[6]
+PALETTE = (*COLORS[:6], "#7F7F7F")
 STYLES = ("-", "--", ":", "-.")
-DASHES = dict(zip(STYLES, ("solid", "dash", "dot", "dashdot")))  # as plotly names them
+PLOTLY_DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 MARKERS = "osD^vPXph"
-BASELINE_STEM, EXPANDED_STEM = "gpt-mha-rope", "DDL-gpt-mha-rope"
-WIDTH, LEGEND_LINE, CHARACTER = 7.0, 0.17, 0.068  # inches
-PRINT = dict.fromkeys(["font.size", "axes.labelsize", "axes.titlesize", "legend.fontsize"], 8)
-PRINT |= {"xtick.labelsize": 8, "ytick.labelsize": 8, "axes.linewidth": 0.6, "grid.alpha": 0.3}
-PRINT |= {"lines.linewidth": 1.2, "lines.markersize": 3.5, "grid.linewidth": 0.5}
-PRINT |= {"svg.hashsalt": "report", "text.parse_math": False, "axes.formatter.limits": (-3, 4)}
-POINTS = 300  # of a curve at most: more than a column of a page can show
-LOGARITHMIC = 30  # the last value of an axis by the first, from which on it is
-X_LABELS = {"steps": "optimizer step", "tokens": "tokens", "flops": "FLOPs"}
-X_LABELS |= {"seconds": "device-seconds after step 1"}  # which compiles
-PUBLISHED = "published (star in the colour of its row)"
+
+BASELINE_MODEL = "gpt-mha-rope"
+EXPANDED_MODEL = "DDL-gpt-mha-rope"
+
+# in inches
+WIDTH = 7.0
+LEGEND_LINE_HEIGHT = 0.17
+CHARACTER_WIDTH = 0.068
+
+PRINT_STYLE = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.linewidth": 0.6,
+    "grid.alpha": 0.3,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "grid.linewidth": 0.5,
+    "svg.hashsalt": "report",
+    "text.parse_math": False,
+    "axes.formatter.limits": (-3, 4),
+}
+MAX_POINTS = 300  # per curve; a panel cannot show more
+MIN_LOG_RATIO = 30  # an x axis is logarithmic if its last value is more than this times its first
+MAX_MARKERS = 20  # points in a curve with markers; more markers would hide each other
+X_LABELS = {
+    "steps": "optimizer step",
+    "tokens": "tokens",
+    "flops": "FLOPs",
+    "seconds": "device-seconds after step 1",  # step 1 includes compilation
+}
+PUBLISHED_LABEL = "published (star in the colour of its row)"
 
 
 @dataclass(frozen=True)
 class Series:
-    """Of one run: `steps` rising (n,), the other axes `x` by name, `values` (n,), all float64."""
+    """Values of one run over its steps, all float64.
+
+    steps: increasing, (n,). x_values: the positions (n,) on the other axes, by the axis's name.
+    values: (n,).
+    """
 
     steps: np.ndarray
-    x: dict[str, np.ndarray]
+    x_values: dict[str, np.ndarray]
     values: np.ndarray
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Of several runs: steps, the other axes, mean and half its 95% interval (NaN of one run)."""
+    """The mean of several runs over their steps.
+
+    half_width: half the width of the 95% interval (n,), NaN for a single run.
+    """
 
     steps: np.ndarray
-    x: dict[str, np.ndarray]
+    x_values: dict[str, np.ndarray]
     mean: np.ndarray
-    half: np.ndarray
+    half_width: np.ndarray
 
 
 @dataclass
 class Line:
-    """What is drawn of a group in one colour.
+    """The curves of a group of runs, which are drawn in one color.
 
-    number: of its look, 0 is the baseline's. size: names its panel. curves: "training",
-    "validation", "difference" (to the baseline), those that there are. raw: the unsmoothed training
-    loss of a single run. residual: {site: {statistic: (steps (n,), values (n, blocks))}}.
+    style_number: selects color and line style; 0 is the baseline's. size: the name of the panel.
+    curves: by kind, "training", "validation" and "difference" (to the baseline), as far as the runs
+    have them. raw_training: the training loss of a single run without smoothing. published_loss: the
+    paper's validation loss. residual_statistics: {site: {statistic: (steps (n,), values (n,
+    num_blocks))}}.
     """
 
     name: str
-    stem: str | None
-    number: int
-    runs: int = 1
+    model_name: str | None
+    style_number: int
+    num_runs: int = 1
     size: str = ""
     curves: dict[str, Curve] = field(default_factory=dict)
-    raw: Series | None = None
-    published: float | None = None
-    residual: dict = field(default_factory=dict)
+    raw_training: Series | None = None
+    published_loss: float | None = None
+    residual_statistics: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = field(
+        default_factory=dict
+    )
 
     @property
-    def look(self) -> dict:
-        return look(self.number)
+    def style(self) -> dict[str, str]:
+        """Matplotlib's color and linestyle of the line."""
+        return get_line_style(self.style_number)
 
     @property
     def marker(self) -> str:
-        return MARKERS[self.number % len(MARKERS)]
+        """Matplotlib's marker of the line."""
+        return MARKERS[self.style_number % len(MARKERS)]
 
 
 # ---- curves ----
 
 
-def series(run: Run, frame, column: str, first_step: bool = False) -> Series:
-    """A column of a frame over all axes that it has; rows that lack the column are left out."""
-    axes = [axis for axis, name in AXES.items() if name in frame.columns]
-    names = [AXES[axis] for axis in axes if frame[AXES[axis]].null_count() < frame.height]
+def extract_series(
+    run: Run, frame: "pl.DataFrame", column: str, include_first_step: bool = False
+) -> Series:
+    """Return a column of a frame over all axes that the frame has, without rows that lack it.
+
+    include_first_step: whether the axis of seconds counts the first step, which compiles.
+    """
+    axes = [
+        axis
+        for axis, axis_column in AXES.items()
+        if axis_column in frame.columns and frame[axis_column].null_count() < frame.height
+    ]
     if column not in frame.columns or "step" not in frame.columns:
         frame = frame.clear()
     else:
-        frame = frame.drop_nulls([*names, column]).unique("step", keep="last", maintain_order=True)
-    x = {a: run.x(frame, a, first_step).to_numpy().astype(float) for a in axes if AXES[a] in names}
-    values = frame[column].to_numpy().astype(float) if frame.height else np.empty(0)
-    steps = frame["step"].to_numpy().astype(float) if frame.height else np.empty(0)
-    return Series(steps, x, values)
+        frame = frame.drop_nulls([*(AXES[axis] for axis in axes), column])
+        frame = frame.unique("step", keep="last", maintain_order=True)
+    x_values = {}
+    for axis in axes:
+        positions = run.get_x_values(frame, axis, include_first_step)
+        x_values[axis] = positions.to_numpy().astype(float)
+    if not frame.height:
+        return Series(steps=np.empty(0), x_values=x_values, values=np.empty(0))
+    return Series(
+        steps=frame["step"].to_numpy().astype(float),
+        x_values=x_values,
+        values=frame[column].to_numpy().astype(float),
+    )
 
 
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred moving average over 2% of the points; at the ends over what is there."""
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Return the centered moving average over 2% of the points (n,); the ends average fewer."""
     window = max(len(values) // 100, 1) * 2
-    sums, index = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
-    low, high = np.maximum(index - window // 2, 0), np.minimum(index + window // 2 + 1, len(values))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    low = np.maximum(index - window // 2, 0)
+    high = np.minimum(index + window // 2 + 1, len(values))
     return (sums[high] - sums[low]) / (high - low)
 
 
-def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(runs, n) -> mean (n,), half of its 95% interval (n,), by Student's distribution."""
-    runs = len(values)
-    half = np.full(values.shape[1], np.nan)
-    if runs > 1:
-        spread = values.std(axis=0, ddof=1) / np.sqrt(runs)
-        half = student().stdtrit(runs - 1, 1 - ERROR / 2) * spread
-    return values.mean(axis=0), half
+def compute_mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean (n,) over runs of values (num_runs, n), and half its 95% interval (n,).
+
+    The interval is that of Student's distribution; it is NaN for a single run.
+    """
+    num_runs = len(values)
+    mean = values.mean(axis=0)
+    if num_runs == 1:
+        return mean, np.full(values.shape[1], np.nan)
+    standard_error = values.std(axis=0, ddof=1) / np.sqrt(num_runs)
+    quantile = import_special_functions().stdtrit(num_runs - 1, 1 - SIGNIFICANCE_LEVEL / 2)
+    return mean, quantile * standard_error
 
 
-def training_curve(runs: list[Series]) -> Curve | None:
-    """The smoothed mean over the steps that all runs have, straight between points."""
+def make_training_curve(runs: list[Series]) -> Curve | None:
+    """Return the mean of the smoothed runs over the steps that all of them have.
+
+    Values between the steps of a run are interpolated linearly. The result is None if the runs have
+    no steps in common.
+    """
     if not all(len(run.steps) for run in runs):
         return None
-    first, last = max(run.steps[0] for run in runs), min(run.steps[-1] for run in runs)
-    if first > last:
+    first_step = max(run.steps[0] for run in runs)
+    last_step = min(run.steps[-1] for run in runs)
+    if first_step > last_step:
         return None
-    points = POINTS if len(runs) > 1 else max(len(runs[0].steps), 2)
-    grid = np.unique(np.linspace(first, last, points).round()) if len(runs) > 1 else runs[0].steps
+    if len(runs) == 1:
+        grid = runs[0].steps
+    else:
+        grid = np.unique(np.linspace(first_step, last_step, MAX_POINTS).round())
 
-    def mean_of(rows):
-        return np.stack([np.interp(grid, run.steps, row) for run, row in zip(runs, rows)])
+    def interpolate(values_by_run: list[np.ndarray]) -> np.ndarray:
+        rows = [np.interp(grid, run.steps, values) for run, values in zip(runs, values_by_run)]
+        return np.stack(rows)  # (num_runs, n)
 
-    x = {name: mean_of([run.x[name] for run in runs]).mean(axis=0) for name in shared_axes(runs)}
-    return Curve(grid, x, *band(mean_of([smoothed(run.values) for run in runs])))
+    x_values = {}
+    for axis in list_shared_axes(runs):
+        x_values[axis] = interpolate([run.x_values[axis] for run in runs]).mean(axis=0)
+    smoothed = interpolate([smooth(run.values) for run in runs])
+    mean, half_width = compute_mean_and_half_width(smoothed)
+    return Curve(steps=grid, x_values=x_values, mean=mean, half_width=half_width)
 
 
-def shared_axes(runs: list[Series]) -> list[str]:
-    return [axis for axis in runs[0].x if all(axis in run.x for run in runs)]
+def list_shared_axes(runs: list[Series]) -> list[str]:
+    """Return the axes that all runs have."""
+    return [axis for axis in runs[0].x_values if all(axis in run.x_values for run in runs)]
 
 
-def validation_curve(runs: list[Series]) -> Curve | None:
-    """The mean at the steps at which all runs were evaluated."""
-    shared = runs[0].steps
+def make_validation_curve(runs: list[Series]) -> Curve | None:
+    """Return the mean at the steps at which all runs were evaluated, or None without such steps."""
+    shared_steps = runs[0].steps
     for run in runs[1:]:
-        shared = np.intersect1d(shared, run.steps)
-    if len(shared) > POINTS:
-        shared = shared[np.linspace(0, len(shared) - 1, POINTS).round().astype(int)]
-    if not len(shared):
+        shared_steps = np.intersect1d(shared_steps, run.steps)
+    if len(shared_steps) > MAX_POINTS:
+        selection = np.linspace(0, len(shared_steps) - 1, MAX_POINTS).round().astype(int)
+        shared_steps = shared_steps[selection]
+    if not len(shared_steps):
         return None
-    rows = [np.searchsorted(run.steps, shared) for run in runs]
-    axes = shared_axes(runs)
-    x = {n: np.mean([run.x[n][row] for run, row in zip(runs, rows)], axis=0) for n in axes}
-    return Curve(shared, x, *band(np.stack([run.values[row] for run, row in zip(runs, rows)])))
+    indices_by_run = [np.searchsorted(run.steps, shared_steps) for run in runs]
+    x_values = {}
+    for axis in list_shared_axes(runs):
+        positions = [run.x_values[axis][indices] for run, indices in zip(runs, indices_by_run)]
+        x_values[axis] = np.mean(positions, axis=0)
+    values = np.stack([run.values[indices] for run, indices in zip(runs, indices_by_run)])
+    mean, half_width = compute_mean_and_half_width(values)
+    return Curve(steps=shared_steps, x_values=x_values, mean=mean, half_width=half_width)
 
 
-def difference_curve(compared: Comparison) -> Curve | None:
-    """Own less the baseline's at every evaluation, seed by seed; of shares in percent."""
-    factor = 100 if compared.metric in SHARES else 1
-    base = {r.seed: series(r, r.evaluations, compared.metric) for r in compared.baseline.runs}
-    pairs = []
-    for run in compared.group.runs:
-        if run.seed in base:
-            own, other = series(run, run.evaluations, compared.metric), base[run.seed]
-            steps, i, j = np.intersect1d(own.steps, other.steps, return_indices=True)
-            values = factor * (own.values[i] - other.values[j])
-            pairs.append(Series(steps, {axis: x[i] for axis, x in own.x.items()}, values))
-    return validation_curve(pairs)
+def make_difference_curve(comparison: Comparison) -> Curve | None:
+    """Return the group minus the baseline at every evaluation, paired by seed.
+
+    Metrics that are stored as fractions are given in percent.
+    """
+    metric = comparison.metric
+    factor = 100 if metric in FRACTION_METRICS else 1
+    baseline_by_seed = {
+        run.seed: extract_series(run, run.evaluations, metric) for run in comparison.baseline.runs
+    }
+    differences = []
+    for run in comparison.group.runs:
+        if run.seed not in baseline_by_seed:
+            continue
+        series = extract_series(run, run.evaluations, metric)
+        baseline = baseline_by_seed[run.seed]
+        steps, indices, baseline_indices = np.intersect1d(
+            series.steps, baseline.steps, return_indices=True
+        )
+        differences.append(
+            Series(
+                steps=steps,
+                x_values={axis: values[indices] for axis, values in series.x_values.items()},
+                values=factor * (series.values[indices] - baseline.values[baseline_indices]),
+            )
+        )
+    return make_validation_curve(differences)
 
 
-def line_of(group: Group, number: int, compared: Comparison | None = None, **about) -> Line:
-    """about: fields of Line. The first step's seconds are left out of its axis of seconds."""
-    line = Line(group.name, group.stem, number, len(group.runs), **about)
+def make_line(
+    group: Group,
+    style_number: int,
+    comparison: Comparison | None = None,
+    size: str = "",
+    published_loss: float | None = None,
+) -> Line:
+    """Return the curves of a group, with the difference to a baseline if runs are paired with it.
+
+    The axis of seconds does not count the first step, which compiles.
+    """
+    line = Line(
+        name=group.name,
+        model_name=group.model_name,
+        style_number=style_number,
+        num_runs=len(group.runs),
+        size=size,
+        published_loss=published_loss,
+    )
     if not all(run.training.height for run in group.runs):
         return line  # a row of runs.csv has no curve
-    training = [series(run, run.training, "loss") for run in group.runs]
-    evaluations = [series(run, run.evaluations, "val_loss") for run in group.runs]
-    curves = {"training": training_curve(training), "validation": validation_curve(evaluations)}
-    if compared and compared.paired and all(r.training.height for r in compared.baseline.runs):
-        curves["difference"] = difference_curve(compared)
+    training = [extract_series(run, run.training, "loss") for run in group.runs]
+    evaluations = [extract_series(run, run.evaluations, "val_loss") for run in group.runs]
+    curves = {
+        "training": make_training_curve(training),
+        "validation": make_validation_curve(evaluations),
+    }
+    is_paired = comparison is not None and comparison.paired
+    if is_paired and all(run.training.height for run in comparison.baseline.runs):
+        curves["difference"] = make_difference_curve(comparison)
     line.curves = {kind: curve for kind, curve in curves.items() if curve}
-    line.raw = training[0] if len(training) == 1 else None
-    line.residual = residual_of(group)
+    if len(training) == 1:
+        line.raw_training = training[0]
+    line.residual_statistics = average_residual_statistics(group)
     return line
 
 
-def residual_of(group: Group) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Means over tokens, and over the runs at the steps that all have."""
-    records = [{record["step"]: record["residual"] for record in r.residual} for r in group.runs]
-    steps = sorted(set.intersection(*(set(each) for each in records)))
-    found: dict = {}
-    for name in records[0][steps[0]] if steps else []:
-        if name.endswith("_mean"):
-            values = [[each[step].get(name) for step in steps] for each in records]
-            site, _, statistic = name.removesuffix("_mean").partition(".")
-            try:
-                mean = np.mean(np.array(values, dtype=float), axis=0)
-            except (TypeError, ValueError):  # a statistic that some records lack, or cut
-                continue
-            if mean.ndim == 2 and np.isfinite(mean).all():
-                found.setdefault(site, {})[statistic] = np.array(steps), mean
-    return found
+def average_residual_statistics(
+    group: Group,
+) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Return the residual statistics, means over tokens, averaged over the runs of a group.
+
+    Returns:
+        {site: {statistic: (steps (n,) that all runs have, values (n, num_blocks))}}
+    """
+    records_by_run = [
+        {record["step"]: record["residual"] for record in run.residual_records}
+        for run in group.runs
+    ]
+    steps = sorted(set.intersection(*(set(records) for records in records_by_run)))
+    averages: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for name in records_by_run[0][steps[0]] if steps else []:
+        if not name.endswith("_mean"):
+            continue
+        values = [[records[step].get(name) for step in steps] for records in records_by_run]
+        site, _, statistic = name.removesuffix("_mean").partition(".")
+        try:
+            mean = np.mean(np.array(values, dtype=float), axis=0)
+        except (TypeError, ValueError):
+            continue  # some records lack the statistic, or have it for fewer blocks
+        if mean.ndim == 2 and np.isfinite(mean).all():
+            averages.setdefault(site, {})[statistic] = (np.array(steps), mean)
+    return averages
 
 
-# ---- what all figures share ----
+# ---- elements that all figures share ----
 
 
-def printing():
-    """A context in which figures are made and saved as they are printed."""
-    return errors.import_optional("matplotlib", "a figure").rc_context(PRINT)
+def use_print_style() -> AbstractContextManager:
+    """Return a context in which figures are made and saved in the style of a printed page."""
+    return errors.import_optional("matplotlib", "a figure").rc_context(PRINT_STYLE)
 
 
-def look(number: int) -> dict:
-    """Colour and style of a curve: 0 is the baseline's; the others differ in one of the two."""
-    color = PALETTE[(number - 1) % len(PALETTE)] if number else BASELINE_COLOR
-    return {"color": color, "linestyle": STYLES[number % len(STYLES)]}
+def get_line_style(style_number: int) -> dict[str, str]:
+    """Return Matplotlib's color and linestyle of a curve.
+
+    The number 0 is the baseline's; other numbers differ from each other in color or in line style.
+    """
+    color = PALETTE[(style_number - 1) % len(PALETTE)] if style_number else BASELINE_COLOR
+    return {"color": color, "linestyle": STYLES[style_number % len(STYLES)]}
 
 
-def look_numbers(stems: list[str | None]) -> list[int]:
-    """For each curve the number of its look: 0 for the baseline, if just one is of its stem."""
-    baseline = stems.index(BASELINE_STEM) if stems.count(BASELINE_STEM) == 1 else None
-    others = itertools.count(1)
-    return [0 if index == baseline else next(others) for index in range(len(stems))]
+def assign_style_numbers(model_names: list[str | None]) -> list[int]:
+    """Return a style number for each curve: 0 for the baseline if exactly one curve is its."""
+    baseline_index = None
+    if model_names.count(BASELINE_MODEL) == 1:
+        baseline_index = model_names.index(BASELINE_MODEL)
+    next_number = itertools.count(1)
+    return [
+        0 if index == baseline_index else next(next_number) for index in range(len(model_names))
+    ]
 
 
-def panels(rows: int, columns: int, height: float, labels: list[str], **keys):
-    """(figure, axes (rows, columns)), each row `height` inches high, with room for the legend."""
-    figures = errors.import_optional("matplotlib.figure", "a figure")
-    lines = math.ceil(len(labels) / legend_columns(labels)) if labels else 0
-    size = (WIDTH, rows * height + lines * LEGEND_LINE + 0.1)
-    figure = figures.Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **keys)
+def make_panels(
+    num_rows: int, num_columns: int, row_height: float, legend_labels: list[str], **options
+) -> tuple["Figure", np.ndarray]:
+    """Return a figure and its axes (num_rows, num_columns), with space for a legend below.
+
+    Args:
+        row_height: in inches
+        legend_labels: the labels of the legend, without which no space is reserved
+        options: options of Matplotlib's `subplots`, for example sharey="row"
+    """
+    matplotlib_figure = errors.import_optional("matplotlib.figure", "a figure")
+    num_legend_lines = 0
+    if legend_labels:
+        num_legend_lines = math.ceil(len(legend_labels) / count_legend_columns(legend_labels))
+    height = num_rows * row_height + num_legend_lines * LEGEND_LINE_HEIGHT + 0.1
+    figure = matplotlib_figure.Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, squeeze=False, **options)
     for axis in axes.flat:
         axis.grid()
     return figure, axes
 
 
-def legend_columns(labels: list[str]) -> int:
-    return max(int(WIDTH / (max(map(len, labels)) * CHARACTER + 0.5)), 1)
+def count_legend_columns(labels: list[str]) -> int:
+    """Return how many columns of a legend fit beside each other, at least 1."""
+    longest = max(map(len, labels))
+    return max(int(WIDTH / (longest * CHARACTER_WIDTH + 0.5)), 1)
 
 
-def add_legend(figure, entries: dict) -> None:
-    """One for all panels, below them. entries: {label: artist}."""
-    if entries:
-        columns = legend_columns(list(entries))
-        where = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-        figure.legend(entries.values(), entries.keys(), **where)
+def add_legend(figure: "Figure", artists: dict[str, "Artist"]) -> None:
+    """Add one legend for all panels below them; `artists` maps a label to what it explains."""
+    if artists:
+        figure.legend(
+            artists.values(),
+            artists.keys(),
+            loc="outside lower center",
+            ncols=count_legend_columns(list(artists)),
+            frameon=False,
+        )
 
 
-def images_of(figure) -> dict[str, bytes]:
-    """{"png", "svg"}: the same bytes from the same numbers."""
+def render_images(figure: "Figure") -> dict[str, bytes]:
+    """Return the figure as "png" and "svg"; the same numbers give the same bytes."""
     agg = errors.import_optional("matplotlib.backends.backend_agg", "a figure").FigureCanvasAgg
     svg = errors.import_optional("matplotlib.backends.backend_svg", "a figure").FigureCanvasSVG
-    bitmap, drawing = io.BytesIO(), io.BytesIO()
+    png_file = io.BytesIO()
+    svg_file = io.BytesIO()
     figure.dpi = 200
-    agg(figure).print_png(bitmap, metadata={"Software": None})
-    figure.set_layout_engine("none")  # it stays as it was laid out
-    svg(figure).print_svg(drawing, metadata={"Date": None})
-    return {"png": bitmap.getvalue(), "svg": drawing.getvalue()}
+    agg(figure).print_png(png_file, metadata={"Software": None})
+    figure.set_layout_engine("none")  # otherwise the SVG would be laid out again
+    svg(figure).print_svg(svg_file, metadata={"Date": None})
+    return {"png": png_file.getvalue(), "svg": svg_file.getvalue()}
 
 
-def save(figure, out: Path) -> None:
-    """Write a figure, whole under its name at any moment."""
+def save(figure: "Figure", out: Path) -> None:
+    """Write a figure in the format of its suffix; at no time is an incomplete file at the path."""
     with files.atomic_path(out) as temporary:
         figure.savefig(temporary, dpi=200, format=out.suffix[1:])
 
 
-def plain_numbers(axis, minor: bool = True) -> None:
-    """Of an axis of logarithms: 0.01, 20, 3e-5; minor: 2 and 5 as well where decades are few."""
+def use_plain_numbers(axis: "Axis", label_minor_ticks: bool = True) -> None:
+    """Label the ticks of a logarithmic axis by plain numbers: 0.01, 20, 3e-5.
+
+    label_minor_ticks: also label 2 and 5 if the axis spans less than two decades.
+    """
     ticker = errors.import_optional("matplotlib.ticker", "a figure")
-    for which, subs in ((axis.set_major_locator, (1.0,)), (axis.set_minor_locator, (2.0, 5.0))):
-        if axis.get_scale() == "log":
-            which(ticker.LogLocator(subs=subs, numticks=8))
+    is_logarithmic = axis.get_scale() == "log"
+    if is_logarithmic:
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0,), numticks=8))
+        axis.set_minor_locator(ticker.LogLocator(subs=(2.0, 5.0), numticks=8))
     low, high = axis.get_view_interval()
-    few = minor and axis.get_scale() == "log" and high < 100 * low
+    has_minor_labels = label_minor_ticks and is_logarithmic and high < 100 * low
     axis.set_major_formatter(lambda value, _: f"{value:.4g}")
-    axis.set_minor_formatter(lambda value, _: f"{value:.4g}" if few else "")
+    axis.set_minor_formatter(lambda value, _: f"{value:.4g}" if has_minor_labels else "")
 
 
-def draw_curve(axis, line: Line, kind: str, x: str, entries: dict) -> None:
-    """A line's curve with its band; its entry of the legend goes into `entries`."""
+def draw_curve(
+    axis: "Axes", line: Line, kind: str, x_axis: str, artists: dict[str, "Artist"]
+) -> None:
+    """Draw a line's curve with its band, and add it to the artists of the legend."""
     curve = line.curves.get(kind)
-    if curve is None or (x != "steps" and x not in curve.x):
+    if curve is None or (x_axis != "steps" and x_axis not in curve.x_values):
         return
-    at, style = curve.steps if x == "steps" else curve.x[x], dict(line.look)
-    if len(at) <= 20:  # more markers hide each other
+    positions = curve.steps if x_axis == "steps" else curve.x_values[x_axis]
+    style = dict(line.style)
+    if len(positions) <= MAX_MARKERS:
         style["marker"] = line.marker
-    (drawn,) = axis.plot(at, curve.mean, **style)
-    if np.isfinite(curve.half).any():
-        low, high = curve.mean - curve.half, curve.mean + curve.half
-        axis.fill_between(at, low, high, color=style["color"], alpha=0.18, linewidth=0)
-    entries.setdefault(line.name, drawn)
+    (artist,) = axis.plot(positions, curve.mean, **style)
+    if np.isfinite(curve.half_width).any():
+        draw_band(axis, positions, curve, style["color"])
+    artists.setdefault(line.name, artist)
 
 
-def draw_published(axis, line: Line, x: str, entries: dict) -> None:
-    """The published loss at the end of training; the texts say nothing of seconds."""
+def draw_band(axis: "Axes", positions: np.ndarray, curve: Curve, color: str) -> None:
+    """Fill the 95% interval of a curve."""
+    axis.fill_between(
+        positions,
+        curve.mean - curve.half_width,
+        curve.mean + curve.half_width,
+        color=color,
+        alpha=0.18,
+        linewidth=0,
+    )
+
+
+def draw_published_loss(
+    axis: "Axes", line: Line, x_axis: str, artists: dict[str, "Artist"]
+) -> None:
+    """Draw the published loss as a star at the end of training.
+
+    On the axis of seconds there is no star, because no published time is known.
+    """
     curve = line.curves.get("validation")
-    if line.published is None or curve is None or x == "seconds":
+    if line.published_loss is None or curve is None or x_axis == "seconds":
         return
-    star = {"marker": "*", "markersize": 8, "markeredgecolor": "black", "linestyle": "none"}
-    color = line.look["color"]
-    (point,) = axis.plot(curve.x[x][-1], line.published, color=color, zorder=5, **star)
-    entries.setdefault(PUBLISHED, point)
+    (star,) = axis.plot(
+        curve.x_values[x_axis][-1],
+        line.published_loss,
+        color=line.style["color"],
+        zorder=5,
+        marker="*",
+        markersize=8,
+        markeredgecolor="black",
+        linestyle="none",
+    )
+    artists.setdefault(PUBLISHED_LABEL, star)
 
 
-def limit_y(axis, lines: list[Line], kind: str) -> None:
-    """The means of the last nine tenths of training: its beginning would leave no room."""
+def set_y_limits(axis: "Axes", lines: list[Line], kind: str) -> None:
+    """Limit the y axis to the means of the last nine tenths of training.
+
+    The losses of the beginning are so large that the later ones could not be told apart.
+    """
     curves = [line.curves[kind] for line in lines if kind in line.curves]
-    begin = 0.1 * max((curve.steps[-1] for curve in curves), default=0)
-    means = [curve.mean[curve.steps >= begin] for curve in curves]
-    stars = [line.published for line in lines if line.published and kind == "validation"]
-    values = np.concatenate([*means, stars])
+    last_step = max((curve.steps[-1] for curve in curves), default=0)
+    means = [curve.mean[curve.steps >= 0.1 * last_step] for curve in curves]
+    published_losses = []
+    if kind == "validation":
+        published_losses = [line.published_loss for line in lines if line.published_loss]
+    values = np.concatenate([*means, published_losses])
     if len(values):
         margin = 0.08 * (values.max() - values.min()) or 0.1
         axis.set_ylim(values.min() - margin, values.max() + margin)
 
 
-def label_x(axis, x: str, lines: list[Line], kind: str) -> None:
-    """Plain numbers (20K, 1.5M); logarithmic where most points would lie at the beginning."""
+def format_x_axis(axis: "Axes", x_axis: str, lines: list[Line], kind: str) -> None:
+    """Label the x axis with short numbers (20K, 1.5M).
+
+    The axis is logarithmic where most points would otherwise lie at its beginning.
+    """
     ticker = errors.import_optional("matplotlib.ticker", "a figure")
-    curves = [line.curves[kind].x.get(x) for line in lines if kind in line.curves]
-    ends = [(each[0], each[-1]) for each in curves if each is not None and len(each)]
-    axis.set_xlabel(X_LABELS[x])
-    if ends and 0 < min(ends)[0] * LOGARITHMIC < max(last for _, last in ends):
+    first_positions = []
+    last_positions = []
+    for line in lines:
+        if kind in line.curves:
+            positions = line.curves[kind].x_values.get(x_axis)
+            if positions is not None and len(positions):
+                first_positions.append(positions[0])
+                last_positions.append(positions[-1])
+    axis.set_xlabel(X_LABELS[x_axis])
+    if first_positions and 0 < min(first_positions) * MIN_LOG_RATIO < max(last_positions):
         axis.set_xscale("log")
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
     else:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(4))
-    letters = "KMGTPEZY" if x == "flops" else "KMBT"
-    axis.xaxis.set_major_formatter(lambda value, _: short_number(value, letters))
+    letters = "KMGTPEZY" if x_axis == "flops" else "KMBT"
+    axis.xaxis.set_major_formatter(lambda value, _: format_short_number(value, letters))
 
 
-def short_number(value: float, letters: str) -> str:
-    """1.5M, 20K."""
-    power = min(int(math.log10(abs(value)) // 3), len(letters)) if abs(value) >= 1000 else 0
-    return f"{value / 1000**power:g}{letters[power - 1] if power else ''}"
+def format_short_number(value: float, letters: str) -> str:
+    """Format a number as 20K or 1.5M, with the letters of the powers of 1,000 from 1,000 on."""
+    power = 0
+    if abs(value) >= 1000:
+        power = min(int(math.log10(abs(value)) // 3), len(letters))
+    letter = letters[power - 1] if power else ""
+    return f"{value / 1000**power:g}{letter}"
 
 
-def plot_over_depth(rows: list[dict], shown: dict[str, tuple[str, str]], label: str):
-    """A panel for each quantity {its key in a row: (label, scale)}, a line for each run: of one
-    model all in one colour. Returns the figure and its axes.
+def plot_over_depth(
+    rows: list[dict], quantities: dict[str, tuple[str, str]], x_label: str
+) -> tuple["Figure", np.ndarray]:
+    """Draw a panel for each quantity and in it a line for each run; a model has one color.
 
-    rows: "label", "model", and lists that end at the last depth.
+    Args:
+        rows: a dict for each run with its "label", its "model" and a list for each quantity; all
+            lists end at the last depth
+        quantities: the title and the scale of the panel ("linear", "log"), by the key in a row
+
+    Returns:
+        the figure and its axes, flat
     """
     models = [row["model"] for row in rows]
-    numbers = dict(zip(dict.fromkeys(models), look_numbers(list(dict.fromkeys(models)))))
-    styles = [look(numbers[model]) for model in models]
+    distinct_models = list(dict.fromkeys(models))
+    number_by_model = dict(zip(distinct_models, assign_style_numbers(distinct_models)))
+    styles = []
     for index, model in enumerate(models):
+        style = get_line_style(number_by_model[model])
         if models.count(model) > 1:
-            styles[index]["linestyle"] = STYLES[models[:index].count(model) % len(STYLES)]
+            style["linestyle"] = STYLES[models[:index].count(model) % len(STYLES)]
+        styles.append(style)
     ticker = errors.import_optional("matplotlib.ticker", "a figure")
-    figure, axes = panels(math.ceil(len(shown) / 2), 2, 1.9, [row["label"] for row in rows])
-    entries, axes = {}, axes.flatten()
-    for axis, (key, (name, scale)) in zip(axes, shown.items()):
+    num_rows = math.ceil(len(quantities) / 2)
+    figure, axes = make_panels(num_rows, 2, 1.9, [row["label"] for row in rows])
+    axes = axes.flatten()
+    artists = {}
+    for axis, (key, (title, scale)) in zip(axes, quantities.items()):
         for style, row in zip(styles, rows):
-            last = max(len(row[each]) for each in shown) - 1
-            depths = range(last + 1 - len(row[key]), last + 1)
-            (entries[row["label"]],) = axis.plot(depths, row[key], **style)
-        axis.set(xlabel=label, yscale=scale)
-        axis.set_title(name, loc="left")
+            last_depth = max(len(row[quantity]) for quantity in quantities) - 1
+            depths = range(last_depth + 1 - len(row[key]), last_depth + 1)
+            (artists[row["label"]],) = axis.plot(depths, row[key], **style)
+        axis.set(xlabel=x_label, yscale=scale)
+        axis.set_title(title, loc="left")
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         if scale != "linear":
-            plain_numbers(axis.yaxis)
-    for axis in axes[len(shown) :]:
+            use_plain_numbers(axis.yaxis)
+    for axis in axes[len(quantities) :]:
         axis.axis("off")
-    add_legend(figure, entries)
+    add_legend(figure, artists)
     return figure, axes
 
 
 # ---- report.py curves ----
 
 
-def label_of(line: Line) -> str:
-    last = (
-        f"validation {line.curves['validation'].mean[-1]:.3f}"
-        if "validation" in line.curves
-        else ""
-    )
-    runs = f"{line.runs} runs" if line.runs > 1 else ""
-    return ", ".join(filter(None, (shortened(line.name), runs, last)))
+def make_legend_label(line: Line) -> str:
+    """Return a line's name with the number of its runs and its last validation loss."""
+    parts = [shorten(line.name)]
+    if line.num_runs > 1:
+        parts.append(f"{line.num_runs} runs")
+    if "validation" in line.curves:
+        parts.append(f"validation {line.curves['validation'].mean[-1]:.3f}")
+    return ", ".join(parts)
 
 
-def plot_losses(lines: list[Line], x: str, labels: tuple[str, str], out: Path, title: str) -> None:
-    """Training as lines, validation as points, one colour for both, as PNG, SVG or PDF."""
-    with printing():
-        figure, axes = panels(1, 1, 3.6, [label_of(line) for line in lines] + ["", ""])
-        axis, entries = axes[0, 0], {}
-        for line in lines:
-            trace, color = line.raw, line.look["color"]
-            if trace is not None and len(lines) <= len(PALETTE) + 1:  # more would hide the curves
-                at = trace.steps if x == "steps" else trace.x.get(x, trace.steps)
-                axis.plot(at, trace.values, color=color, alpha=0.2, linewidth=0.6)
-            drawn: dict = {}
-            for kind, curve in line.curves.items():
-                at, half = curve.x[x], curve.half if line.runs > 1 else None
-                if kind == "training":
-                    (drawn[line.name],) = axis.plot(at, curve.mean, **line.look)
-                    if half is not None:
-                        low, high = curve.mean - half, curve.mean + half
-                        axis.fill_between(at, low, high, color=color, alpha=0.18, linewidth=0)
-                else:
-                    points = {"fmt": "o", "color": color, "capsize": 2}
-                    drawn.setdefault(line.name, axis.errorbar(at, curve.mean, yerr=half, **points))
-            entries[label_of(line)] = drawn[line.name]
-        lowest = min(c.mean.min() for line in lines for c in line.curves.values())
+def plot_losses(
+    lines: list[Line], x_axis: str, x_label: str, y_label: str, out: Path, title: str
+) -> None:
+    """Write losses as PNG, SVG or PDF: training as lines, validation as points of the same color."""
+    with use_print_style():
+        legend_labels = [make_legend_label(line) for line in lines]
+        # the legend has two more labels, which explain lines and points
+        figure, axes = make_panels(1, 1, 3.6, [*legend_labels, "", ""])
+        axis = axes[0, 0]
+        artists = {}
+        for line, legend_label in zip(lines, legend_labels):
+            # more unsmoothed losses would hide the curves
+            if line.raw_training is not None and len(lines) <= len(PALETTE) + 1:
+                draw_raw_training(axis, line, x_axis)
+            artists[legend_label] = draw_losses(axis, line, x_axis)
+        curves = [curve for line in lines for curve in line.curves.values()]
+        lowest = min(curve.mean.min() for curve in curves)
         first = max(next(iter(line.curves.values())).mean[0] for line in lines)
         margin = 0.05 * (first - lowest) or 0.1
-        axis.set(xlabel=labels[0], ylabel=labels[1], ylim=(lowest - margin, first + margin))
+        axis.set(xlabel=x_label, ylabel=y_label, ylim=(lowest - margin, first + margin))
         axis.set_title(title)
-        (entries["training, smoothed"],) = axis.plot([], [], color="0.5")
-        (entries["validation"],) = axis.plot([], [], "o", color="0.5")
-        add_legend(figure, entries)
+        (artists["training, smoothed"],) = axis.plot([], [], color="0.5")
+        (artists["validation"],) = axis.plot([], [], "o", color="0.5")
+        add_legend(figure, artists)
         save(figure, out)
 
 
-def write_page(lines: list[Line], x: str, labels: tuple[str, str], out: Path, title: str) -> None:
-    """The same as one interactive page, which needs no network: plotly's own export."""
+def draw_raw_training(axis: "Axes", line: Line, x_axis: str) -> None:
+    """Draw the training loss without smoothing, pale behind the curves."""
+    series = line.raw_training
+    positions = series.steps
+    if x_axis != "steps":
+        positions = series.x_values.get(x_axis, series.steps)
+    axis.plot(positions, series.values, color=line.style["color"], alpha=0.2, linewidth=0.6)
+
+
+def draw_losses(axis: "Axes", line: Line, x_axis: str) -> "Artist":
+    """Draw a line's training and validation loss and return the artist for the legend."""
+    color = line.style["color"]
+    legend_artist = None
+    for kind, curve in line.curves.items():
+        positions = curve.x_values[x_axis]
+        if kind == "training":
+            (legend_artist,) = axis.plot(positions, curve.mean, **line.style)
+            if line.num_runs > 1:
+                draw_band(axis, positions, curve, color)
+            continue
+        points = axis.errorbar(
+            positions,
+            curve.mean,
+            yerr=curve.half_width if line.num_runs > 1 else None,
+            fmt="o",
+            color=color,
+            capsize=2,
+        )
+        if legend_artist is None:
+            legend_artist = points
+    return legend_artist
+
+
+def write_page(
+    lines: list[Line], x_axis: str, x_label: str, y_label: str, out: Path, title: str
+) -> None:
+    """Write losses as one interactive HTML page, which plotly exports and which needs no network."""
     figure = errors.import_optional("plotly.graph_objects", "an interactive page").Figure()
     for line in lines:
-        style, name = line.look, escape(label_of(line))
-        dash = {"color": style["color"], "dash": DASHES[style["linestyle"]]}
+        name = escape(make_legend_label(line))
+        first_kind = next(iter(line.curves), None)
         for kind, curve in line.curves.items():
-            half = curve.half.tolist() if line.runs > 1 else None
-            bars = {"type": "data", "array": half, "visible": bool(half) and kind == "validation"}
-            text = "%{x:,.6g}: %{y:.4f}" + (" ± %{customdata:.4f}" if half else "")
-            about = {"name": name, "legendgroup": name, "line": dash, "customdata": half}
-            about["showlegend"] = kind == next(iter(line.curves))
-            about["hovertemplate"] = f"{text}<extra>{kind}, {name}</extra>"
-            mode = "lines" if kind == "training" else "markers"
-            points = {"x": curve.x[x].tolist(), "y": curve.mean.tolist(), "mode": mode}
-            figure.add_scatter(**points, **about, error_y=bars)
-    axes = {"xaxis_title": labels[0], "yaxis_title": labels[1], "title": escape(title)}
-    figure.update_layout(**axes, template="plotly_white", legend={"orientation": "h", "y": -0.2})
+            half_widths = curve.half_width.tolist() if line.num_runs > 1 else None
+            hover_text = "%{x:,.6g}: %{y:.4f}"
+            if half_widths:
+                hover_text += " ± %{customdata:.4f}"
+            figure.add_scatter(
+                x=curve.x_values[x_axis].tolist(),
+                y=curve.mean.tolist(),
+                mode="lines" if kind == "training" else "markers",
+                name=name,
+                legendgroup=name,
+                line={
+                    "color": line.style["color"],
+                    "dash": PLOTLY_DASHES[line.style["linestyle"]],
+                },
+                customdata=half_widths,
+                showlegend=kind == first_kind,
+                hovertemplate=f"{hover_text}<extra>{kind}, {name}</extra>",
+                error_y={
+                    "type": "data",
+                    "array": half_widths,
+                    "visible": bool(half_widths) and kind == "validation",
+                },
+            )
+    figure.update_layout(
+        xaxis_title=x_label,
+        yaxis_title=y_label,
+        title=escape(title),
+        template="plotly_white",
+        legend={"orientation": "h", "y": -0.2},
+    )
     files.write_text(out, figure.to_html(include_plotlyjs=True, full_html=True))
 
 
 # ---- the figures of a paper ----
 
 
-def plot_paper_curves(lines: list[Line], x: str):
-    """Training above validation loss: a column for each size, then for its DDL variants."""
-    sizes = list(dict.fromkeys(line.size for line in lines))
-    columns = {
-        s: [line for line in lines if line.size == s and not is_variant(line)] for s in sizes
-    }
-    for size in sizes:
-        own = [line for line in lines if line.size == size]
-        if any(is_variant(line) for line in own):
-            variants = [e for e in own if not e.number or (e.stem or "").startswith(EXPANDED_STEM)]
-            columns[f"{size},\nDDL variants"] = variants
-    columns = {title: members for title, members in columns.items() if members}
-    labels = [line.name for line in lines] + [PUBLISHED] * any(line.published for line in lines)
-    figure, axes = panels(2, len(columns), 1.9 if len(columns) > 1 else 2.4, labels)
-    entries: dict = {}
-    for (title, members), pair in zip(columns.items(), axes.T):
-        pair[0].set_title(title)
-        for axis, kind in zip(pair, ("training", "validation")):
-            for line in members:
-                draw_curve(axis, line, kind, x, entries)
-            label_x(axis, x, [], kind)
-            limit_y(axis, [line for line in lines if line.size == members[0].size], kind)
-            if not any(kind in line.curves for line in members):
+def make_paper_legend_labels(lines: list[Line]) -> list[str]:
+    """Return the names of the lines, and the label of the stars if a published loss is known."""
+    labels = [line.name for line in lines]
+    if any(line.published_loss for line in lines):
+        labels.append(PUBLISHED_LABEL)
+    return labels
+
+
+def list_sizes(lines: list[Line]) -> list[str]:
+    """Return the sizes of the lines, each once, in their order."""
+    return list(dict.fromkeys(line.size for line in lines))
+
+
+def choose_paper_columns(lines: list[Line]) -> dict[str, list[Line]]:
+    """Return the lines of each column of the paper's figure by its title.
+
+    Each size has a column without the DDL variants. After those, each size that has DDL variants
+    has a second one: the baseline, the expanded-state DDL model and its variants.
+    """
+    columns = {}
+    for size in list_sizes(lines):
+        columns[size] = [line for line in lines if line.size == size and not is_ddl_variant(line)]
+    for size in list_sizes(lines):
+        of_this_size = [line for line in lines if line.size == size]
+        if any(is_ddl_variant(line) for line in of_this_size):
+            columns[f"{size},\nDDL variants"] = [
+                line
+                for line in of_this_size
+                if not line.style_number or (line.model_name or "").startswith(EXPANDED_MODEL)
+            ]
+    return {title: column_lines for title, column_lines in columns.items() if column_lines}
+
+
+def plot_paper_curves(lines: list[Line], x_axis: str) -> "Figure":
+    """Draw training above validation loss, in the columns of `choose_paper_columns`."""
+    columns = choose_paper_columns(lines)
+    row_height = 1.9 if len(columns) > 1 else 2.4
+    figure, axes = make_panels(2, len(columns), row_height, make_paper_legend_labels(lines))
+    artists: dict[str, Artist] = {}
+    for (title, column_lines), column_axes in zip(columns.items(), axes.T):
+        training_axis, validation_axis = column_axes
+        training_axis.set_title(title)
+        for axis, kind in ((training_axis, "training"), (validation_axis, "validation")):
+            for line in column_lines:
+                draw_curve(axis, line, kind, x_axis, artists)
+            format_x_axis(axis, x_axis, [], kind)
+            # columns of one size have the same limits
+            of_this_size = [line for line in lines if line.size == column_lines[0].size]
+            set_y_limits(axis, of_this_size, kind)
+            if not any(kind in line.curves for line in column_lines):
                 axis.text(0.5, 0.5, "none", transform=axis.transAxes, ha="center", va="center")
                 axis.set(xticks=[], yticks=[])
-        pair[0].set_xlabel("")
-        for line in members:
-            draw_published(pair[1], line, x, entries)
-    for axis, kind in zip(axes[:, 0], ("training", "validation")):
-        axis.set_ylabel(f"{kind} loss\n(nats per token)")
-    add_legend(figure, entries)
+        training_axis.set_xlabel("")
+        for line in column_lines:
+            draw_published_loss(validation_axis, line, x_axis, artists)
+    axes[0, 0].set_ylabel("training loss\n(nats per token)")
+    axes[1, 0].set_ylabel("validation loss\n(nats per token)")
+    add_legend(figure, artists)
     return figure
 
 
-def is_variant(line: Line) -> bool:
-    """Of several columns, read or embedded in another way than the paper's main model."""
-    return (line.stem or "").startswith(EXPANDED_STEM) and line.stem != EXPANDED_STEM
+def is_ddl_variant(line: Line) -> bool:
+    """Return whether an expanded-state DDL model reads or embeds differently from the main one."""
+    model_name = line.model_name or ""
+    return model_name.startswith(EXPANDED_MODEL) and model_name != EXPANDED_MODEL
 
 
-def plot_costs(lines: list[Line]):
-    """Validation loss against steps, tokens, FLOPs and seconds, a row for each size."""
+def plot_costs(lines: list[Line]) -> "Figure":
+    """Draw validation loss against steps, tokens, FLOPs and seconds, in a row for each size."""
     lines = [line for line in lines if "validation" in line.curves]
-    sizes, entries = list(dict.fromkeys(line.size for line in lines)), {}
-    labels = [line.name for line in lines] + [PUBLISHED] * any(line.published for line in lines)
-    figure, axes = panels(len(sizes), len(X_LABELS), 2.1, labels, sharey="row")
-    for size, row in zip(sizes, axes):
-        members = [line for line in lines if line.size == size]
-        for axis, x in zip(row, X_LABELS):
-            for line in members:
-                draw_curve(axis, line, "validation", x, entries)
-                draw_published(axis, line, x, entries)
-            label_x(axis, x, members, "validation")
-            limit_y(axis, members, "validation")
-        row[0].set_ylabel("validation loss\n(nats per token)")
-        row[0].set_title(size if len(sizes) > 1 else "", loc="left")
-    add_legend(figure, entries)
+    sizes = list_sizes(lines)
+    legend_labels = make_paper_legend_labels(lines)
+    figure, axes = make_panels(len(sizes), len(X_LABELS), 2.1, legend_labels, sharey="row")
+    artists: dict[str, Artist] = {}
+    for size, row_axes in zip(sizes, axes):
+        of_this_size = [line for line in lines if line.size == size]
+        for axis, x_axis in zip(row_axes, X_LABELS):
+            for line in of_this_size:
+                draw_curve(axis, line, "validation", x_axis, artists)
+                draw_published_loss(axis, line, x_axis, artists)
+            format_x_axis(axis, x_axis, of_this_size, "validation")
+            set_y_limits(axis, of_this_size, "validation")
+        row_axes[0].set_ylabel("validation loss\n(nats per token)")
+        row_axes[0].set_title(size if len(sizes) > 1 else "", loc="left")
+    add_legend(figure, artists)
     return figure
 
 
-def plot_differences(lines: list[Line], baseline: str, unit: str):
-    """What separates each group from the baseline at every evaluation, a panel for each size."""
+def plot_differences(lines: list[Line], baseline_name: str, unit: str) -> "Figure":
+    """Draw each group minus the baseline at every evaluation, in a panel for each size."""
     lines = [line for line in lines if "difference" in line.curves]
-    sizes, entries = list(dict.fromkeys(line.size for line in lines)), {}
-    figure, axes = panels(1, len(sizes), 2.6, [line.name for line in lines])
+    sizes = list_sizes(lines)
+    figure, axes = make_panels(1, len(sizes), 2.6, [line.name for line in lines])
+    artists: dict[str, Artist] = {}
     for size, axis in zip(sizes, axes[0]):
         for line in lines:
             if line.size == size:
-                draw_curve(axis, line, "difference", "steps", entries)
+                draw_curve(axis, line, "difference", "steps", artists)
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_title(size if len(sizes) > 1 else "")
-        label_x(axis, "steps", [], "difference")
-    axes[0, 0].set_ylabel(f"{unit}\nless that of {baseline}")
-    add_legend(figure, entries)
+        format_x_axis(axis, "steps", [], "difference")
+    axes[0, 0].set_ylabel(f"{unit}\nless that of {baseline_name}")
+    add_legend(figure, artists)
     return figure
 
 
-def plot_final(rows: list[tuple[Line, Estimate, str]], baseline: str, unit: str):
-    """Intervals of the final differences, and a word for each; a single pair has no interval."""
-    figure, axes = panels(1, 1, 0.24 * len(rows) + 0.65, [])
-    axis, places = axes[0, 0], np.arange(len(rows))[::-1]
-    for place, (line, estimate, word) in zip(places, rows):
-        half = estimate.half if estimate.n > 1 else None
-        points = {"fmt": line.marker, "color": line.look["color"], "capsize": 3}
-        axis.errorbar(estimate.mean, place, xerr=half, **points)
-        beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        text = f"{estimate.text('+.4f')}  {word}"
-        axis.annotate(text, (1, place), xytext=(6, 0), va="center", **beside)
+def plot_final(rows: list[tuple[Line, Estimate, str]], baseline_name: str, unit: str) -> "Figure":
+    """Draw the final differences with their intervals and verdicts.
+
+    rows: (line, difference, verdict). A difference of a single pair has no interval.
+    """
+    figure, axes = make_panels(1, 1, 0.24 * len(rows) + 0.65, [])
+    axis = axes[0, 0]
+    positions = np.arange(len(rows))[::-1]
+    for position, (line, estimate, verdict) in zip(positions, rows):
+        axis.errorbar(
+            estimate.mean,
+            position,
+            xerr=estimate.half_width if estimate.n > 1 else None,
+            fmt=line.marker,
+            color=line.style["color"],
+            capsize=3,
+        )
+        axis.annotate(
+            f"{estimate.format('+.4f')}  {verdict}",
+            (1, position),
+            xytext=(6, 0),
+            va="center",
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+        )
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(places, [line.name for line, _, _ in rows])
-    axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel=f"{unit} less that of {baseline}")
+    axis.set_yticks(positions, [line.name for line, _, _ in rows])
+    axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel=f"{unit} less that of {baseline_name}")
     axis.grid(axis="y", visible=False)
     return figure
 
 
-STATISTICS = {  # the telling ones first
+STATISTIC_LABELS = {  # in the order in which a figure prefers them
     "beta": "gate β",
     "beta_erase": "gate of the erase",
     "discrepancy_after": "discrepancy after",
@@ -542,58 +858,76 @@ STATISTICS = {  # the telling ones first
     "effective_sources": "effective sources",
     "embedding_weight": "weight of embedding",
 }
-SITES = {"attn": "attention", "mlp": "MLP"}
-RESIDUAL_ROWS, ROW_LABEL = 6, 16  # groups in a figure; characters in a line of their names
+SITE_LABELS = {"attn": "attention", "mlp": "MLP"}
+MAX_RESIDUAL_ROWS = 6  # groups in one figure
+ROW_LABEL_LENGTH = 16  # characters
 
 
-def shown_statistics(line: Line) -> list[str]:
-    own = list(dict.fromkeys(name for each in line.residual.values() for name in each))
-    order = [*STATISTICS, *own]
-    return sorted(own, key=order.index)[:2]
+def choose_statistics(line: Line) -> list[str]:
+    """Return the two statistics of a line that a figure shows."""
+    names = []
+    for statistics in line.residual_statistics.values():
+        names += [name for name in statistics if name not in names]
+    preference = [*STATISTIC_LABELS, *names]
+    return sorted(names, key=preference.index)[:2]
 
 
-def residual_figures(lines: list[Line]) -> dict[str, list[Line]]:
-    """Lines whose sites have the same statistics, by the file name of their figure."""
-    kinds: dict[str, list[Line]] = {}
+def group_lines_by_statistics(lines: list[Line]) -> dict[str, list[Line]]:
+    """Group lines that show the same residual statistics, by the file name of their figure."""
+    lines_by_name: dict[str, list[Line]] = {}
     for line in lines:
-        if line.residual:
-            name = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(["residual", *shown_statistics(line)]))
-            kinds.setdefault(name[:100], []).append(line)
-    return {kind: members[:RESIDUAL_ROWS] for kind, members in kinds.items()}
+        if line.residual_statistics:
+            name = "_".join(["residual", *choose_statistics(line)])
+            name = re.sub(r"[^A-Za-z0-9_]+", "_", name)[:100]
+            lines_by_name.setdefault(name, []).append(line)
+    return {name: members[:MAX_RESIDUAL_ROWS] for name, members in lines_by_name.items()}
 
 
-def plot_residual(lines: list[Line]):
-    """Means over tokens of what sites say, over training: a row for each line, a curve a block."""
+def plot_residual(lines: list[Line]) -> "Figure":
+    """Draw residual statistics over training: a row for each line, a curve for each block."""
     colors = errors.import_optional("matplotlib.colors", "a figure")
     mappable = errors.import_optional("matplotlib.cm", "a figure").ScalarMappable
     palette = errors.import_optional("matplotlib", "a figure").colormaps["viridis"]
-    names = shown_statistics(lines[0])
-    columns = [(site, name) for name in names for site in lines[0].residual][:4]
-    figure, axes = panels(len(lines), len(columns), 1.3, [], sharex=True, sharey="col")
-    every = [values for e in lines for site in e.residual.values() for _, values in site.values()]
-    blocks = max(values.shape[1] for values in every)
-    shades = colors.ListedColormap(palette(np.linspace(0, 0.85, blocks)))
-    scale = mappable(colors.BoundaryNorm(np.arange(blocks + 1) - 0.5, blocks), shades)
-    for line, row in zip(lines, axes):
-        for axis, (site, name) in zip(row, columns):
-            steps, values = line.residual.get(site, {}).get(name, ([], np.empty((0, 0))))
-            for block, own in enumerate(values.T):
-                axis.plot(steps, own, color=scale.to_rgba(block), linestyle=STYLES[block % 4])
-        row[0].set_ylabel(wrapped(line.name))
-    for axis, (site, name) in zip(axes[0], columns):
-        axis.set_title(f"{STATISTICS.get(name, name.replace('_', ' '))},\n{SITES.get(site, site)}")
+    columns = [
+        (site, statistic)
+        for statistic in choose_statistics(lines[0])
+        for site in lines[0].residual_statistics
+    ][:4]
+    figure, axes = make_panels(len(lines), len(columns), 1.3, [], sharex=True, sharey="col")
+    num_blocks = max(
+        values.shape[1]
+        for line in lines
+        for statistics in line.residual_statistics.values()
+        for _, values in statistics.values()
+    )
+    # the last shades of the palette are too pale on white
+    shades = colors.ListedColormap(palette(np.linspace(0, 0.85, num_blocks)))
+    scale = mappable(colors.BoundaryNorm(np.arange(num_blocks + 1) - 0.5, num_blocks), shades)
+    for line, row_axes in zip(lines, axes):
+        for axis, (site, statistic) in zip(row_axes, columns):
+            statistics = line.residual_statistics.get(site, {})
+            if statistic in statistics:
+                steps, values = statistics[statistic]
+                for block, block_values in enumerate(values.T):
+                    color = scale.to_rgba(block)
+                    axis.plot(steps, block_values, color=color, linestyle=STYLES[block % 4])
+        row_axes[0].set_ylabel(wrap_name(line.name))
+    for axis, (site, statistic) in zip(axes[0], columns):
+        statistic_label = STATISTIC_LABELS.get(statistic, statistic.replace("_", " "))
+        axis.set_title(f"{statistic_label},\n{SITE_LABELS.get(site, site)}")
     for axis in axes[-1]:
-        label_x(axis, "steps", [], "")
-    bar = figure.colorbar(scale, ax=axes, shrink=min(1.0, 2 / len(lines)), aspect=25, label="block")
-    bar.set_ticks(np.unique(np.linspace(0, blocks - 1, min(blocks, 6)).round()))
+        format_x_axis(axis, "steps", [], "")
+    shrink = min(1.0, 2 / len(lines))
+    bar = figure.colorbar(scale, ax=axes, shrink=shrink, aspect=25, label="block")
+    bar.set_ticks(np.unique(np.linspace(0, num_blocks - 1, min(num_blocks, 6)).round()))
     return figure
 
 
-def wrapped(name: str) -> str:
-    """In lines no longer than a row of panels is high."""
+def wrap_name(name: str) -> str:
+    """Break a name into lines of at most ROW_LABEL_LENGTH characters, so that it fits its row."""
     lines = [""]
     for word in re.findall(r"[^-_= ]*[-_= ]?", name):
-        if len(lines[-1] + word) > ROW_LABEL:
+        if len(lines[-1] + word) > ROW_LABEL_LENGTH:
             lines.append("")
         lines[-1] += word
-    return "\n".join(line.strip()[:ROW_LABEL] for line in lines)
+    return "\n".join(line.strip()[:ROW_LABEL_LENGTH] for line in lines)

@@ -1,4 +1,4 @@
-"""Figures and tables of finished or running runs.
+"""Make figures and tables of finished or running runs.
 
     python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte]
     python research/report.py curves RUN RUN RUN ... --band     mean and 95% interval over seeds
@@ -7,13 +7,15 @@
     python research/report.py paper RUN RUN RUN ... --out=report     a paper's tables and figures
     python research/report.py runs RUN RUN RUN ... --out=runs.csv    a row for each run
 
-RUN is a run folder made by train.py, a folder that holds some, or a runs.csv. Runs that differ in
-their seed alone are one row of a table: the mean, its 95% interval and how many they are. What
-cannot be read is named and left out. research/docs/report.md says more.
+RUN is a run folder made by train.py, a folder that contains some, or a runs.csv. Runs that differ in
+their seed alone are one row of a table, with the mean, its 95% interval and the number of runs. Runs
+that cannot be read are named and left out. See research/docs/report.md for more.
 """
 
 import os
 import sys
+from argparse import ArgumentParser, Namespace, _SubParsersAction
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,196 +30,327 @@ import configurator
 from research import compare, paper, plots, runs, tables
 from training import metrics
 from training.provenance import store_figures
+from utils.tables import format_markdown
 
-NAMED = 3  # runs that an error names
+MAX_ERRORS = 3  # unreadable runs that an error message names
 Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
 
-def read(args) -> tuple[list[runs.Run], list[str]]:
-    """(the runs of the command line, lines on what was left out). ValueError: there is none."""
-    found, faults = runs.load(args.runs)
-    if not found:
-        more = [f"and {len(faults) - NAMED} more"] * (len(faults) > NAMED)
-        raise ValueError("; ".join([*faults[:NAMED], *more]))
-    found = compare.select(found, args.where)
-    return found, [*faults, *(f"{run.name}: {note}" for run in found for note in run.notes)]
+def read_runs(args: Namespace) -> tuple[list[runs.Run], list[str]]:
+    """Read the runs of the command line, and select those of `--where`.
+
+    Returns:
+        the runs, and notes on what was left out
+
+    Raises:
+        ValueError: no run can be read, or `--where` selects none
+    """
+    readable, error_lines = runs.load(args.runs)
+    if not readable:
+        message = "; ".join(error_lines[:MAX_ERRORS])
+        if len(error_lines) > MAX_ERRORS:
+            message += f"; and {len(error_lines) - MAX_ERRORS} more"
+        raise ValueError(message)
+    selected = compare.select_runs(readable, args.where)
+    notes = list(error_lines)
+    for run in selected:
+        notes += [f"{run.name}: {note}" for note in run.notes]
+    return selected, notes
 
 
-def print_notes(lines: list[str]) -> None:
-    for line in lines:
-        print(f"note: {' '.join(line.split())}", file=sys.stderr)
+def print_notes(notes: list[str]) -> None:
+    """Print each note as one line on stderr."""
+    for note in notes:
+        print(f"note: {' '.join(note.split())}", file=sys.stderr)
 
 
-def beside(found: list[runs.Run], name: str) -> Path:
-    """A file in the run's folder or, of several runs, in the folder that holds them."""
-    paths = [run.path.resolve() for run in found]
+def get_default_out(loaded: list[runs.Run], name: str) -> Path:
+    """Return a path in the folder of a single run, or in the folder that contains several."""
+    paths = [run.path.resolve() for run in loaded]
     if len(paths) == 1 and not paths[0].is_file():
         return paths[0] / name
     return Path(os.path.commonpath([path.parent for path in paths])) / name
 
 
-def draw_curves(args) -> None:
+def draw_curves(args: Namespace) -> None:
+    """Draw the loss curves of `report.py curves`."""
     if args.out and args.out.suffix not in SUFFIXES:
         raise ValueError(f"--out={args.out}: give a name that ends with {', '.join(SUFFIXES)}")
-    found, notes = read(args)
-    lines, more = lines_of(found, args)
-    print_notes([*notes, *more])
-    out = args.out or beside(found, "loss.png")
+    loaded, notes = read_runs(args)
+    lines, line_notes = make_lines(loaded, args)
+    print_notes([*notes, *line_notes])
+    out = args.out or get_default_out(loaded, "loss.png")
     out.parent.mkdir(parents=True, exist_ok=True)
     draw = plots.write_page if out.suffix == ".html" else plots.plot_losses
-    title = compare.shortened(found[0].name) if len(found) == 1 else ""
-    draw(lines, args.x, (plots.X_LABELS[args.x], Y_LABELS[args.y]), out, title)
+    draw(
+        lines,
+        x_axis=args.x,
+        x_label=plots.X_LABELS[args.x],
+        y_label=Y_LABELS[args.y],
+        out=out,
+        title=compare.shorten(loaded[0].name) if len(loaded) == 1 else "",
+    )
     print(f"drew {out}")
 
 
-def lines_of(found: list[runs.Run], args) -> tuple[list[plots.Line], list[str]]:
-    """(a line for each run, or each setting with --band; notes). ValueError: nothing to draw."""
-    found = sorted(found, key=paper.paper_order)
+def make_lines(loaded: list[runs.Run], args: Namespace) -> tuple[list[plots.Line], list[str]]:
+    """Make a line for each run, or for each setting with `--band`.
+
+    Returns:
+        the lines, and notes on what cannot be drawn or compared
+
+    Raises:
+        ValueError: there is nothing to draw
+    """
+    loaded = sorted(loaded, key=paper.get_paper_position)
     if args.band:
-        groups = compare.groups_of(found, same_step=False)
+        groups = compare.group_runs(loaded, require_same_step=False)
     else:
-        labels = compare.labels_of(found) if len(found) > 1 else [found[0].stem or found[0].name]
-        groups = [compare.group_of(label, [run]) for label, run in zip(labels, found)]
-    numbers = plots.look_numbers([group.stem for group in groups])
-    lines = [plots.line_of(group, number) for group, number in zip(groups, numbers)]
-    notes = [f"{group.name}: {line}" for group in groups for line in group.cautions]
-    for group, line in zip(groups, lines):
+        labels = [loaded[0].model_name or loaded[0].name]
+        if len(loaded) > 1:
+            labels = compare.make_labels(loaded)
+        groups = [compare.make_group(label, [run]) for label, run in zip(labels, loaded)]
+    notes = [f"{group.name}: {caution}" for group in groups for caution in group.cautions]
+    style_numbers = plots.assign_style_numbers([group.model_name for group in groups])
+    lines = []
+    for group, style_number in zip(groups, style_numbers):
+        line = plots.make_line(group, style_number)
         if any(run.path.is_file() for run in group.runs):
             notes.append(f"{line.name}: a runs.csv has no curves: give its run folder")
         elif not line.curves:
             notes.append(f"{line.name}: no step with a loss that all its runs have")
-        elif args.y == "bits_per_byte" and line.curves:
-            in_bits_per_byte(line, group, notes)
-    lines = [line for line in lines if line.curves]
+        elif args.y == "bits_per_byte":
+            convert_to_bits_per_byte(line, group, notes)
+        if line.curves:
+            lines.append(line)
     if not lines:
         raise ValueError("; ".join(notes) + ": nothing to draw")
-    tokens = {compare.vocabulary(run): group.name for group in groups for run in group.runs}
-    if args.y == "loss" and len(tokens) > 1:
-        reason = "losses of different tokens are no comparison, --y=bits_per_byte may be"
-        notes.append(f"{reason}: {' | '.join(tokens.values())}")
+    name_by_vocabulary = {
+        compare.get_vocabulary(run): group.name for group in groups for run in group.runs
+    }
+    if args.y == "loss" and len(name_by_vocabulary) > 1:
+        notes.append(
+            "losses of different tokens are no comparison, --y=bits_per_byte may be: "
+            f"{' | '.join(name_by_vocabulary.values())}"
+        )
     return lines, notes
 
 
-def in_bits_per_byte(line: plots.Line, group: compare.Group, notes: list[str]) -> None:
-    """Take the curves over, or drop them where the size of a text is not known."""
-    sizes = {run.bytes_per_token for run in group.runs}
-    if None in sizes or len(sizes) > 1:
+def convert_to_bits_per_byte(line: plots.Line, group: compare.Group, notes: list[str]) -> None:
+    """Convert the curves of a line, or remove them if the size of the text is not known."""
+    bytes_per_token = {run.bytes_per_token for run in group.runs}
+    if None in bytes_per_token or len(bytes_per_token) > 1:
         notes.append(f"{line.name}: --y=bits_per_byte: its shards' text size is unknown")
         line.curves = {}
         return
-    factor = metrics.compute_bits_per_byte(1.0, sizes.pop())
-    training = line.curves.get("training")
-    if training:
-        mean, half = training.mean * factor, training.half * factor
-        line.curves["training"] = plots.Curve(training.steps, training.x, mean, half)
-    if line.raw:
-        line.raw = plots.Series(line.raw.steps, line.raw.x, line.raw.values * factor)
-    evaluations = [plots.series(r, r.evaluations, "val_bits_per_byte") for r in group.runs]
-    line.curves |= {"validation": plots.validation_curve(evaluations)}
-    line.curves = {kind: curve for kind, curve in line.curves.items() if curve}
+    factor = metrics.compute_bits_per_byte(1.0, bytes_per_token.pop())
+    evaluations = [
+        plots.extract_series(run, run.evaluations, "val_bits_per_byte") for run in group.runs
+    ]
+    curves = {"validation": plots.make_validation_curve(evaluations)}
+    if "training" in line.curves:
+        training = line.curves["training"]
+        curves["training"] = plots.Curve(
+            steps=training.steps,
+            x_values=training.x_values,
+            mean=training.mean * factor,
+            half_width=training.half_width * factor,
+        )
+    # training first, because its curve gives the legend its artist
+    line.curves = {kind: curves[kind] for kind in ("training", "validation") if curves.get(kind)}
+    if line.raw_training:
+        line.raw_training = plots.Series(
+            steps=line.raw_training.steps,
+            x_values=line.raw_training.x_values,
+            values=line.raw_training.values * factor,
+        )
 
 
-def print_table(args) -> None:
-    found, notes = read(args)
-    evaluated = [run for run in found if run.final]
-    notes += [f"{run.name} has no evaluation yet" for run in found if not run.final]
+def print_table(args: Namespace) -> None:
+    """Print the table of `report.py table`."""
+    loaded, notes = read_runs(args)
+    evaluated = [run for run in loaded if run.final_evaluation]
+    notes += [f"{run.name} has no evaluation yet" for run in loaded if not run.final_evaluation]
     if not evaluated:
-        raise ValueError("; ".join(notes[-NAMED:]))
-    groups = compare.groups_of(evaluated, keys_of(args))
-    compared = []
+        raise ValueError("; ".join(notes[-MAX_ERRORS:]))
+    groups = compare.group_runs(evaluated, list_group_keys(args))
+    comparisons = []
     if args.against:
-        compared = compare.compare(groups, compare.find_baseline(groups, args.against))
-    table = tables.table_of_losses(groups, compared)
-    print_notes([*notes, *tables.cautions(groups, compared)])
+        baseline = compare.find_baseline(groups, args.against)
+        comparisons = compare.compare_groups(groups, baseline)
+    table = tables.make_loss_table(groups, comparisons)
+    print_notes([*notes, *tables.list_cautions(groups, comparisons)])
     if args.json:
-        rows = [{"run": r.name, "model": r.stem, "seed": r.seed, **r.final} for r in evaluated]
-        store_figures(args.json, {"rows": rows, "groups": table.figures})
-    print(tables.tables.format_markdown(table.header, table.rows))
+        rows = []
+        for run in evaluated:
+            rows.append(
+                {
+                    "run": run.name,
+                    "model": run.model_name,
+                    "seed": run.seed,
+                    **run.final_evaluation,
+                }
+            )
+        store_figures(args.json, {"rows": rows, "groups": table.numbers})
+    print(format_markdown(table.header, table.rows))
     if args.by_sequence:
-        print_sequences(groups, args)
+        print_sequence_differences(groups, args)
 
 
-def print_sequences(groups: list[compare.Group], args) -> None:
-    """Differences over the sequences of losses.npz, between the runs of one seed."""
-    baseline = compare.find_baseline(groups, args.against)
-    base = {run.seed: run for run in baseline.runs}
+def print_sequence_differences(groups: list[compare.Group], args: Namespace) -> None:
+    """Print differences over the sequences of losses.npz, between runs of the same seed."""
+    baseline_group = compare.find_baseline(groups, args.against)
+    baseline_by_seed = {run.seed: run for run in baseline_group.runs}
     rows = []
-    for run in (run for group in groups if group is not baseline for run in group.runs):
-        if run.seed in base:
-            estimate = compare.paired_by_sequence(run, base[run.seed])
-            rows.append([run.name, base[run.seed].name, estimate.text("+.4f")])
+    for group in groups:
+        if group is baseline_group:
+            continue
+        for run in group.runs:
+            if run.seed in baseline_by_seed:
+                baseline = baseline_by_seed[run.seed]
+                difference = compare.compare_by_sequence(run, baseline)
+                rows.append([run.name, baseline.name, difference.format("+.4f")])
     header = ["run", "less", "nats per token, mean over sequences (their number)"]
-    print(f"\n{tables.tables.format_markdown(header, rows)}")
+    print(f"\n{format_markdown(header, rows)}")
 
 
-def keys_of(args) -> list[str]:
+def list_group_keys(args: Namespace) -> list[str]:
+    """Return the keys of `--by`, which can be repeated and can have several keys."""
     return [key for text in args.by for key in text.split(",")]
 
 
-def make_paper(args) -> None:
+def write_paper(args: Namespace) -> None:
+    """Write the folder of `report.py paper`."""
     if args.out:
-        paper.check_out(args.out)  # before minutes of reading
-    found, notes = read(args)
-    out = args.out or beside(found, "report")
+        paper.check_out(args.out)  # before the runs are read, which can take minutes
+    loaded, notes = read_runs(args)
+    out = args.out or get_default_out(loaded, "report")
     paper.check_out(out)
-    print_notes([*notes, f"{len(found)} runs read"])
-    paper.write(found, notes, keys_of(args), args.against, args.x, out)
+    print_notes([*notes, f"{len(loaded)} runs read"])
+    paper.write(
+        loaded,
+        omitted=notes,
+        keys=list_group_keys(args),
+        against=args.against,
+        x_axis=args.x,
+        out=out,
+    )
     print(f"wrote {out / 'report.md'}")
 
 
-def store_runs(args) -> None:
-    found, notes = read(args)
+def store_runs(args: Namespace) -> None:
+    """Add rows to the file of `report.py runs`."""
+    loaded, notes = read_runs(args)
     print_notes(notes)
-    added, replaced = runs.write_csv(found, args.out)
-    print(f"{args.out}: {added} runs added, {replaced} replaced")
+    num_added, num_replaced = runs.write_csv(loaded, args.out)
+    print(f"{args.out}: {num_added} runs added, {num_replaced} replaced")
 
 
-def arguments():
+def add_command(
+    commands: _SubParsersAction, name: str, run: Callable[[Namespace], None], help: str
+) -> ArgumentParser:
+    """Add a subcommand with the arguments that all of them have."""
+    parser = commands.add_parser(name, help=help)
+    parser.set_defaults(run=run)
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE[,VALUE]",
+        help="read only runs with this setting; repeat it to require several settings",
+    )
+    return parser
+
+
+def add_group_options(parser: ArgumentParser, baseline_help: str) -> None:
+    """Add the options that group runs and name the baseline."""
+    parser.add_argument(
+        "--by",
+        action="append",
+        default=[],
+        metavar="KEY[,KEY]",
+        help="settings that make a row (default: all settings but the seed)",
+    )
+    parser.add_argument("--against", help=baseline_help)
+
+
+def parse_arguments() -> Namespace:
+    """Parse the command line."""
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    axis_help = "x axis (default: %(default)s); seconds are device-seconds after the first step"
 
-    def command(name: str, run, about: str):
-        added = commands.add_parser(name, help=about)
-        added.set_defaults(run=run)
-        added.add_argument("runs", nargs="+", metavar="RUN")
-        where = "only runs with this setting; several times: all of them"
-        keys = {"action": "append", "default": [], "metavar": "KEY=VALUE[,VALUE]"}
-        added.add_argument("--where", **keys, help=where)
-        return added.add_argument
+    curves = add_command(
+        commands, "curves", draw_curves, "draw loss curves as a picture or an interactive page"
+    )
+    curves.add_argument("--x", default="steps", choices=runs.AXES, help=axis_help)
+    curves.add_argument("--y", default="loss", choices=Y_LABELS, help="y axis (default: loss)")
+    curves.add_argument(
+        "--band",
+        action="store_true",
+        help="draw the mean and 95%% interval of runs that differ in their seed alone",
+    )
+    curves.add_argument(
+        "--out",
+        type=Path,
+        help=f"output file, {', '.join(SUFFIXES)} (default: loss.png in the run, or beside the "
+        "runs)",
+    )
 
-    def grouping(add, baseline: str) -> None:
-        keys = {"action": "append", "default": [], "metavar": "KEY[,KEY]"}
-        add("--by", **keys, help="what makes a row (default: all settings but the seed)")
-        add("--against", help=baseline)
+    table = add_command(
+        commands, "table", print_table, "print the last evaluation of each run as Markdown"
+    )
+    add_group_options(
+        table, "baseline of the paired differences: the name of a row, or one of its runs"
+    )
+    table.add_argument(
+        "--by_sequence",
+        action="store_true",
+        help="also print differences over validation sequences, from the losses.npz of the runs",
+    )
+    table.add_argument(
+        "--json",
+        type=Path,
+        help="also write the rows to this file, with commit, machine and date",
+    )
 
-    axes = {"choices": runs.AXES, "help": "seconds: device-seconds after the first step"}
-    add = command("curves", draw_curves, "loss curves as a picture or an interactive page")
-    add("--x", default="steps", **axes)
-    add("--y", choices=Y_LABELS, default="loss")
-    add("--band", action="store_true", help="runs that differ in the seed: mean, 95%% interval")
-    out = f"{', '.join(SUFFIXES)} (default: loss.png in the run, or beside the runs)"
-    add("--out", type=Path, help=out)
-    add = command("table", print_table, "the last evaluation of each run, as Markdown")
-    grouping(add, "a baseline among the rows, its name or one of its runs: paired differences")
-    pairs = "also differences over validation sequences, by the runs' losses.npz"
-    add("--by_sequence", action="store_true", help=pairs)
-    add("--json", type=Path, help="write the rows there as well, with commit, machine and date")
-    add = command("paper", make_paper, "tables and figures of a paper, as one folder")
-    grouping(add, f"a baseline in each size of models (default: {plots.BASELINE_STEM})")
-    add("--x", default="tokens", **axes)
-    folder = "a new folder, or an earlier report's (default: report, beside the runs)"
-    add("--out", type=Path, help=folder)
-    add = command("runs", store_runs, "a row for each run in a CSV file, which the others read")
-    add("--out", type=Path, required=True, help="of rows it has, those of the same name go")
+    paper_command = add_command(
+        commands, "paper", write_paper, "write the tables and figures of a paper to one folder"
+    )
+    add_group_options(
+        paper_command, f"baseline of each model size (default: {plots.BASELINE_MODEL})"
+    )
+    paper_command.add_argument("--x", default="tokens", choices=runs.AXES, help=axis_help)
+    paper_command.add_argument(
+        "--out",
+        type=Path,
+        help="a new folder, or that of an earlier report (default: report, beside the runs)",
+    )
+
+    runs_command = add_command(
+        commands,
+        "runs",
+        store_runs,
+        "store a row for each run in a CSV file, which the other commands read",
+    )
+    runs_command.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="CSV file; its rows with the names of these runs are replaced",
+    )
+
     args = parser.parse_args()
     if args.command == "table" and args.by_sequence and not args.against:
         parser.error("--by_sequence needs --against: name the baseline")
     return args
 
 
-def main():
-    args = arguments()
+def main() -> None:
+    """Run the command."""
+    args = parse_arguments()
     with errors.one_line_errors():
         args.run(args)
 

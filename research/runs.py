@@ -1,8 +1,9 @@
-"""Runs as data: run folders of train.py, folders that hold some, or a runs.csv.
+"""Read runs as data: run folders of train.py, folders that contain some, or a runs.csv.
 
-A run folder is too large for git. runs.csv keeps a row for each run: a column has the name of a
-setting (`max_steps`) or of a score (`val_loss`), and what else is known has its field's name before
-it (`totals.tokens`, `machine.machine`). A cell is text or JSON, empty where nothing is known.
+A run folder is too large for git, so runs.csv stores a row for each run. A column has the name of a
+setting (`max_steps`) or of a score (`val_loss`). The columns of a nested field have the field's name
+as a prefix (`totals.tokens`, `machine.machine`). A cell is text or JSON, and empty if its value is
+not known.
 """
 
 import csv
@@ -12,10 +13,12 @@ import io
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,155 +31,234 @@ from utils import errors, files
 if TYPE_CHECKING:
     import polars as pl
 
-POINTS = 2000  # of a training curve
+MAX_CURVE_POINTS = 2000  # of a training curve
 AXES = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
-COMMON = tuple(AXES.values())  # of every line of metrics.jsonl
-CURVE = ("loss", "grad_norm", "tokens_per_second", "memory")  # of a training step
-COUNTS = ("tokens", "flops", "val_sequences")
-# Settings that tell no two runs apart.
-UNSHOWN = {"out_dir", "resume", "dry_run", "device", "wandb_log", "wandb_project"}
-UNSHOWN |= {"wandb_run_name", "tensorboard"}
-# Of an entry of eval.py, what reports need.
-ENTRY = "task shots settings shown averaged weights record tokens commit date machine".split()
-PLAIN = "name step parameters commit processes first_seconds notes accuracy".split()
-NESTED = ("totals", "machine", "corpus")
-LONG = {"packages"}  # of a corpus: a list that its sha256 stands for
+COMMON_COLUMNS = tuple(AXES.values())  # every line of metrics.jsonl has them
+TRAINING_COLUMNS = ("loss", "grad_norm", "tokens_per_second", "memory")
+INTEGER_COLUMNS = ("tokens", "flops", "val_sequences")
+# settings that do not distinguish one run from another
+HIDDEN_SETTINGS = {
+    "out_dir",
+    "resume",
+    "dry_run",
+    "device",
+    "wandb_log",
+    "wandb_project",
+    "wandb_run_name",
+    "tensorboard",
+}
+# the keys of an entry of eval.py that reports need
+ACCURACY_KEYS = (
+    "task",
+    "shots",
+    "settings",
+    "shown",
+    "averaged",
+    "weights",
+    "record",
+    "tokens",
+    "commit",
+    "date",
+    "machine",
+)
+# the fields of Run that are columns of runs.csv, and those that are dicts with a column per key
+PLAIN_FIELDS = (
+    "name",
+    "step",
+    "parameters",
+    "commit",
+    "processes",
+    "first_seconds",
+    "notes",
+    "accuracy",
+)
+NESTED_FIELDS = ("totals", "machine", "corpus")
+OMITTED_KEYS = {"packages"}  # a long list of a corpus, which its sha256 stands for
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run; what is not known is None or empty.
+    """A run; a value that is not known is None or empty.
 
-    path: its folder, or the runs.csv. settings: keys of the run and its model. corpus:
-    `Corpus.identity`. machine: what `training.provenance.machine` says, at the last start.
-    training: float64 columns COMMON and CURVE, a row for each step, or the means of equal groups of
-    steps (the largest `memory`). evaluations: COMMON and the numbers `val_*`. residual: the records
-    of `statistics_interval`. totals: last tokens, flops and seconds, median `tokens_per_second` and
-    largest `memory` of all steps. first_seconds: those of the first step, which compiles.
-    published: the paper's results for its model. accuracy: what eval.py stored of its newest
-    checkpoint. A row of runs.csv has no training curve, and of the evaluations the last.
+    path: the run folder or the runs.csv. settings: the keys of the run and of its model. corpus:
+    `Corpus.identity`. machine: the result of `training.provenance.machine` at the last start.
+    training: float64 columns COMMON_COLUMNS and TRAINING_COLUMNS, a row for each step; long runs
+    have the means of groups of equally many steps (of `memory` the maximum). evaluations:
+    COMMON_COLUMNS and the numbers `val_*`. residual_records: the lines of metrics.jsonl that
+    `statistics_interval` writes. totals: the last tokens, flops and seconds, the median
+    `tokens_per_second` and the maximum `memory` of all steps. first_seconds: the duration of the
+    first step, which includes compilation. published: the paper's results for the model. accuracy:
+    the entries of eval.py for the newest checkpoint.
+
+    A run from a row of runs.csv has no training curve, and only the last evaluation.
     """
 
     name: str
     path: Path
-    stem: str | None
-    settings: dict
+    model_name: str | None
+    settings: dict[str, Any]
     seed: int | None
     parameters: int | None
-    corpus: dict
+    corpus: dict[str, Any]
     commit: str | None
-    machine: dict | None
+    machine: dict[str, Any] | None
     processes: int
     training: "pl.DataFrame"
     evaluations: "pl.DataFrame"
-    residual: list[dict] = field(default_factory=list)
+    residual_records: list[dict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     published: Published | None = None
     accuracy: list[dict] = field(default_factory=list)
     first_seconds: float | None = None
     step: int = 0
-    totals: dict = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
 
     @property
-    def final(self) -> dict | None:
-        """The last evaluation, None before the first one."""
-        rows = self.evaluations.tail(1).to_dicts()
-        known = {key: value for key, value in rows[0].items() if value is not None} if rows else {}
-        return {k: int(v) if k in COUNTS else v for k, v in known.items()} or None
+    def final_evaluation(self) -> dict[str, Any] | None:
+        """The last evaluation without unknown values, or None before the first evaluation."""
+        evaluation = {}
+        for row in self.evaluations.tail(1).to_dicts():
+            for key, value in row.items():
+                if value is not None:
+                    evaluation[key] = int(value) if key in INTEGER_COLUMNS else value
+        return evaluation or None
 
     @property
     def finished(self) -> bool | None:
-        """Whether the last evaluation is that of the last step; None where that is not known."""
-        steps = self.settings.get("max_steps")
-        return None if steps is None else bool(self.final) and self.final["step"] >= steps
+        """True if the last step was evaluated, None if the number of steps is not known."""
+        max_steps = self.settings.get("max_steps")
+        if max_steps is None:
+            return None
+        evaluation = self.final_evaluation
+        return evaluation is not None and evaluation["step"] >= max_steps
 
     @property
     def flops_per_token(self) -> float | None:
-        flops, tokens = self.totals.get("flops"), self.totals.get("tokens")
+        """The FLOPs of training per token."""
+        flops = self.totals.get("flops")
+        tokens = self.totals.get("tokens")
         return flops / tokens if flops is not None and tokens else None
 
     @property
     def device_seconds(self) -> float | None:
-        """Of training steps, without the first one."""
+        """The seconds of all training steps but the first, times the number of processes."""
         seconds = self.totals.get("seconds")
-        return None if seconds is None else (seconds - (self.first_seconds or 0)) * self.processes
+        if seconds is None:
+            return None
+        return (seconds - (self.first_seconds or 0)) * self.processes
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of the training text per token."""
+        """The UTF-8 bytes of the training text per token."""
         counts = self.corpus.get("train", {})
-        known = "bytes" in counts and counts.get("tokens")
-        return counts["bytes"] / counts["tokens"] if known else None
+        if "bytes" not in counts or not counts.get("tokens"):
+            return None
+        return counts["bytes"] / counts["tokens"]
 
-    def x(self, frame, axis: str, first_step: bool = True):
-        """A frame's column of one of AXES; seconds times the processes.
+    def get_x_values(
+        self, frame: "pl.DataFrame", axis: str, include_first_step: bool = True
+    ) -> "pl.Series":
+        """Return a frame's column of one of AXES; seconds are multiplied by the processes.
 
-        first_step=False: without the seconds of the first step.
+        include_first_step: whether seconds count the first step, which includes compilation.
         """
         values = frame[AXES[axis]]
         if axis != "seconds":
             return values
-        return (values - (0 if first_step else self.first_seconds or 0)) * self.processes
+        seconds_before = 0 if include_first_step else self.first_seconds or 0
+        return (values - seconds_before) * self.processes
 
 
 # ---- which runs ----
 
 
-def load(paths: list) -> tuple[list[Run], list[str]]:
-    """(the runs that can be read, each once; a line for each that cannot)."""
-    import_polars()  # a missing package is no fault of a run
-    found, faults = {}, []
+class RunSource(NamedTuple):
+    """The source of a run: its folder, or a file and the name of a row in it."""
+
+    path: Path
+    row_name: str | None
+
+
+def load(paths: list[str | Path]) -> tuple[list[Run], list[str]]:
+    """Read runs, each once.
+
+    Returns:
+        the runs that can be read, and an error line for each run that cannot
+    """
+    import_polars()  # otherwise a missing package would be reported as an error of every run
+    run_by_source: dict[RunSource, Run] = {}
+    error_lines = []
     for path in map(Path, paths):
         try:
-            readers = readers_of(path)
+            readers = make_readers(path)
         except ValueError as error:
-            faults.append(str(error))
+            error_lines.append(str(error))
             continue
-        for where, read in readers.items():
+        for source, read in readers.items():
+            if source in run_by_source:
+                continue
             try:
-                if where not in found:
-                    found[where] = read()
+                run_by_source[source] = read()
             except ValueError as error:
-                faults.append(f"{where[1] or where[0].name}: {error}")
-    return with_own_names(list(found.values())), faults
+                error_lines.append(f"{source.row_name or source.path.name}: {error}")
+    return make_names_unique(list(run_by_source.values())), error_lines
 
 
-def import_polars():
+def import_polars() -> ModuleType:
+    """Return polars, or raise ValueError if it is not installed."""
     return errors.import_optional("polars", "a report of runs")
 
 
-def readers_of(path: Path) -> dict:
-    """{what identifies a run: a function that reads it}. ValueError: there is none."""
+def make_readers(path: Path) -> dict[RunSource, Callable[[], Run]]:
+    """Return, for each run at a path, a function that reads it.
+
+    Raises:
+        ValueError: there is no run at the path
+    """
     if path.is_file():
-        where = path.resolve()
         return {
-            (where, row["name"]): lambda row=row: run_of_row(row, path) for row in rows_of(path)
+            RunSource(path.resolve(), row["name"]): partial(make_run, row, path)
+            for row in read_rows(path)
         }
     if not path.is_dir():
         raise ValueError(f"{path} is not there: give a run folder made by train.py")
-    folders = run_folders(path)
+    folders = find_run_folders(path)
     if not folders:
         raise ValueError(f"{path} holds no metrics.jsonl: give a run folder made by train.py")
-    return {(each.resolve(), None): lambda each=each: read_run(each) for each in folders}
+    return {RunSource(folder.resolve(), None): partial(read_run, folder) for folder in folders}
 
 
-def run_folders(path: Path) -> list[Path]:
-    """The folder itself, or all run folders below it, by name."""
+def find_run_folders(path: Path) -> list[Path]:
+    """Return the folder itself if it is a run folder, otherwise all run folders in it, by name."""
     if any((path / name).exists() for name in ("metrics.jsonl", "checkpoints", "status.json")):
         return [path]
-    below = sorted(each for each in path.iterdir() if each.is_dir() and each.name[0] != ".")
-    return [folder for child in below for folder in run_folders(child)]
+    run_folders = []
+    for folder in sorted(path.iterdir()):
+        if folder.is_dir() and not folder.name.startswith("."):
+            run_folders += find_run_folders(folder)
+    return run_folders
 
 
-def with_own_names(runs: list[Run]) -> list[Run]:
-    """Names that come twice have as many of their parents before them as tell them apart."""
-    names, parents = [run.name for run in runs], []
+def make_names_unique(runs: list[Run]) -> list[Run]:
+    """Prefix names that occur twice with as many of their parent folders as distinguish them."""
+    names = [run.name for run in runs]
+    parents_by_run = []
     for run in runs:
         path = run.path.resolve()
-        parents.append([*path.parent.parts, *([path.stem] if path.is_file() else [])])
-    while again := [i for i, name in enumerate(names) if names.count(name) > 1 and parents[i]]:
-        for index, parent in [(i, parents[i].pop()) for i in again]:
-            names[index] = f"{parent}/{names[index]}"
+        parents = list(path.parent.parts)
+        if path.is_file():
+            parents.append(path.stem)
+        parents_by_run.append(parents)
+    while True:
+        repeated = [
+            index
+            for index, name in enumerate(names)
+            if names.count(name) > 1 and parents_by_run[index]
+        ]
+        if not repeated:
+            break
+        for index in repeated:
+            names[index] = f"{parents_by_run[index].pop()}/{names[index]}"
     return [replace(run, name=name) for run, name in zip(runs, names)]
 
 
@@ -184,111 +266,175 @@ def with_own_names(runs: list[Run]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """The Run of a folder. ValueError: its metrics.jsonl is missing or has no step."""
+    """Read the run of a folder.
+
+    Raises:
+        ValueError: its metrics.jsonl is missing or has no step
+    """
     records, notes = read_records(folder / "metrics.jsonl")
-    trained = [each for each in records if is_finite(each.get("loss"))]
-    evaluated = [each for each in records if is_finite(each.get("val_loss"))]
-    names = dict.fromkeys([*COMMON, *(k for each in evaluated for k in each if k[:4] == "val_")])
-    saved, state = newest_state(folder, notes)
-    settings = state.get("run_config", {}) | state.get("model_config", {})
-    machine, steps = state.get("trained_on"), frame_of(trained, (*COMMON, *CURVE))
+    training_records = [record for record in records if is_finite(record.get("loss"))]
+    evaluation_records = [record for record in records if is_finite(record.get("val_loss"))]
+    evaluation_columns = list(COMMON_COLUMNS)
+    for record in evaluation_records:
+        for key in record:
+            if key.startswith("val_") and key not in evaluation_columns:
+                evaluation_columns.append(key)
+    first_seconds = None
+    if training_records and training_records[0]["step"] == 1:
+        first_seconds = training_records[0].get("seconds")
+    checkpoint_folder, state = read_newest_state(folder, notes)
+    parameters = count_parameters(state, notes) if state else None
+    accuracy = []
+    if checkpoint_folder is not None:
+        accuracy = read_accuracy(folder, checkpoint_folder, notes)
+    settings = {**state.get("run_config", {}), **state.get("model_config", {})}
+    machine = state.get("trained_on")
+    steps = make_frame(training_records, (*COMMON_COLUMNS, *TRAINING_COLUMNS))
     return Run(
         name=folder.resolve().name,
         path=folder,
-        stem=state.get("model"),
-        settings={key: value for key, value in settings.items() if key not in UNSHOWN},
+        model_name=state.get("model"),
+        settings={key: value for key, value in settings.items() if key not in HIDDEN_SETTINGS},
         seed=settings.get("seed"),
-        parameters=parameters_of(state, notes) if state else None,
+        parameters=parameters,
         corpus=state.get("corpus", {}),
         commit=state.get("commit"),
         machine=machine,
         processes=(machine or {}).get("processes", 1),
-        training=thinned(steps),
-        evaluations=frame_of(evaluated, tuple(names)),
-        residual=[each for each in records if "residual" in each],
+        training=average_rows(steps),
+        evaluations=make_frame(evaluation_records, tuple(evaluation_columns)),
+        residual_records=[record for record in records if "residual" in record],
         notes=notes,
-        published=published_of(state) if state else None,
-        accuracy=accuracy_of(folder, saved, notes) if saved else [],
-        first_seconds=trained[0].get("seconds") if trained and trained[0]["step"] == 1 else None,
+        published=find_published_results(state) if state else None,
+        accuracy=accuracy,
+        first_seconds=first_seconds,
         step=records[-1]["step"],
-        totals=totals_of(steps),
+        totals=compute_totals(steps),
     )
 
 
 def read_records(path: Path) -> tuple[list[dict], list[str]]:
-    """(the lines of metrics.jsonl that count, notes on the others). ValueError: there is none.
+    """Read the valid lines of metrics.jsonl.
 
-    A kill cuts the last line, and a run that went on from an earlier step does steps again: of a
-    step that comes twice the later line counts.
+    A kill can cut the last line, and a run that resumed from an earlier step repeats steps: of a
+    step that occurs twice, the later line is valid.
+
+    Returns:
+        the valid records, and notes on the other lines
+
+    Raises:
+        ValueError: the file cannot be read, or has no valid line
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ValueError(f"metrics.jsonl is missing or unreadable ({error.strerror})") from error
-    records, damaged = [], []
+    notes = []
+    records = []
+    damaged_lines = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            record["step"] + 0
+            record["step"] + 0  # is a TypeError unless it is a number
             records.append(record)
         except (ValueError, TypeError, KeyError):
-            damaged.append(number)
-    notes = [f"no record of a step: {listed('line', damaged)} of metrics.jsonl"] if damaged else []
-    counting, lowest, trained = [], math.inf, math.inf
-    for record in reversed(records):
-        if record["step"] <= lowest and not ("loss" in record and record["step"] >= trained):
-            counting.append(record)
-            lowest, trained = record["step"], record["step"] if "loss" in record else trained
-    if len(counting) < len(records):
-        notes.append(f"{len(records) - len(counting)} lines of metrics.jsonl were done again later")
-    bad = [
-        e["step"] for e in counting for k in ("loss", "val_loss") if not is_finite(e.get(k, 0.0))
-    ]
-    notes += [f"no finite loss: {listed('step', bad[::-1])}"] if bad else []
-    if not counting:
+            damaged_lines.append(number)
+    if damaged_lines:
+        notes.append(
+            f"no record of a step: {format_numbers('line', damaged_lines)} of metrics.jsonl"
+        )
+    valid_records = drop_repeated_steps(records)
+    if len(valid_records) < len(records):
+        notes.append(
+            f"{len(records) - len(valid_records)} lines of metrics.jsonl were done again later"
+        )
+    steps_without_loss = []
+    for record in valid_records:
+        for key in ("val_loss", "loss"):
+            if not is_finite(record.get(key, 0.0)):
+                steps_without_loss.append(record["step"])
+    if steps_without_loss:
+        notes.append(f"no finite loss: {format_numbers('step', steps_without_loss)}")
+    if not valid_records:
         raise ValueError("; ".join(["metrics.jsonl has no step yet", *notes]))
-    return counting[::-1], notes
+    return valid_records, notes
 
 
-def is_finite(value) -> bool:
+def drop_repeated_steps(records: list[dict]) -> list[dict]:
+    """Return the records without those that a later record of the same or a lower step replaces."""
+    valid_records = []
+    lowest_step = math.inf
+    lowest_training_step = math.inf
+    for record in reversed(records):
+        # a step has one training record and can have several others
+        is_training = "loss" in record
+        is_repeated = is_training and record["step"] >= lowest_training_step
+        if record["step"] <= lowest_step and not is_repeated:
+            valid_records.append(record)
+            lowest_step = record["step"]
+            if is_training:
+                lowest_training_step = record["step"]
+    return valid_records[::-1]
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def listed(unit: str, numbers: list) -> str:
-    """line 5; steps 5, 6, 7 and 20 more."""
-    more = f" and {len(numbers) - 3:,} more" if len(numbers) > 3 else ""
-    return f"{unit}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:3]))}{more}"
+def format_numbers(unit: str, numbers: list) -> str:
+    """Format numbers with their unit: `line 5`, or `steps 5, 6, 7 and 20 more`."""
+    if len(numbers) > 1:
+        unit = f"{unit}s"
+    text = f"{unit} {', '.join(map(str, numbers[:3]))}"
+    if len(numbers) > 3:
+        text += f" and {len(numbers) - 3:,} more"
+    return text
 
 
-def frame_of(records: list[dict], columns: tuple):
-    """float64 columns (`step` of evaluations too); what a record lacks, or is no number, is null."""
+def make_frame(records: list[dict], columns: tuple[str, ...]) -> "pl.DataFrame":
+    """Return float64 columns of records, including `step`; a value that is no number is null."""
     pl = import_polars()
-
-    def number(value):
-        return float(value) if is_finite(value) else None
-
-    data = {name: [number(record.get(name)) for record in records] for name in columns}
+    data = {}
+    for column in columns:
+        values = [record.get(column) for record in records]
+        data[column] = [float(value) if is_finite(value) else None for value in values]
     return pl.DataFrame(data, schema=dict.fromkeys(columns, pl.Float64))
 
 
-def thinned(frame):
-    """Means of at most POINTS equal groups of rows; of `memory` the largest."""
+def average_rows(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """Return the means of at most MAX_CURVE_POINTS equal groups of rows; of `memory` the maximum."""
     pl = import_polars()
-    if frame.height <= POINTS:
+    if frame.height <= MAX_CURVE_POINTS:
         return frame
-    group = (pl.int_range(pl.len()) * POINTS // pl.len()).alias("group")
-    means = [pl.col(n).max() if n == "memory" else pl.col(n).mean() for n in frame.columns]
-    return frame.group_by(group, maintain_order=True).agg(means).drop("group")
+    group = (pl.int_range(pl.len()) * MAX_CURVE_POINTS // pl.len()).alias("group")
+    averages = []
+    for name in frame.columns:
+        averages.append(pl.col(name).max() if name == "memory" else pl.col(name).mean())
+    return frame.group_by(group, maintain_order=True).agg(averages).drop("group")
 
 
-def totals_of(steps) -> dict[str, float]:
-    how = {"tokens_per_second": lambda c: c.median(), "memory": lambda c: c.max()}
-    columns = {n: steps[n].drop_nulls() for n in (*COMMON[1:], *how)}
-    return {n: how.get(n, lambda c: c[-1])(column) for n, column in columns.items() if len(column)}
+def compute_totals(steps: "pl.DataFrame") -> dict[str, float]:
+    """Return `Run.totals` of the training steps; a column without any value is left out."""
+    totals = {}
+    for name in ("tokens", "flops", "seconds", "tokens_per_second", "memory"):
+        column = steps[name].drop_nulls()
+        if not len(column):
+            continue
+        if name == "tokens_per_second":
+            totals[name] = column.median()
+        elif name == "memory":
+            totals[name] = column.max()
+        else:
+            totals[name] = column[-1]
+    return totals
 
 
-def newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict]:
-    """(checkpoint, its state.json) of the newest one that can be read."""
+def read_newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict[str, Any]]:
+    """Return the newest checkpoint that can be read and its state.json, or (None, {}).
+
+    A note is appended for each checkpoint that cannot be read.
+    """
     for path in reversed(checkpoint.list_checkpoints(folder)):
         try:
             return path, checkpoint.read_state(path)
@@ -298,21 +444,24 @@ def newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict]:
     return None, {}
 
 
-def parameters_of(state: dict, notes: list[str]) -> int | None:
+def count_parameters(state: dict[str, Any], notes: list[str]) -> int | None:
+    """Return the number of parameters of a state's model; if it cannot be built, append a note."""
     try:
-        return count_of(state["model"], json.dumps(state["model_config"]))
+        return count_model_parameters(state["model"], json.dumps(state["model_config"]))
     except (ValueError, TypeError) as error:
         notes.append(f"its model cannot be made: {error}")
+        return None
 
 
 @cache
-def count_of(stem: str, model_config: str) -> int:
+def count_model_parameters(model_name: str, model_config: str) -> int:
+    """Return the number of parameters of a model; `model_config` is JSON."""
     with torch.device("meta"):
-        return build(stem, **json.loads(model_config)).num_parameters()
+        return build(model_name, **json.loads(model_config)).num_parameters()
 
 
-def published_of(state: dict) -> Published | None:
-    """None where this code does not have the stem or its keys."""
+def find_published_results(state: dict[str, Any]) -> Published | None:
+    """Return the paper's results, or None if this code has no such model or lacks its keys."""
     try:
         config = model_class(state["model"]).Config(**state["model_config"])
         return find_published(state["model"], config, state)
@@ -320,117 +469,177 @@ def published_of(state: dict) -> Published | None:
         return None
 
 
-def accuracy_of(folder: Path, saved: Path, notes: list[str]) -> list[dict]:
-    """What eval.py has stored of the checkpoint, in the run or in the folder that holds it."""
-    sums, entries = saved / checkpoint.CHECKSUMS, []
-    weights = hashlib.sha256(sums.read_bytes()).hexdigest() if sums.is_file() else None
+def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> list[dict]:
+    """Return the entries of eval.py for a checkpoint.
+
+    They are in the folder of the run or in its parent. A note is appended for each results file that
+    cannot be read.
+    """
+    checksums_file = checkpoint_folder / checkpoint.CHECKSUMS
+    weights = None
+    if checksums_file.is_file():
+        weights = hashlib.sha256(checksums_file.read_bytes()).hexdigest()
+    accuracy = []
     for path in (folder / "eval/results.json", folder.resolve().parent / "eval/results.json"):
         try:
-            stored = files.read_json(path).get("entries", []) if path.exists() else []
-            own = [entry for entry in stored if entry.get("weights") == weights]
-            entries += [{key: entry[key] for key in ENTRY if key in entry} for entry in own]
+            entries = files.read_json(path).get("entries", []) if path.exists() else []
+            matching_entries = [entry for entry in entries if entry.get("weights") == weights]
         except (ValueError, AttributeError) as error:
             notes.append(f"{path} is left out: {error}")
-    return entries
+            continue
+        for entry in matching_entries:
+            accuracy.append({key: entry[key] for key in ACCURACY_KEYS if key in entry})
+    return accuracy
 
 
 # ---- runs.csv ----
 
 
 def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
-    """Add a row for each run, in the place of the row of the same name; processes take turns.
+    """Add a row for each run to a runs.csv; it replaces a row with the same name.
 
-    Returns (rows added, rows replaced). ValueError: the file is no runs.csv.
+    A lock on the folder serializes processes that write to the same file.
+
+    Returns:
+        the number of rows added and of rows replaced
+
+    Raises:
+        ValueError: the existing file is no runs.csv
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        before = {row["name"]: row for row in rows_of(path)} if path.exists() else {}
-        new = {run.name: row_of(run) for run in runs}
-        rows = list({**before, **new}.values())
+        old_rows = {row["name"]: row for row in read_rows(path)} if path.exists() else {}
+        new_rows = {run.name: make_row(run) for run in runs}
+        rows = list({**old_rows, **new_rows}.values())
+        columns = sorted({key for row in rows for key in row}, key=make_column_sort_key)
         text = io.StringIO()
-        columns = sorted({key for row in rows for key in row}, key=column_order)
-        table = csv.DictWriter(text, columns, lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
         files.write_text(path, text.getvalue())
     finally:
         os.close(folder)
-    return len(new.keys() - before.keys()), len(new.keys() & before.keys())
+    num_replaced = len(new_rows.keys() & old_rows.keys())
+    return len(new_rows) - num_replaced, num_replaced
 
 
-def column_order(column: str) -> tuple:
-    """Name, scores, what the run was and cost, settings, what is nested; each by name."""
-    about = column in (*PLAIN, "model", "seed")
-    return column != "name", not column.startswith("val_"), not about, "." in column, column
+def make_column_sort_key(column: str) -> tuple:
+    """Sort the name first, then scores, fields of the run, settings and nested fields, by name."""
+    is_field = column in (*PLAIN_FIELDS, "model", "seed")
+    return (column != "name", not column.startswith("val_"), not is_field, "." in column, column)
 
 
-def row_of(run: Run) -> dict[str, str]:
-    final = run.final or {}
-    known = {name: getattr(run, name) for name in PLAIN} | {"model": run.stem}
-    known |= {key: value for key, value in final.items() if key.startswith("val_")}
-    known |= run.settings | {f"val_{key}": final.get(key) for key in COMMON}
-    known["notes"], known["accuracy"] = run.notes or None, run.accuracy or None
-    for name in NESTED:
-        inner = getattr(run, name) or {}
-        known |= {f"{name}.{key}": value for key, value in inner.items() if key not in LONG}
-    return {k: cell(v) for k, v in known.items() if v is not None or k in run.settings}
+def make_row(run: Run) -> dict[str, str]:
+    """Return the cells of a run's row by column; unknown values, except settings, have no cell."""
+    evaluation = run.final_evaluation or {}
+    values = {
+        **{name: getattr(run, name) for name in PLAIN_FIELDS},
+        "model": run.model_name,
+        **{key: value for key, value in evaluation.items() if key.startswith("val_")},
+        **run.settings,
+        **{f"val_{key}": evaluation.get(key) for key in COMMON_COLUMNS},
+        "notes": run.notes or None,
+        "accuracy": run.accuracy or None,
+    }
+    for name in NESTED_FIELDS:
+        for key, value in (getattr(run, name) or {}).items():
+            if key not in OMITTED_KEYS:
+                values[f"{name}.{key}"] = value
+    return {
+        column: format_cell(value)
+        for column, value in values.items()
+        if value is not None or column in run.settings
+    }
 
 
-def cell(value) -> str:
-    """Text as it is, unless it reads as JSON; all else as JSON."""
-    return (
-        value if value and isinstance(value, str) and parsed(value) == value else json.dumps(value)
-    )
+def format_cell(value: Any) -> str:
+    """Return text as it is, unless it could be read as JSON; all other values as JSON."""
+    if value and isinstance(value, str) and parse_cell(value) == value:
+        return value
+    return json.dumps(value)
 
 
-def parsed(text: str):
+def parse_cell(text: str) -> Any:
+    """Return the value of a cell: that of JSON, otherwise the text itself."""
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    """The rows without their empty cells. ValueError: no runs.csv, or a name comes twice."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a runs.csv without their empty cells.
+
+    Raises:
+        ValueError: the file is no runs.csv, or has two rows with the same name
+    """
     with open(path, encoding="utf-8", newline="") as file:
         try:
-            rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+            rows = [
+                {column: text for column, text in row.items() if text}
+                for row in csv.DictReader(file)
+            ]
         except (UnicodeDecodeError, csv.Error):
             rows = []
     names = [row.get("name") for row in rows]
     if not rows or None in names:
-        fix = "give a run folder, or a runs.csv"
-        raise ValueError(f"{path} is no file of report.py runs: {fix}")
-    if again := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{path} has two rows named {again[0]!r}: take one out")
+        raise ValueError(f"{path} is no file of report.py runs: give a run folder, or a runs.csv")
+    repeated_names = [name for name in names if names.count(name) > 1]
+    if repeated_names:
+        raise ValueError(f"{path} has two rows named {repeated_names[0]!r}: take one out")
     return rows
 
 
-def run_of_row(row: dict[str, str], path: Path) -> Run:
-    """The Run of a row of runs.csv. ValueError: it is damaged."""
-    pl, values = import_polars(), {key: parsed(text) for key, text in row.items()}
-    known = {name: values.pop(name, None) for name in PLAIN}
-    for name in NESTED:
-        inner = [key for key in values if key.startswith(f"{name}.")]
-        known[name] = {key.partition(".")[2]: values.pop(key) for key in inner} or None
-    final = {key: values.pop(key) for key in list(values) if key.startswith("val_")}
-    final = {k[4:] if k[4:] in COMMON else k: value for k, value in final.items()}
+def make_run(row: dict[str, str], path: Path) -> Run:
+    """Return the run of a row of the runs.csv at `path`.
+
+    Raises:
+        ValueError: the row is damaged
+    """
+    pl = import_polars()
+    values = {column: parse_cell(text) for column, text in row.items()}
+    plain = {name: values.pop(name, None) for name in PLAIN_FIELDS}
+    nested: dict[str, dict] = {}
+    for name in NESTED_FIELDS:
+        columns = [column for column in values if column.startswith(f"{name}.")]
+        nested[name] = {column.removeprefix(f"{name}."): values.pop(column) for column in columns}
+    evaluation = {}
+    for column in [column for column in values if column.startswith("val_")]:
+        name = column.removeprefix("val_")  # val_step is the step of the evaluation
+        evaluation[name if name in COMMON_COLUMNS else column] = values.pop(column)
+    training_columns = (*COMMON_COLUMNS, *TRAINING_COLUMNS)
     try:
-        for name, empty in (("notes", []), ("accuracy", []), ("corpus", {}), ("totals", {})):
-            known[name] = known[name] or empty
-        known |= {"step": int(known["step"]), "processes": known["processes"] or 1, "path": path}
-        known |= {"stem": values.get("model"), "settings": values, "seed": values.get("seed")}
-        types = dict.fromkeys((*COMMON, *CURVE), pl.Float64)
-        evaluations = pl.DataFrame([final] if final else None)
-        run = Run(**known, training=pl.DataFrame(schema=types), evaluations=evaluations)
-        if run.stem is None:
+        run = Run(
+            name=plain["name"],
+            path=path,
+            model_name=values.get("model"),
+            settings=values,  # all other columns are settings
+            seed=values.get("seed"),
+            parameters=plain["parameters"],
+            corpus=nested["corpus"],
+            commit=plain["commit"],
+            machine=nested["machine"] or None,
+            processes=plain["processes"] or 1,
+            training=pl.DataFrame(schema=dict.fromkeys(training_columns, pl.Float64)),
+            evaluations=pl.DataFrame([evaluation] if evaluation else None),
+            notes=plain["notes"] or [],
+            accuracy=plain["accuracy"] or [],
+            first_seconds=plain["first_seconds"],
+            step=int(plain["step"]),
+            totals=nested["totals"],
+        )
+        if run.model_name is None:
             return run
-        of_model = {key.name for key in fields(model_class(run.stem).Config)}
-        state: dict = {"model": run.stem, "corpus": run.corpus, "step": run.step}
-        state["model_config"] = {k: v for k, v in values.items() if k in of_model}
-        state["run_config"] = {k: v for k, v in values.items() if k not in of_model}
-        return replace(run, published=published_of(state))
+        model_keys = {key.name for key in fields(model_class(run.model_name).Config)}
+        state = {
+            "model": run.model_name,
+            "corpus": run.corpus,
+            "step": run.step,
+            "model_config": {k: v for k, v in run.settings.items() if k in model_keys},
+            "run_config": {k: v for k, v in run.settings.items() if k not in model_keys},
+        }
+        return replace(run, published=find_published_results(state))
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"damaged: make its row again by report.py runs ({error})") from error

@@ -1,16 +1,16 @@
-"""Train a grid of settings, one run of train.py each, and tabulate the last evaluations over seeds.
+"""Train a grid of settings with train.py, and tabulate the final evaluations over seeds.
 
     python research/sweep.py config/ddl_dv4_small.py --ddl_value_channels=1,2,4 --seed=0..4
     python research/sweep.py config/ddl_dv4_small.py ... --nproc_per_node=4    each run on four GPUs
     python research/sweep.py config/demo_cpu.py --seed=0..4 --jobs=2         two runs at a time
     python research/sweep.py config/ddl_dv4_small.py ... --mode=slurm        write a Slurm array
-    python research/sweep.py config/ddl_dv4_small.py ... --mode=table        tabulate what is there
+    python research/sweep.py config/ddl_dv4_small.py ... --mode=table        tabulate finished runs
 
 A key of train.py with several values, `a,b,c` or an inclusive range of integers `a..b`, is swept;
-every combination is a cell. A key with one value goes to every cell. A value that itself holds a
-comma is not supported. The same command started again skips finished cells and continues the
-others. `<out>/<cell>/` is the cell's run folder, `<out>/<cell>.log` what train.py printed;
-`<out>/table.md`, `table.json` and `plot.png` are the results.
+every combination of values is a cell. A key with one value applies to all cells. A value that itself
+contains a comma is not supported. Started again, the same command skips finished cells and resumes
+the others. `<out>/<cell>/` is the run folder of a cell, and `<out>/<cell>.log` is the output of its
+train.py. The results are `<out>/table.md`, `table.json` and `plot.png`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,8 +51,8 @@ from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
-OWN_KEYS = ("out_dir", "resume", "dry_run")  # of train.py, set here for every cell
-MOST_CELLS = 10_000
+KEYS_OF_CELLS = ("out_dir", "resume", "dry_run")  # keys of train.py that the sweep sets itself
+MAX_CELLS = 10_000
 
 
 @dataclass
@@ -61,33 +61,34 @@ class SweepConfig:
 
     mode: Literal["local", "slurm", "cell", "table"] = option(
         "local",
-        "run all cells here; write a Slurm array; run cell --index; tabulate",
+        "run all cells (local), write a Slurm array (slurm), run one cell (cell), or tabulate "
+        "(table)",
     )
     out: str | None = option(
         None,
-        "its folder; None: sweeps/<name of the config file>",
+        "folder of the sweep (default: sweeps/<name of the config file>)",
     )
     metric: str = option(
         "val_loss",
-        "what plot.png shows: a score of the last evaluation",
+        "score of the final evaluation that plot.png shows",
     )
     jobs: int = option(
         1,
-        "local: cells at a time, which share the cores",
+        "number of cells that run at the same time with --mode=local; they share the CPU cores",
         low=1,
     )
     nproc_per_node: int = option(
         1,
-        "processes of each cell, by torchrun",
+        "number of processes of each cell, which torchrun starts",
         low=1,
     )
     gpus_per_node: int | None = option(
         None,
-        "slurm: None: nproc_per_node; 0: none",
+        "GPUs of each Slurm task; 0 requests none (default: nproc_per_node)",
     )
     index: int | None = option(
         None,
-        "cell: which one, from 0, counted over the full grid",
+        "number of the cell that --mode=cell runs, from 0, counted over the full grid",
     )
 
     def __post_init__(self):
@@ -98,160 +99,231 @@ class SweepConfig:
 class Cell:
     """One run of the grid.
 
-    values: of the swept keys; settings: all keys of the run and its model; about: what else tells
-    it apart.
+    values: the values of the swept keys. settings: all keys of the run and of its model. arguments:
+    those of train.py. description: what else distinguishes the cell, printed before its values.
     """
 
     index: int
-    values: dict
-    settings: dict
+    values: dict[str, Any]
+    settings: dict[str, Any]
     arguments: list[str]
     folder: Path
-    about: str = ""
+    description: str = ""
 
     @property
     def title(self) -> str:
+        """The values of the swept keys, as key=value."""
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
     @property
     def log(self) -> Path:
+        """The file with the output of train.py."""
         return self.folder.with_name(self.folder.name + ".log")
 
 
 # ---- the grid ----
 
 
-def read_arguments(argv: list[str]) -> tuple[SweepConfig, list[str], dict, dict]:
-    """(SweepConfig, config files, {swept key: texts}, {other key: text}). ValueError: a mistake."""
+class SweepArguments(NamedTuple):
+    """The command line: config files, texts of the swept keys, and the text of each other key."""
+
+    sweep: SweepConfig
+    files: list[str]
+    swept: dict[str, list[str]]
+    fixed: dict[str, str]
+
+
+def read_arguments(argv: list[str]) -> SweepArguments:
+    """Read the command line.
+
+    Raises:
+        ValueError: a key is unknown or has a wrong value, or nothing is swept
+    """
     files, options = configurator.split_arguments(argv)
-    schema = collect_options(SweepConfig)
+    sweep_options = collect_options(SweepConfig)
     if "help" in options:
         errors.end_quietly_on_closed_pipe()
         print(f"{__doc__}\nKeys and defaults:\n")
-        print(configurator.help_text(schema | every_option()))
+        print(configurator.help_text({**sweep_options, **every_option()}))
         sys.exit(0)
-    of_train = {key: text for key, text in options.items() if key not in schema}
-    known = schema | keys_of_cells(files, of_train)
-    configurator.check_names(options, configurator.known_names(known), prefix="--")
-    sweep = SweepConfig(**configurator.read_settings({}, options, schema))
-    for key in of_train.keys() & set(OWN_KEYS):
-        fix = "leave it out; --out=FOLDER is the sweep's folder"
-        raise ValueError(f"--{key} is set by sweep.py for every cell: {fix}")
-    several = {key for key, text in of_train.items() if "," in text or RANGE.fullmatch(text)}
-    swept = {key: expand(key, text) for key, text in of_train.items() if key in several}
-    fixed = {key: text for key, text in of_train.items() if key not in several}
+    train_options = {key: text for key, text in options.items() if key not in sweep_options}
+    known_keys = {**sweep_options, **list_train_options(files, train_options)}
+    configurator.check_names(options, configurator.known_names(known_keys), prefix="--")
+    sweep = SweepConfig(**configurator.read_settings({}, options, sweep_options))
+    swept = {}
+    fixed = {}
+    for key, text in train_options.items():
+        if key in KEYS_OF_CELLS:
+            raise ValueError(
+                f"--{key} is set by sweep.py for every cell: leave it out; --out=FOLDER is the "
+                "sweep's folder"
+            )
+        if "," in text or RANGE.fullmatch(text):
+            swept[key] = expand_values(key, text)
+        else:
+            fixed[key] = text
     if not swept:
         raise ValueError("nothing to sweep: give a key several values, --key=a,b,c or --key=0..4")
     if (sweep.index is None) == (sweep.mode == "cell"):
         raise ValueError("--index=N and --mode=cell go together")
-    stem = Path(files[0]).stem if files else fixed.get("model", "sweep")
-    return dataclasses.replace(sweep, out=sweep.out or f"sweeps/{stem}"), files, swept, fixed
+    if sweep.out is None:
+        name = Path(files[0]).stem if files else fixed.get("model", "sweep")
+        sweep = dataclasses.replace(sweep, out=f"sweeps/{name}")
+    return SweepArguments(sweep, files, swept, fixed)
 
 
-def keys_of_cells(files: list[str], options: dict[str, str]) -> dict[str, Option]:
-    """What train.py takes where it is given these."""
-    there = files and Path(files[0]).is_file()  # train.py says that it is not
-    from_file = configurator.read_config_file(files[0]) if there else {}
-    return known_options({k: from_file[k] for k in ("model",) if k in from_file}, options)
+def list_train_options(files: list[str], options: dict[str, str]) -> dict[str, Option]:
+    """Return the options that train.py has with these config files and options."""
+    file_settings = {}
+    if files and Path(files[0]).is_file():  # if it is missing, train.py's own check reports it
+        file_settings = configurator.read_config_file(files[0])
+    model_setting = {key: value for key, value in file_settings.items() if key == "model"}
+    return known_options(model_setting, options)
 
 
-def expand(key: str, text: str) -> list[str]:
-    """The values of `a,b,c`, where each may be a range `0..4`. ValueError: one is empty."""
+def expand_values(key: str, text: str) -> list[str]:
+    """Return the values of `a,b,c`, where each item can be a range `0..4`.
+
+    Raises:
+        ValueError: an item is empty, or there are too many values
+    """
     values: list[str] = []
     for item in text.split(","):
+        if not item:
+            raise ValueError(f"--{key}={text}: nothing between two commas gives no value")
         bounds = RANGE.fullmatch(item)
-        low, high = map(int, bounds.groups()) if bounds else (0, 0)
-        if not item or high < low:
-            where = item or "nothing between two commas"
-            raise ValueError(f"--{key}={text}: {where} gives no value")
-        if high - low >= MOST_CELLS:
-            raise ValueError(f"--{key}={text}: give at most {MOST_CELLS:,} values")
-        values += map(str, range(low, high + 1)) if bounds else [item]
+        if bounds is None:
+            values.append(item)
+            continue
+        low, high = map(int, bounds.groups())
+        if high < low:
+            raise ValueError(f"--{key}={text}: {item} gives no value")
+        if high - low >= MAX_CELLS:
+            raise ValueError(f"--{key}={text}: give at most {MAX_CELLS:,} values")
+        values += map(str, range(low, high + 1))
     return values
 
 
-def make_cells(sweep: SweepConfig, files: list[str], swept: dict, fixed: dict) -> list[Cell]:
-    """All cells. ValueError: too many, two are the same, or train.py would refuse one."""
-    count = math.prod(map(len, swept.values()))
-    if count > MOST_CELLS:
-        raise ValueError(f"{count:,} cells: give fewer values, a sweep has {MOST_CELLS:,} at most")
-    cells, seen = [], {}
-    for index, combination in enumerate(itertools.product(*swept.values())):
-        chosen = dict(zip(swept, combination))
-        cell = make_cell(index, chosen, [*files, *as_options(fixed | chosen)], Path(sweep.out))
-        same = tuple(sorted(cell.settings.items()))
-        if same in seen:
-            fix = "give every value once"
-            raise ValueError(f"cells {seen[same]} and {index} are both {cell.title}: {fix}")
-        seen[same] = index
-        refuse_other_run(cell)
+def make_cells(
+    sweep: SweepConfig, files: list[str], swept: dict[str, list[str]], fixed: dict[str, str]
+) -> list[Cell]:
+    """Make all cells of the grid.
+
+    Raises:
+        ValueError: there are too many cells, two are the same, or train.py would refuse one
+    """
+    num_cells = math.prod(map(len, swept.values()))
+    if num_cells > MAX_CELLS:
+        raise ValueError(
+            f"{num_cells:,} cells: give fewer values, a sweep has {MAX_CELLS:,} at most"
+        )
+    cells = []
+    index_by_settings: dict[tuple, int] = {}
+    for index, texts in enumerate(itertools.product(*swept.values())):
+        cell_texts = dict(zip(swept, texts))
+        arguments = [*files, *format_options({**fixed, **cell_texts})]
+        cell = make_cell(index, cell_texts, arguments, Path(sweep.out))
+        settings = tuple(sorted(cell.settings.items()))
+        if settings in index_by_settings:
+            raise ValueError(
+                f"cells {index_by_settings[settings]} and {index} are both {cell.title}: give "
+                "every value once"
+            )
+        index_by_settings[settings] = index
+        check_cell_folder(cell)
         cells.append(cell)
     return cells
 
 
-def as_options(values: dict) -> list[str]:
+def format_options(values: dict[str, Any]) -> list[str]:
+    """Return values as options of a command line."""
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Path) -> Cell:
+def make_cell(index: int, swept_texts: dict[str, str], arguments: list[str], out: Path) -> Cell:
+    """Make a cell from the texts of its swept keys and all arguments of train.py.
+
+    Raises:
+        ValueError: train.py would refuse the arguments
+    """
     try:
-        known = keys_of_cells(*configurator.split_arguments(arguments))
-        values = configurator.read_settings({}, chosen, known)
-        folder = out / cell_name(values)
+        train_options = list_train_options(*configurator.split_arguments(arguments))
+        values = configurator.read_settings({}, swept_texts, train_options)
+        folder = out / make_cell_name(values)
         arguments = [*arguments, f"--out_dir={folder}"]
-        # The settings that the sweep asks for, whatever run the folder may already hold. The notes
-        # are in the cell's log.
+        # These are the settings that the sweep asks for, whatever run is in the folder. The notes
+        # go to the cell's log when train.py runs.
         configs = configure(arguments, note=lambda line: None)
     except ValueError as error:
-        raise ValueError(f"cell {index} ({' '.join(as_options(chosen))}): {error}") from error
-    settings = {k: v for each in configs for k, v in dataclasses.asdict(each).items()}
-    settings = {key: value for key, value in settings.items() if key not in OWN_KEYS}
-    return Cell(index, values, settings, [*arguments, "--resume=auto"], folder)
+        raise ValueError(
+            f"cell {index} ({' '.join(format_options(swept_texts))}): {error}"
+        ) from error
+    settings = {}
+    for config in configs:
+        for key, value in dataclasses.asdict(config).items():
+            if key not in KEYS_OF_CELLS:
+                settings[key] = value
+    return Cell(
+        index=index,
+        values=values,
+        settings=settings,
+        arguments=[*arguments, "--resume=auto"],
+        folder=folder,
+    )
 
 
-def cell_name(values: dict) -> str:
-    """`key=value,...`: the same however keys are ordered and values spelt; no two alike."""
+def make_cell_name(values: dict[str, Any]) -> str:
+    """Return `key=value,...`, sorted by key with the seed last, safe as the name of a folder.
+
+    The name does not depend on the order of the keys nor on how a number was written.
+    """
     keys = sorted(values, key=lambda key: (key == "seed", key))
     return ",".join(f"{key}={quote(str(values[key]), safe='')}" for key in keys)
 
 
-def refuse_other_run(cell: Cell) -> None:
-    """ValueError: the cell's folder holds a run with other settings."""
-    steps, limit = saved_step(cell), cell.settings["max_steps"]
-    if steps > limit:
-        have = f"{cell.folder} has {steps} steps"
-        raise ValueError(f"max_steps={limit}, but {have}: give another --out")
-    if state := resume.read_saved_state("auto", str(cell.folder)):
-        # Keys that are newer than the run keep the value that it had without them.
+def check_cell_folder(cell: Cell) -> None:
+    """Raise ValueError if the cell's folder has a run with other settings."""
+    saved_step = find_saved_step(cell)
+    max_steps = cell.settings["max_steps"]
+    if saved_step > max_steps:
+        raise ValueError(
+            f"max_steps={max_steps}, but {cell.folder} has {saved_step} steps: give another --out"
+        )
+    state = resume.read_saved_state("auto", str(cell.folder))
+    if state:
+        # keys that are newer than the run keep the value that it had without them
         stored_keys = state["run_config"].keys() | state["model_config"].keys() | {"model"}
         settings = {key: cell.settings[key] for key in cell.settings if key in stored_keys}
         saved = resume.saved_settings(state)
         resume.check_unchanged(settings, saved, cell.folder, "give another --out")
 
 
-def refuse_still_running(cells: list[Cell]) -> None:
-    """ValueError: a process trains in a cell's folder; a sweep that was killed leaves such."""
-    folders, running = {f"--out_dir={cell.folder}": cell for cell in cells}, {}
+def check_no_cell_is_running(cells: list[Cell]) -> None:
+    """Raise ValueError if a process trains in a cell's folder, as after a kill of a sweep."""
+    cell_by_argument = {f"--out_dir={cell.folder}": cell for cell in cells}
+    title_by_process = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            for word in path.read_text(errors="replace").split("\0"):
-                if word in folders:
-                    running[path.parent.name] = folders[word].title
-    if running:
-        names = ", ".join(f"{pid} ({title})" for pid, title in running.items())
-        fix = "wait for them, or end them with kill"
-        raise ValueError(f"cells still run, of a sweep that was killed: processes {names}: {fix}")
+        with contextlib.suppress(OSError):  # the process may have ended
+            for argument in path.read_text(errors="replace").split("\0"):
+                if argument in cell_by_argument:
+                    title_by_process[path.parent.name] = cell_by_argument[argument].title
+    if title_by_process:
+        processes = ", ".join(f"{pid} ({title})" for pid, title in title_by_process.items())
+        raise ValueError(
+            f"cells still run, of a sweep that was killed: processes {processes}: wait for them, or "
+            "end them with kill"
+        )
 
 
-def saved_step(cell: Cell) -> int:
-    """Step of the newest checkpoint; 0: none."""
+def find_saved_step(cell: Cell) -> int:
+    """Return the step of the newest checkpoint, or 0 if there is none."""
     return max(map(checkpoint.get_step, checkpoint.list_checkpoints(cell.folder)), default=0)
 
 
-def final_evaluation(cell: Cell) -> dict | None:
-    """The evaluation after the last of max_steps; None for a cell that is not finished."""
-    status, last = stopping.read_status(cell.folder), cell.settings["max_steps"]
-    if status.ended != "finished" or status.step != last:
+def read_final_evaluation(cell: Cell) -> dict[str, Any] | None:
+    """Return the evaluation after the last of max_steps, or None if the cell is not finished."""
+    status = stopping.read_status(cell.folder)
+    if status.ended != "finished" or status.step != cell.settings["max_steps"]:
         return None
     return metrics.find_last_evaluation(cell.folder / "metrics.jsonl")
 
@@ -260,118 +332,186 @@ def final_evaluation(cell: Cell) -> dict | None:
 
 
 def catch_signals() -> list[signal.Signals]:
-    """A list to which every SIGINT and SIGTERM is added from now on."""
+    """Return a list to which every later SIGINT and SIGTERM is appended."""
     signals: list[signal.Signals] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
     return signals
 
 
-def run_cell(cell: Cell, nproc: int, signals: list, env: dict[str, str]) -> tuple[int, str]:
-    """(exit code, last line printed) of train.py; STOPPED: saved before the end, to be continued."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command = [sys.executable, *(launcher if nproc > 1 else []), str(TRAIN), *cell.arguments]
+def run_cell(
+    cell: Cell, num_processes: int, signals: list[signal.Signals], environment: dict[str, str]
+) -> tuple[int, str]:
+    """Run train.py and return its exit code and the last line that it printed.
+
+    The exit code is STOPPED if the run was saved before its end and can be resumed.
+    """
+    command = [sys.executable, str(TRAIN), *cell.arguments]
+    process_group = None
+    if num_processes > 1:
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={num_processes}",
+        ]
+        command[1:1] = launcher
+        # Ctrl-C reaches the whole process group. train.py treats it and our SIGTERM as one signal;
+        # torchrun must get SIGTERM alone.
+        process_group = 0
     cell.log.parent.mkdir(parents=True, exist_ok=True)
     with open(cell.log, "a+b") as log:
-        begin = log.seek(0, os.SEEK_END)
+        output_start = log.seek(0, os.SEEK_END)
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
         (cell.folder / "status.json").unlink(missing_ok=True)
-        # Ctrl-C reaches the whole group. train.py takes it and our SIGTERM as one; torchrun must
-        # get the latter alone.
-        group = {"process_group": 0} if nproc > 1 else {}
-        output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        code, passed_on = wait(subprocess.Popen(command, env=env, **output, **group), signals)
-        log.seek(begin)
-        printed = log.read().decode(errors="replace")
-    # torchrun has exit codes of its own, and SIGTERM before the first step just ends train.py.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=process_group,
+        )
+        exit_code, num_signals_sent = wait_for_process(process, signals)
+        log.seek(output_start)
+        output = log.read().decode(errors="replace")
+    # The exit code does not tell whether the run was stopped: torchrun has exit codes of its own, and
+    # SIGTERM before the first step ends train.py without a status.
     ended = stopping.read_status(cell.folder).ended
-    if ended == "stopped" or (passed_on and ended is None):
-        return STOPPED, last_line(printed)
-    if code == 0 and final_evaluation(cell) is None:
+    if ended == "stopped" or (num_signals_sent and ended is None):
+        return STOPPED, find_last_line(output)
+    if exit_code == 0 and read_final_evaluation(cell) is None:
         return 1, "train.py ended without the final evaluation"
-    return 128 - code if code < 0 else code, last_line(printed)
+    if exit_code < 0:
+        exit_code = 128 - exit_code  # as a shell reports the signal that ended a process
+    return exit_code, find_last_line(output)
 
 
-def wait(child: subprocess.Popen, signals: list) -> tuple[int, int]:
-    """(exit code, signals passed on as SIGTERM) once the child has ended."""
-    passed_on = 0
+def wait_for_process(process: subprocess.Popen, signals: list[signal.Signals]) -> tuple[int, int]:
+    """Wait for the end of a process, and send it a SIGTERM when a signal is caught.
+
+    Returns:
+        the exit code, and the number of signals that it was sent
+    """
+    num_signals_sent = 0
     while True:
-        if len(signals) > passed_on:
-            passed_on = len(signals)
-            child.terminate()
+        if len(signals) > num_signals_sent:
+            num_signals_sent = len(signals)
+            process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.wait(timeout=0.2), passed_on
+            return process.wait(timeout=0.2), num_signals_sent
 
 
-def last_line(printed: str) -> str:
-    """The last line of train.py's own, which torchrun's traceback may bury; else of all."""
-    lines = [line for line in printed.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("train.py: ")]
-    return [*lines[-1:], *own][-1]
+def find_last_line(output: str) -> str:
+    """Return the last line that train.py itself printed, otherwise the last line.
+
+    A traceback of torchrun may follow train.py's own error line.
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    train_lines = [line for line in lines if line.startswith("train.py: ")]
+    return train_lines[-1] if train_lines else lines[-1]
+
+
+class CellRunner:
+    """Runs cells and prints their progress.
+
+    signals: signals that were caught. exit_codes: those of the cells that were run. error_by_log: the
+    last line of each failed cell, by its log. durations: the seconds of cells that succeeded.
+    """
+
+    def __init__(self, cells: list[Cell], sweep: SweepConfig, on_end: Callable[[Cell], None]):
+        self.num_cells = len(cells)
+        self.num_unfinished = sum(read_final_evaluation(cell) is None for cell in cells)
+        self.sweep = sweep
+        self.on_end = on_end
+        self.signals = catch_signals()
+        self.exit_codes: list[int] = []
+        self.error_by_log: dict[Path, str] = {}
+        self.durations: list[float] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a signal was caught, or if a run stopped by itself and can be resumed."""
+        return bool(self.signals) or STOPPED in self.exit_codes
+
+    def run(self, cell: Cell) -> None:
+        """Run a cell unless it is finished or the sweep is stopped."""
+        if self.is_stopped:
+            return
+        description = f"{cell.description}, " if cell.description else ""
+        title = f"cell {cell.index + 1} of {self.num_cells} | {description}{cell.title} | "
+        if self.sweep.jobs == 1:
+            print(title, end="", flush=True)
+            title = ""
+        start = time.monotonic()
+        evaluation = read_final_evaluation(cell)
+        if evaluation:
+            print(f"{title}val_loss {evaluation['val_loss']:.4f} | finished before", flush=True)
+            return
+        exit_code, last_line = run_cell(
+            cell, self.sweep.nproc_per_node, self.signals, make_environment(self.sweep.jobs)
+        )
+        self.exit_codes.append(exit_code)
+        if self.signals or exit_code == STOPPED:
+            return
+        self.num_unfinished -= 1
+        duration = time.monotonic() - start
+        if exit_code:
+            self.error_by_log[cell.log] = last_line
+            result = f"FAILED (exit code {exit_code})"
+        else:
+            self.durations.append(duration)
+            result = f"val_loss {read_final_evaluation(cell)['val_loss']:.4f}"
+        line = f"{title}{result} | {units.format_duration(duration)}"
+        if self.durations:
+            mean_duration = sum(self.durations) / len(self.durations)
+            remaining = self.num_unfinished * mean_duration / self.sweep.jobs
+            line += f" | ETA {units.format_duration(remaining)}"
+        print(line, flush=True)
+        self.on_end(cell)
 
 
 def run_cells(
-    cells: list[Cell], sweep: SweepConfig, again: str, ended: Callable = lambda cell: None
+    cells: list[Cell],
+    sweep: SweepConfig,
+    resume_command: str,
+    on_end: Callable[[Cell], None] = lambda cell: None,
 ) -> int:
-    """Run every unfinished cell, `jobs` at a time; `ended` is told of each that ended by itself.
+    """Run every unfinished cell, `jobs` at the same time.
 
-    The exit code: 0, 1 where one failed, that of a stop else. again: the command that goes on.
+    Args:
+        resume_command: the command that is printed when the sweep stops
+        on_end: is called with each cell that succeeded or failed
+
+    Returns:
+        the exit code: 0, 1 if a cell failed, or that of a stopped sweep
     """
-    refuse_still_running(cells)
-    signals, codes, failed, seconds = catch_signals(), [], {}, []
-    left = sum(final_evaluation(cell) is None for cell in cells)
-
-    def attempt(cell: Cell):
-        nonlocal left
-        if signals or STOPPED in codes:
-            return
-        title = f"cell {cell.index + 1} of {len(cells)} | {cell.about}{', ' * bool(cell.about)}"
-        title += f"{cell.title} | "
-        if sweep.jobs == 1:
-            print(title, end="", flush=True)
-            title = ""
-        begun = time.monotonic()
-        if done := final_evaluation(cell):
-            print(f"{title}val_loss {done['val_loss']:.4f} | finished before", flush=True)
-            return
-        code, line = run_cell(cell, sweep.nproc_per_node, signals, environment(sweep.jobs))
-        codes.append(code)
-        if signals or code == STOPPED:
-            return
-        left -= 1
-        elapsed = time.monotonic() - begun
-        if code:
-            failed[cell.log], result = line, f"FAILED (exit code {code})"
-        else:
-            seconds.append(elapsed)
-            result = f"val_loss {final_evaluation(cell)['val_loss']:.4f}"
-        eta = left * sum(seconds) / max(len(seconds), 1) / sweep.jobs
-        more = f" | ETA {units.format_duration(eta)}" * bool(seconds)
-        print(f"{title}{result} | {units.format_duration(elapsed)}{more}", flush=True)
-        ended(cell)
-
+    check_no_cell_is_running(cells)
+    runner = CellRunner(cells, sweep, on_end)
     with ThreadPoolExecutor(sweep.jobs) as pool:
-        list(pool.map(attempt, cells))  # the first exception of any
-    if signals or STOPPED in codes:
-        by = f" by {signals[-1].name}" if signals else ""
-        print(f"stopped{by}; to go on: {again}", flush=True)
-        return 128 + signals[-1] if signals else STOPPED
-    for log, line in failed.items():
+        list(pool.map(runner.run, cells))  # raises the first exception of a thread
+    if runner.is_stopped:
+        signal_name = f" by {runner.signals[-1].name}" if runner.signals else ""
+        print(f"stopped{signal_name}; to go on: {resume_command}", flush=True)
+        return 128 + runner.signals[-1] if runner.signals else STOPPED
+    for log, line in runner.error_by_log.items():
         print(f"failed: {log}: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if runner.error_by_log else 0
 
 
-def environment(jobs: int) -> dict[str, str]:
-    """Of a cell's process: its share of the cores, unless the caller says otherwise."""
-    # torchrun ends its processes 30 s after it was told to end, too few for a large model.
-    defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110"}
+def make_environment(jobs: int) -> dict[str, str]:
+    """Return the environment of a cell's process; variables that the user set have precedence."""
+    # torchrun ends its processes 30 s after it was told to end, too few for a large model
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110"}
     if jobs > 1:
-        defaults["OMP_NUM_THREADS"] = str(max(len(os.sched_getaffinity(0)) // jobs, 1))
-    return defaults | os.environ
+        num_cores = len(os.sched_getaffinity(0))
+        environment["OMP_NUM_THREADS"] = str(max(num_cores // jobs, 1))
+    environment.update(os.environ)
+    return environment
 
 
-ARRAY = """#!/usr/bin/env bash
+SLURM_ARRAY = """#!/usr/bin/env bash
 #SBATCH --job-name={name}
 #SBATCH --array={indices}
 #SBATCH --nodes=1
@@ -381,7 +521,7 @@ ARRAY = """#!/usr/bin/env bash
 #SBATCH --signal=TERM@120
 #SBATCH --output="{out}/slurm-%A_%a.out"
 #SBATCH --open-mode=append
-cd {here} || exit
+cd {working_folder} || exit
 code=0
 srun {command} --index="$SLURM_ARRAY_TASK_ID" || code=$?
 # {stopped}: saved before the end
@@ -390,124 +530,168 @@ exit "$code"
 """
 
 
-def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
-    """`<out>/array.sbatch`: a task per unfinished cell, numbered as in the full grid."""
-    indices = [str(cell.index) for cell in cells if final_evaluation(cell) is None]
+def write_slurm_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
+    """Write `<out>/array.sbatch`: a task for each unfinished cell, numbered as in the full grid."""
+    indices = [str(cell.index) for cell in cells if read_final_evaluation(cell) is None]
     if not indices:
         print("every cell is finished: nothing to submit")
         return
     out = Path(sweep.out)
-    gpus = sweep.nproc_per_node if sweep.gpus_per_node is None else sweep.gpus_per_node
-    same = [a for a in argv if a.partition("=")[0] not in ("--mode", "--gpus_per_node")]
-    command = [sys.executable, str(Path(__file__).resolve()), *same, "--mode=cell"]
-    text = ARRAY.format(
+    num_gpus = sweep.nproc_per_node if sweep.gpus_per_node is None else sweep.gpus_per_node
+    arguments = [
+        argument
+        for argument in argv
+        if argument.partition("=")[0] not in ("--mode", "--gpus_per_node")
+    ]
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--mode=cell"]
+    text = SLURM_ARRAY.format(
         name=quote(out.absolute().name),
         indices=",".join(indices),
-        gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        gpus=f"#SBATCH --gpus-per-node={num_gpus}\n" if num_gpus else "",
         out=out.absolute(),
-        here=shlex.quote(os.getcwd()),
+        working_folder=shlex.quote(os.getcwd()),
         command=shlex.join(command),
         stopped=STOPPED,
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / "array.sbatch").write_text(text, encoding="utf-8")
-    submit = shlex.join(["sbatch", str(out / "array.sbatch")])
-    print(f"{len(indices)} tasks; submit them with: {submit}")
+    submit_command = shlex.join(["sbatch", str(out / "array.sbatch")])
+    print(f"{len(indices)} tasks; submit them with: {submit_command}")
 
 
 # ---- results ----
 
 
 def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
-    """table.md and table.json, as of report.py, a row for each setting; plot.png."""
-    done, out = [cell for cell in cells if final_evaluation(cell)], Path(sweep.out)
-    found = runs.load([cell.folder for cell in done])[0]
-    groups, unfinished = compare.groups_of(found), []
+    """Write table.md and table.json with a row for each setting, as report.py does, and plot.png."""
+    out = Path(sweep.out)
+    finished = []
+    unfinished_lines = []
     for cell in cells:
-        if cell not in done:
-            steps = f"{saved_step(cell)} of {cell.settings['max_steps']}"
-            unfinished.append(f"not finished: `{cell.folder.name}`, {steps} steps saved")
-    table = tables.table_of_losses(groups)
-    text = "\n".join([format_markdown(table.header, table.rows), "", *unfinished]).rstrip() + "\n"
+        if read_final_evaluation(cell):
+            finished.append(cell)
+        else:
+            steps = f"{find_saved_step(cell)} of {cell.settings['max_steps']}"
+            unfinished_lines.append(f"not finished: `{cell.folder.name}`, {steps} steps saved")
+    loaded, _ = runs.load([cell.folder for cell in finished])
+    groups = compare.group_runs(loaded)
+    table = tables.make_loss_table(groups)
+    grid = format_markdown(table.header, table.rows)
+    text = "\n".join([grid, "", *unfinished_lines]).rstrip() + "\n"
     print(text, end="")
-    store_figures(out / "table.json", {"groups": table.figures, "unfinished": unfinished})
+    store_figures(out / "table.json", {"groups": table.numbers, "unfinished": unfinished_lines})
     files.write_text(out / "table.md", text)
     if groups:
-        values = {cell.folder.resolve(): cell.values for cell in done}
-        own = [values[group.runs[0].path.resolve()] for group in groups]
-        plot(groups, own, sweep.metric, out)
+        values_by_folder = {cell.folder.resolve(): cell.values for cell in finished}
+        group_values = [values_by_folder[group.runs[0].path.resolve()] for group in groups]
+        plot_metric(groups, group_values, sweep.metric, out)
 
 
-def plot(groups: list[compare.Group], values: list[dict], metric: str, out: Path) -> None:
-    """The metric against the first swept key of numbers, or the first; a line for the others."""
+def plot_metric(
+    groups: list[compare.Group], group_values: list[dict[str, Any]], metric: str, out: Path
+) -> None:
+    """Write plot.png: the metric against a swept key, with a line for each setting of the others.
+
+    The key is the first with numbers, otherwise the first.
+
+    Raises:
+        ValueError: a group does not have the metric
+    """
     estimates = [group.estimate(metric) for group in groups]
     if None in estimates:
-        have = ", ".join(key for key in groups[0].runs[0].final if key.startswith("val_"))
-        raise ValueError(f"metric={metric} is in no last evaluation: give one of {have}")
+        evaluation = groups[0].runs[0].final_evaluation
+        metric_names = ", ".join(key for key in evaluation if key.startswith("val_"))
+        raise ValueError(f"metric={metric} is in no last evaluation: give one of {metric_names}")
 
-    keys = [key for key in values[0] if key != "seed"]
-    numeric = [key for key in keys if all(type(each[key]) in (int, float) for each in values)]
-    x_key = [*numeric, *keys, None][0]
-    lines: dict[str, list] = {}
-    for own, estimate in zip(values, estimates):
-        name = " ".join(f"{key}={own[key]}" for key in keys if key != x_key)
-        x = own[x_key] if numeric else str(own.get(x_key, "all"))
-        half = estimate.half if estimate.n > 1 else math.nan
-        lines.setdefault(name, []).append((x, estimate.mean, half))
-    with plots.printing():
-        figure, axes = plots.panels(1, 1, 3.0, [*lines])
-        axis, entries = axes[0, 0], {}
-        for number, (name, points) in enumerate(lines.items(), 1):
-            x, mean, half = zip(*(sorted(points) if numeric else points))
-            style = {"fmt": "o-", "capsize": 3, "color": plots.look(number)["color"]}
-            entries[name or "mean over seeds"] = axis.errorbar(x, mean, yerr=half, **style)
-        title = "error bars: 95% interval of the mean over seeds"
-        axis.set(xlabel=x_key or "", ylabel=compare.METRICS.get(metric, metric), title=title)
-        ends = sorted(own[x_key] for own in values) if numeric else [1]
-        if ends[0] > 0 and ends[-1] / ends[0] >= 20:
-            axis.set_xscale("log")  # learning rates
-        plots.add_legend(figure, entries)
+    keys = [key for key in group_values[0] if key != "seed"]
+    numeric_keys = [
+        key for key in keys if all(type(values[key]) in (int, float) for values in group_values)
+    ]
+    x_key = None
+    if keys:
+        x_key = numeric_keys[0] if numeric_keys else keys[0]
+    points_by_name: dict[str, list[tuple]] = {}
+    for values, estimate in zip(group_values, estimates):
+        name = " ".join(f"{key}={values[key]}" for key in keys if key != x_key)
+        x = values[x_key] if numeric_keys else str(values.get(x_key, "all"))
+        half_width = estimate.half_width if estimate.n > 1 else math.nan
+        points_by_name.setdefault(name, []).append((x, estimate.mean, half_width))
+    with plots.use_print_style():
+        figure, axes = plots.make_panels(1, 1, 3.0, list(points_by_name))
+        axis = axes[0, 0]
+        artists = {}
+        for number, (name, points) in enumerate(points_by_name.items(), 1):
+            x, mean, half_width = zip(*(sorted(points) if numeric_keys else points))
+            artists[name or "mean over seeds"] = axis.errorbar(
+                x,
+                mean,
+                yerr=half_width,
+                fmt="o-",
+                capsize=3,
+                color=plots.get_line_style(number)["color"],
+            )
+        axis.set(
+            xlabel=x_key or "",
+            ylabel=compare.METRIC_LABELS.get(metric, metric),
+            title="error bars: 95% interval of the mean over seeds",
+        )
+        if numeric_keys:
+            x_values = [values[x_key] for values in group_values]
+            if min(x_values) > 0 and max(x_values) / min(x_values) >= 20:
+                axis.set_xscale("log")  # for example of learning rates
+        plots.add_legend(figure, artists)
         plots.save(figure, out / "plot.png")
 
 
+def run_single_cell(cell: Cell, num_processes: int) -> int:
+    """Run the cell of `--mode=cell` and return its exit code."""
+    if read_final_evaluation(cell):
+        print(f"{cell.folder} is finished")
+        return 0
+    print(f"cell {cell.index} | {cell.title} | {cell.log}", flush=True)
+    exit_code, last_line = run_cell(cell, num_processes, catch_signals(), make_environment(jobs=1))
+    print(f"exit code {exit_code}: {last_line}")
+    return exit_code
+
+
 def main() -> int:
+    """Run the command and return its exit code."""
     argv = sys.argv[1:]
     sweep, files, swept, fixed = read_arguments(argv)
-    # As torchrun will set it: configure divides the batch.
+    # torchrun will set this for train.py, and `configure` divides the batch by it
     os.environ["WORLD_SIZE"] = str(sweep.nproc_per_node)
     cells = make_cells(sweep, files, swept, fixed)
     if sweep.index is not None and not 0 <= sweep.index < len(cells):
-        known = f"there are {len(cells)} cells"
-        raise ValueError(f"index={sweep.index}: {known}, give 0 to {len(cells) - 1}")
+        raise ValueError(
+            f"index={sweep.index}: there are {len(cells)} cells, give 0 to {len(cells) - 1}"
+        )
     if sweep.mode == "table" and not Path(sweep.out).is_dir():
         raise ValueError(f"out={sweep.out} is not there: nothing has run")
     if sweep.mode in ("local", "table"):
-        # Missing, they should not be found at the end.
-        runs.import_polars(), compare.student(), plots.printing()
+        # a missing package must be reported before hours of training
+        runs.import_polars()
+        compare.import_special_functions()
+        plots.use_print_style()
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0
     if sweep.mode == "cell":
-        cell = cells[sweep.index]
-        if final_evaluation(cell):
-            print(f"{cell.folder} is finished")
-            return 0
-        print(f"cell {cell.index} | {cell.title} | {cell.log}", flush=True)
-        code, line = run_cell(cell, sweep.nproc_per_node, catch_signals(), environment(1))
-        print(f"exit code {code}: {line}")
-        return code
+        return run_single_cell(cells[sweep.index], sweep.nproc_per_node)
     Path(sweep.out).mkdir(parents=True, exist_ok=True)
-    done = sum(final_evaluation(cell) is not None for cell in cells)
+    num_finished = sum(read_final_evaluation(cell) is not None for cell in cells)
     sizes = " x ".join(f"{len(values)} {key}" for key, values in swept.items())
-    about = f"{len(cells)} cells ({sizes}), {done} finished: {len(cells) - done} runs to do"
-    print(f"{about} in {sweep.out}", flush=True)
+    print(
+        f"{len(cells)} cells ({sizes}), {num_finished} finished: {len(cells) - num_finished} runs "
+        f"to do in {sweep.out}",
+        flush=True,
+    )
     if sweep.mode == "slurm":
-        write_array(cells, sweep, argv)
+        write_slurm_array(cells, sweep, argv)
         return 0
-    code = run_cells(cells, sweep, shlex.join(["python", *sys.argv]))
-    if code in (0, 1):
+    exit_code = run_cells(cells, sweep, resume_command=shlex.join(["python", *sys.argv]))
+    if exit_code in (0, 1):
         write_table(cells, sweep)
-    return code
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -1,127 +1,189 @@
-"""The tables of a report: what runs came to, beside what was published and beside a baseline."""
+"""Make the tables of a report: results of runs, beside the published ones and beside a baseline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from research.compare import (
-    METRICS,
-    SHARES,
+    FRACTION_METRICS,
+    METRIC_LABELS,
     Comparison,
     Estimate,
     Group,
-    interval,
-    shown,
-    validated_on,
-    vocabulary,
+    describe_validation_data,
+    estimate_mean,
+    get_vocabulary,
+    to_display_unit,
 )
+from research.runs import Run
 from utils import tables, units
 
-DIGITS = {"val_loss": 4, "val_perplexity": 3, "val_bits_per_byte": 4} | dict.fromkeys(SHARES, 2)
-DIFFERENCES = [metric for metric in METRICS if metric != "val_perplexity"]
+if TYPE_CHECKING:
+    from research.paper import Size
+
+DIGITS = {
+    "val_loss": 4,
+    "val_perplexity": 3,
+    "val_bits_per_byte": 4,
+    "val_accuracy": 2,
+    "val_exact_match": 2,
+}
+DIFFERENCE_METRICS = [metric for metric in METRIC_LABELS if metric != "val_perplexity"]
 TIMES = "\N{MULTIPLICATION SIGN}"
-INTERVALS = "± is half the 95% interval of the mean over runs, (n) the number of runs."
-ERRORS = f"{INTERVALS} Of a single run ± is lm-eval's standard error over a task's items."
+INTERVAL_NOTE = "± is half the 95% interval of the mean over runs, (n) the number of runs."
+ACCURACY_NOTE = (
+    f"{INTERVAL_NOTE} Of a single run ± is lm-eval's standard error over a task's items."
+)
 
 
 @dataclass
 class Table:
-    """header, rows: cells of text, None for nothing; figures: the numbers, an object a row."""
+    """A table as cells of text and as numbers.
+
+    rows: the text of each cell, None for an empty one. numbers: the numbers of each row by name,
+    which CSV and JSON files store.
+    """
 
     name: str
     title: str
     header: list[str]
     rows: list[list[str | None]]
     notes: list[str] = field(default_factory=list)
-    figures: list[dict] = field(default_factory=list)
+    numbers: list[dict[str, Any]] = field(default_factory=list)
 
-    def comma_separated(self) -> str:
-        header = list(dict.fromkeys(key for row in self.figures for key in row))
-        rows = [[row.get(key) for key in header] for row in self.figures]
+    def to_csv(self) -> str:
+        """Return the numbers, with a column for each name."""
+        header = []
+        for row in self.numbers:
+            header += [key for key in row if key not in header]
+        rows = [[row.get(key) for key in header] for row in self.numbers]
         return tables.format_csv(header, rows)
 
-    def markdown(self) -> str:
+    def to_markdown(self) -> str:
+        """Return the cells with the title as a heading, and the notes below."""
         grid = tables.format_markdown(self.header, self.rows)
         return "\n\n".join([f"## {self.title}", grid, *self.notes, ""])
 
-    def latex(self) -> str:
+    def to_latex(self) -> str:
+        """Return the cells as a tabular; title and notes are comments above it."""
         notes = [f"% {note.replace('±', '+-')}" for note in self.notes]
-        below = ("published", "difference") if self.name.startswith("accuracy") else ()
-        grid = tables.format_latex(self.header, self.rows, below)
+        continuations = ()
+        if self.name.startswith("accuracy"):
+            continuations = ("published", "difference")
+        grid = tables.format_latex(self.header, self.rows, continuations)
         return "\n".join([f"% {self.title}", *notes, grid, ""])
 
 
-def steps_text(group: Group) -> str:
-    """How far the group's runs are: 800, or 25 of 800."""
-    step, unfinished = (
-        min(run.step for run in group.runs),
-        [r for r in group.runs if r.finished is False],
-    )
-    return f"{step:,} of {unfinished[0].settings['max_steps']:,}" if unfinished else f"{step:,}"
+def format_steps(group: Group) -> str:
+    """Return the number of steps that all runs of a group have done: 800, or 25 of 800."""
+    step = min(run.step for run in group.runs)
+    for run in group.runs:
+        if run.finished is False:
+            return f"{step:,} of {run.settings['max_steps']:,}"
+    return f"{step:,}"
 
 
-def amount(estimate: Estimate | None, key: str) -> str | None:
-    """mean ± half its interval (number of runs); the mean alone of one run."""
+def format_estimate(estimate: Estimate | None, metric: str) -> str | None:
+    """Return mean ± half the interval (number of runs), or the mean alone of a single run."""
     if estimate is None:
         return None
-    number = f"{estimate.mean:.{DIGITS[key]}f}"
-    return number if estimate.n == 1 else estimate.text(f".{DIGITS[key]}f")
+    number_format = f".{DIGITS[metric]}f"
+    if estimate.n == 1:
+        return f"{estimate.mean:{number_format}}"
+    return estimate.format(number_format)
 
 
-def flat(estimates: dict[str, Estimate]) -> dict:
-    """{name: mean, name_ci95: half the interval, None of one run}, in the tables' units."""
-    result = {}
-    for key, each in estimates.items():
-        result |= {key: each.mean, f"{key}_ci95": each.half if each.n > 1 else None}
-    return result
+def flatten_estimates(estimates: dict[str, Estimate]) -> dict[str, float | None]:
+    """Return {name: mean, name_ci95: half the interval, or None of a single run}."""
+    numbers = {}
+    for name, estimate in estimates.items():
+        numbers[name] = estimate.mean
+        numbers[f"{name}_ci95"] = estimate.half_width if estimate.n > 1 else None
+    return numbers
 
 
 # ---- losses ----
 
 
-def table_of_losses(groups: list[Group], comparisons: list[Comparison] = ()) -> Table:
-    """The last evaluation of every group, the published loss and the difference to a baseline."""
-    keys = [key for key in METRICS if any(group.values(key) for group in groups)] or ["val_loss"]
-    published, lines = published_beside(groups, "")
-    compared = {id(each.group): each for each in comparisons}
-    header = ["model", "parameters", "runs", "steps", *(METRICS[key] for key in keys)]
-    header += ["published loss", "loss less the published"] if published else []
+def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ()) -> Table:
+    """Make the table of each group's last evaluation.
+
+    It has columns for the published loss if one is known, and for the difference to a baseline if
+    comparisons are given.
+    """
+    metrics = [
+        metric for metric in METRIC_LABELS if any(group.get_values(metric) for group in groups)
+    ]
+    metrics = metrics or ["val_loss"]
+    published_by_group, published_notes = get_published_results(groups, "")
+    comparison_by_group = {id(comparison.group): comparison for comparison in comparisons}
+    header = ["model", "parameters", "runs", "steps", *(METRIC_LABELS[key] for key in metrics)]
+    if published_by_group:
+        header += ["published loss", "loss less the published"]
     if comparisons:
-        first = comparisons[0]
-        header += [f"{METRICS[first.metric]} less that of {first.baseline.name}", "that is"]
-    notes = [INTERVALS, *lines, *cautions(groups, comparisons)]
+        metric_label = METRIC_LABELS[comparisons[0].metric]
+        header += [f"{metric_label} less that of {comparisons[0].baseline.name}", "that is"]
+    notes = [INTERVAL_NOTE, *published_notes, *list_cautions(groups, comparisons)]
     table = Table("validation", "Validation", header, [], notes)
     for group in groups:
-        paper = published.get(group.name, {})
-        estimates = {key: e for key in keys if (e := group.estimate(key))}
-        cells = [amount(estimates.get(key), key) for key in keys]
-        cells[0] = cells[0] if estimates else "not evaluated"
-        parameters, steps = group.runs[0].parameters, steps_text(group)
-        about = [f"{parameters:,}" if parameters else None, str(len(group.runs)), steps]
-        row = [group.name, *about, *cells]
-        if published:
-            loss = paper.get("val_loss")
-            own = (
-                estimates["val_loss"].mean - loss
-                if loss and estimates and not group.unfinished
-                else None
-            )
-            row += [None if loss is None else f"{loss:.4f}"]
-            row += [None if own is None else f"{own:+.4f}"]
-        each = compared.get(id(group))
-        if comparisons:
-            row += [each and difference_text(each), (each and each.verdict) or None]
+        published = published_by_group.get(group.name, {})
+        comparison = comparison_by_group.get(id(group))
+        estimates = {}
+        for metric in metrics:
+            estimate = group.estimate(metric)
+            if estimate is not None:
+                estimates[metric] = estimate
+        parameters = group.runs[0].parameters
+        cells = [format_estimate(estimates.get(metric), metric) for metric in metrics]
+        if not estimates:
+            cells[0] = "not evaluated"
+        row = [
+            group.name,
+            f"{parameters:,}" if parameters else None,
+            str(len(group.runs)),
+            format_steps(group),
+            *cells,
+        ]
+        if published_by_group:
+            row += make_published_cells(group, estimates, published.get("val_loss"))
+        if comparison is not None:
+            row += [format_difference(comparison), comparison.verdict or None]
+        elif comparisons:
+            row += [None, None]
         table.rows.append(row)
-        figures = {"model": group.name, "stem": group.stem, "parameters": parameters}
-        figures |= {"runs": [run.name for run in group.runs], "seeds": group.seeds}
-        figures |= {"steps": steps, **flat(estimates)}
-        figures |= {f"published_{key}": value for key, value in paper.items()}
-        table.figures.append(figures | (figures_of_comparison(each) if each else {}))
+        table.numbers.append(
+            {
+                "model": group.name,
+                "stem": group.model_name,
+                "parameters": parameters,
+                "runs": [run.name for run in group.runs],
+                "seeds": group.seeds,
+                "steps": format_steps(group),
+                **flatten_estimates(estimates),
+                **{f"published_{key}": value for key, value in published.items()},
+                **(make_comparison_numbers(comparison) if comparison else {}),
+            }
+        )
     return table
 
 
-def published_beside(groups: list[Group], shots: int | str) -> tuple[dict[str, dict], list[str]]:
+def make_published_cells(
+    group: Group, estimates: dict[str, Estimate], published_loss: float | None
+) -> list[str | None]:
+    """Return the cells of the published loss and of the loss minus the published one."""
+    if published_loss is None:
+        return [None, None]
+    difference = None
+    if published_loss and estimates and not group.unfinished:
+        difference = f"{estimates['val_loss'].mean - published_loss:+.4f}"
+    return [f"{published_loss:.4f}", difference]
+
+
+def get_published_results(
+    groups: list[Group], shots: int | str
+) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Return the paper's row for each group by its name, and the lines that belong under a table."""
     rows: dict[str, dict] = {}
     names_by_line: dict[str, list[str]] = {}
@@ -140,233 +202,365 @@ def published_beside(groups: list[Group], shots: int | str) -> tuple[dict[str, d
     return rows, lines
 
 
-def cautions(groups: list[Group], comparisons: list[Comparison] = ()) -> list[str]:
-    """What keeps numbers of one column from being compared."""
-    lines = [f"{group.name}: {line}." for group in groups for line in group.cautions]
-    texts, tokens = {}, {}
+def list_cautions(groups: list[Group], comparisons: Sequence[Comparison] = ()) -> list[str]:
+    """Return the reasons why the numbers of one column cannot be compared."""
+    cautions = [f"{group.name}: {caution}." for group in groups for caution in group.cautions]
+    # dicts, because a set would not keep the order of the names
+    names_by_validation_data: dict[str, dict[str, bool]] = {}
+    tokenizers: dict[str | None, bool] = {}
     for group in groups:
         for run in group.runs:
-            texts.setdefault(validated_on(run), {})[group.name] = True
-            tokens.setdefault(vocabulary(run)[0], {})[group.name] = True
-    if len(texts) > 1:
-        of = " | ".join(", ".join(names) for names in texts.values())
-        kinds = f" ({', '.join(map(str, tokens))})" if len(tokens) > 1 else ""
-        reason = f"Validated on other text or in other tokens{kinds}"
-        lines.append(f"{reason}, their losses are no comparison: {of}.")
-    for each in comparisons:
-        if not each.paired:
-            how = "not compared" if each.estimate is None else "compared unpaired"
-            lines.append(f"{each.group.name} is {how}: {each.reason}.")
-    return lines
+            validation_data = describe_validation_data(run)
+            names_by_validation_data.setdefault(validation_data, {})[group.name] = True
+            tokenizers[get_vocabulary(run)[0]] = True
+    if len(names_by_validation_data) > 1:
+        names = " | ".join(", ".join(names) for names in names_by_validation_data.values())
+        tokenizer_names = ""
+        if len(tokenizers) > 1:
+            tokenizer_names = f" ({', '.join(map(str, tokenizers))})"
+        cautions.append(
+            f"Validated on other text or in other tokens{tokenizer_names}, their losses are no "
+            f"comparison: {names}."
+        )
+    for comparison in comparisons:
+        if comparison.estimate is None:
+            cautions.append(f"{comparison.group.name} is not compared: {comparison.reason}.")
+        elif not comparison.paired:
+            cautions.append(f"{comparison.group.name} is compared unpaired: {comparison.reason}.")
+    return cautions
 
 
 # ---- differences ----
 
 
-def table_of_differences(sizes: list) -> Table:
-    """Every group less the baseline of its size, in all metrics that every group has."""
+def make_difference_table(sizes: list["Size"]) -> Table:
+    """Make the table of each group minus the baseline of its size, in all metrics they share."""
     first = next(size for size in sizes if size.metric)
-    header = ["model", "less", *(METRICS[key] for key in first.differences), "that is", "rests on"]
-    better = ", of which more is better" * (first.metric in SHARES)
+    metric_labels = [METRIC_LABELS[metric] for metric in first.differences]
+    more_is_better = ", of which more is better" if first.metric in FRACTION_METRICS else ""
     note = (
-        f"Mean difference ± half its 95% interval. The word is on {METRICS[first.metric]}{better}: "
+        f"Mean difference ± half its 95% interval. The word is on "
+        f"{METRIC_LABELS[first.metric]}{more_is_better}: "
         "better or worse where the interval leaves out 0 after Holm's correction for the "
         "comparisons of this size, else undecided."
     )
+    header = ["model", "less", *metric_labels, "that is", "rests on"]
     table = Table("differences", "Differences to the baseline", header, [], [note])
     for size in sizes:
-        for each, *row in zip(size.comparisons, *size.differences.values()):
-            cells = [one.estimate and difference_text(one) for one in row]
-            if each.estimate is None:
-                cells = [f"not compared: {each.reason}", *[None] * (len(row) - 1)]
-            about = [each.group.name, each.baseline.name]
-            table.rows.append([*about, *cells, each.verdict or None, rests_on(each)])
-            estimates = {e.metric: shown(e.estimate, e.metric) for e in row if e.estimate}
-            figures = {"model": each.group.name, **figures_of_comparison(each), **flat(estimates)}
-            table.figures.append(figures)
+        # one comparison in each metric, for each group
+        comparisons_by_group = zip(*size.differences.values())
+        for comparison, comparisons in zip(size.comparisons, comparisons_by_group):
+            cells = [format_difference(in_metric) for in_metric in comparisons]
+            if comparison.estimate is None:
+                cells = [None] * len(comparisons)
+                cells[0] = f"not compared: {comparison.reason}"
+            table.rows.append(
+                [
+                    comparison.group.name,
+                    comparison.baseline.name,
+                    *cells,
+                    comparison.verdict or None,
+                    describe_sample(comparison),
+                ]
+            )
+            estimates = {}
+            for in_metric in comparisons:
+                if in_metric.estimate is not None:
+                    metric = in_metric.metric
+                    estimates[metric] = to_display_unit(in_metric.estimate, metric)
+            table.numbers.append(
+                {
+                    "model": comparison.group.name,
+                    **make_comparison_numbers(comparison),
+                    **flatten_estimates(estimates),
+                }
+            )
     return table
 
 
-def difference_text(compared: Comparison) -> str | None:
-    if compared.estimate is None:
+def format_difference(comparison: Comparison) -> str | None:
+    """Return the difference ± half its interval; None if the groups are not comparable."""
+    if comparison.estimate is None:
         return None
-    estimate, digits = shown(compared.estimate, compared.metric), DIGITS[compared.metric]
-    half = f" ± {estimate.half:.{digits}f}" if estimate.n > 1 else ""
-    return f"{estimate.mean:+.{digits}f}{half}" + ("" if compared.paired else " unpaired")
+    estimate = to_display_unit(comparison.estimate, comparison.metric)
+    digits = DIGITS[comparison.metric]
+    text = f"{estimate.mean:+.{digits}f}"
+    if estimate.n > 1:
+        text += f" ± {estimate.half_width:.{digits}f}"
+    return text if comparison.paired else f"{text} unpaired"
 
 
-def rests_on(compared: Comparison) -> str | None:
-    if compared.estimate is None:
+def describe_sample(comparison: Comparison) -> str | None:
+    """Return how many pairs or runs a difference is estimated from."""
+    if comparison.estimate is None:
         return None
-    if compared.paired:
-        return f"{compared.estimate.n} pair{'s' * (compared.estimate.n > 1)}"
-    runs = f"{len(compared.group.runs)} and {len(compared.baseline.runs)} runs"
-    return f"{runs}, unpaired: {compared.reason}"
+    if comparison.paired:
+        num_pairs = comparison.estimate.n
+        return f"{num_pairs} pairs" if num_pairs > 1 else f"{num_pairs} pair"
+    num_runs = len(comparison.group.runs)
+    num_baseline_runs = len(comparison.baseline.runs)
+    return f"{num_runs} and {num_baseline_runs} runs, unpaired: {comparison.reason}"
 
 
-def figures_of_comparison(compared: Comparison) -> dict:
-    """mean and ci95 in the metric's own unit, all digits."""
-    estimate = compared.estimate
-    figures = {"baseline": compared.baseline.name, "metric": compared.metric}
-    figures |= {"paired": compared.paired, "verdict": compared.verdict, "reason": compared.reason}
-    if estimate:
-        half = estimate.half if estimate.n > 1 else None
-        figures |= {"n": estimate.n, "difference": estimate.mean, "difference_ci95": half}
-    return figures
+def make_comparison_numbers(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as files store it: with all digits, in the unit the metric is stored in."""
+    numbers = {
+        "baseline": comparison.baseline.name,
+        "metric": comparison.metric,
+        "paired": comparison.paired,
+        "verdict": comparison.verdict,
+        "reason": comparison.reason,
+    }
+    estimate = comparison.estimate
+    if estimate is not None:
+        numbers["n"] = estimate.n
+        numbers["difference"] = estimate.mean
+        numbers["difference_ci95"] = estimate.half_width if estimate.n > 1 else None
+    return numbers
 
 
 # ---- costs ----
 
-COSTS = {
+COST_FORMATS = {
     "parameters": "{:,.0f}".format,
     "flops_per_token": units.format_count,
     "tokens_per_second": units.format_count,
     "memory": units.format_bytes,
     "device_seconds": "{:,.0f}".format,
 }
-MEASURED = ("tokens_per_second", "memory", "device_seconds")
+MEASURED_COSTS = ("tokens_per_second", "memory", "device_seconds")
 
 
-def table_of_costs(sizes: list) -> Table:
-    """What each model takes: means over runs, and how many times that of its baseline."""
-    names = [size.baseline.name for size in sizes if size.baseline]
-    header = ["model", "parameters", "FLOPs per token", "tokens/s", "peak memory", "device-seconds"]
-    times = f"; in brackets how many times those of {' and '.join(names)}" if names else ""
-    about = (
+def make_cost_table(sizes: list["Size"]) -> Table:
+    """Make the table of each model's cost: means over runs, and the factor to its baseline."""
+    baseline_names = [size.baseline.name for size in sizes if size.baseline]
+    factor_note = ""
+    if baseline_names:
+        factor_note = f"; in brackets how many times those of {' and '.join(baseline_names)}"
+    note = (
         "Tokens/s: median over training. Peak memory: of the main process, allocated on a GPU, "
         "resident on a CPU. Device-seconds: of training steps without the first one, which "
-        f"compiles. Means over runs{times}. Runs that shared a machine slowed each other down."
+        f"compiles. Means over runs{factor_note}. Runs that shared a machine slowed each other "
+        "down."
     )
+    header = ["model", "parameters", "FLOPs per token", "tokens/s", "peak memory", "device-seconds"]
     groups = [group for size in sizes for group in size.groups]
-    table = Table("costs", "Cost", header, [], [about, machine_note(groups)])
+    table = Table("costs", "Cost", header, [], [note, make_machine_note(groups)])
     for size in sizes:
         for group in size.groups:
-            own, factors = cost_of(group), cost_factors(group, size.baseline)
+            costs = compute_costs(group)
+            factors = compute_cost_factors(group, size.baseline)
             cells = []
-            for key, text_of in COSTS.items():
-                factor = f" ({factors[key]:.2f}{TIMES})" if key in factors else ""
-                cells.append(None if own[key] is None else text_of(own[key]) + factor)
-            table.rows.append([group.name, *cells[:-1], cells[-1]])
-            named = {f"{key}_factor": value for key, value in factors.items()}
-            table.figures.append({"model": group.name, **own, **named})
+            for key, format_cost in COST_FORMATS.items():
+                if costs[key] is None:
+                    cells.append(None)
+                elif key in factors:
+                    cells.append(f"{format_cost(costs[key])} ({factors[key]:.2f}{TIMES})")
+                else:
+                    cells.append(format_cost(costs[key]))
+            table.rows.append([group.name, *cells])
+            table.numbers.append(
+                {
+                    "model": group.name,
+                    **costs,
+                    **{f"{key}_factor": factor for key, factor in factors.items()},
+                }
+            )
     return table
 
 
-def cost_of(group: Group) -> dict[str, float | None]:
-    """Means over runs, None where one lacks the number; seconds of finished runs alone."""
-    rows = []
+def compute_costs(group: Group) -> dict[str, float | None]:
+    """Return the mean of each cost over the runs of a group, None where a run lacks it.
+
+    The device-seconds are those of finished runs.
+    """
+    costs_by_run = []
     for run in group.runs:
-        row = {"parameters": run.parameters, "flops_per_token": run.flops_per_token}
-        row |= {key: run.totals.get(key) for key in ("tokens_per_second", "memory")}
-        row["device_seconds"] = None if run.finished is False else run.device_seconds
-        rows.append(row)
-    values = {key: [row[key] for row in rows] for key in COSTS}
-    return {k: None if None in each else float(np.mean(each)) for k, each in values.items()}
+        costs_by_run.append(
+            {
+                "parameters": run.parameters,
+                "flops_per_token": run.flops_per_token,
+                "tokens_per_second": run.totals.get("tokens_per_second"),
+                "memory": run.totals.get("memory"),
+                "device_seconds": None if run.finished is False else run.device_seconds,
+            }
+        )
+    means = {}
+    for key in COST_FORMATS:
+        values = [costs[key] for costs in costs_by_run]
+        means[key] = None if None in values else float(np.mean(values))
+    return means
 
 
-def cost_factors(group: Group, baseline: Group | None) -> dict[str, float]:
-    """How many times the baseline's; what was measured has none across machines."""
+def compute_cost_factors(group: Group, baseline: Group | None) -> dict[str, float]:
+    """Return each cost divided by the baseline's.
+
+    Measured costs have no factor if the two were trained on different machines.
+    """
     if baseline is None or group is baseline:
         return {}
-    own, base, alike = cost_of(group), cost_of(baseline), machine_of(group) == machine_of(baseline)
-    compared = [key for key in COSTS if alike or key not in MEASURED]
-    return {key: own[key] / base[key] for key in compared if own[key] and base[key]}
+    costs = compute_costs(group)
+    baseline_costs = compute_costs(baseline)
+    is_same_machine = describe_machines(group) == describe_machines(baseline)
+    factors = {}
+    for key in COST_FORMATS:
+        if costs[key] and baseline_costs[key] and (is_same_machine or key not in MEASURED_COSTS):
+            factors[key] = costs[key] / baseline_costs[key]
+    return factors
 
 
-def machine_of(group: Group) -> str:
-    """Where its runs were trained; "" where nobody knows."""
-    return ", ".join(sorted({trained_on(run) for run in group.runs}))
+def describe_machines(group: Group) -> str:
+    """Return the machines that a group was trained on, or "" if they are not known."""
+    return ", ".join(sorted({describe_machine(run) for run in group.runs}))
 
 
-def trained_on(run) -> str:
-    """The machine as `training.provenance.machine` names it, and how many processes ran there."""
+def describe_machine(run: Run) -> str:
+    """Return the name of `training.provenance.machine` and the number of processes, or ""."""
     name = (run.machine or {}).get("machine")
-    return f"{name}, {run.processes} process{'es' * (run.processes > 1)}" if name else ""
+    if not name:
+        return ""
+    unit = "processes" if run.processes > 1 else "process"
+    return f"{name}, {run.processes} {unit}"
 
 
-def machine_note(groups: list[Group]) -> str:
-    by_machine: dict[str, list[str]] = {}
+def make_machine_note(groups: list[Group]) -> str:
+    """Return a sentence on the machines that the groups were trained on."""
+    names_by_machine: dict[str, list[str]] = {}
     for group in groups:
-        by_machine.setdefault(machine_of(group), []).append(group.name)
-    if by_machine.keys() == {""}:
+        names_by_machine.setdefault(describe_machines(group), []).append(group.name)
+    if names_by_machine.keys() == {""}:
         return "The runs do not say on what machine they were trained."
-    if len(by_machine) == 1:
-        return f"Trained on {next(iter(by_machine))}."
-    of = "; ".join(f"{name or 'unknown'}: {', '.join(own)}" for name, own in by_machine.items())
-    reason = f"Trained on different machines ({of})"
-    return f"{reason}: speed, memory and seconds have no factors across them."
+    if len(names_by_machine) == 1:
+        return f"Trained on {next(iter(names_by_machine))}."
+    machines = "; ".join(
+        f"{machine or 'unknown'}: {', '.join(names)}" for machine, names in names_by_machine.items()
+    )
+    return (
+        f"Trained on different machines ({machines}): speed, memory and seconds have no factors "
+        "across them."
+    )
 
 
 # ---- accuracy and provenance ----
 
 
-def tables_of_accuracy(groups: list[Group]) -> list[Table]:
-    """What eval.py stored, a table for each number of examples; none where it stored nothing."""
-    entries = [
-        e for g in groups for run in g.runs for e in run.accuracy if e["task"] != "validation"
-    ]
+def make_accuracy_tables(groups: list[Group]) -> list[Table]:
+    """Make a table of the results of eval.py for each number of examples; none without results."""
+    entries = []
+    for group in groups:
+        for run in group.runs:
+            entries += [entry for entry in run.accuracy if entry["task"] != "validation"]
     if not entries:
         return []
-    from eval import make_title  # takes a second
+    from eval import make_title  # the import takes a second
 
-    titles = {make_title(entry): entry for entry in entries}
-    order = sorted(titles, key=lambda title: (titles[title]["shots"], title))
-    made = []
-    for title in order:
-        made.append(table_of_accuracy(groups, title, make_title, titles[title]["shots"]))
-    return made
+    shots_by_title = {make_title(entry): entry["shots"] for entry in entries}
+    titles = sorted(shots_by_title, key=lambda title: (shots_by_title[title], title))
+    return [
+        make_accuracy_table(groups, title, make_title, shots_by_title[title]) for title in titles
+    ]
 
 
-def table_of_accuracy(groups, title: str, make_title: Callable, shots: int) -> Table:
+def make_accuracy_table(
+    groups: list[Group], title: str, make_title: Callable[[dict], str], shots: int
+) -> Table:
+    """Make the table of all results of eval.py whose entries have this title."""
     from evaluation import comparison
 
-    models, names = [], {}
+    metric_by_task: dict[str, str] = {}
+    values_by_group = []
     for group in groups:
-        by_run = []
-        for run in group.runs:
-            own = [e for e in run.accuracy if e["task"] != "validation" and make_title(e) == title]
-            by_run.append({task: row for entry in own for task, row in entry["shown"].items()})
+        results = [select_task_results(run, title, make_title) for run in group.runs]
         values = {}
-        for task in [t for t in by_run[0] if all(t in each for each in by_run)]:
-            names[task], value, error = by_run[0][task]
-            if len(by_run) > 1:
-                estimate = interval([each[task][1] for each in by_run])
-                value, error = estimate.mean, estimate.half
-            values[task] = value, error
-        models.append((group, values))
-    evaluated = [group for group, values in models if values]
-    published, lines = published_beside(evaluated, shots)
-    rows = [
-        comparison.make_task_row(
-            f"{group.name} ({len(group.runs)})", values, published.get(group.name, {}), ""
-        )
-        for group, values in models
-    ]
-    compared = comparison.make_task_table(title, names, rows)
-    head, *body = compared.format_rows()
-    for row in body:
+        for task in results[0]:
+            if not all(task in result for result in results):
+                continue
+            metric, value, error = results[0][task]
+            metric_by_task[task] = metric
+            if len(results) > 1:
+                estimate = estimate_mean([result[task][1] for result in results])
+                value = estimate.mean
+                error = estimate.half_width
+            values[task] = (value, error)
+        values_by_group.append(values)
+    evaluated = [group for group, values in zip(groups, values_by_group) if values]
+    published_by_group, published_notes = get_published_results(evaluated, shots)
+    compared = comparison.make_task_table(
+        title,
+        metric_by_task,
+        [
+            comparison.make_task_row(
+                f"{group.name} ({len(group.runs)})",
+                values,
+                published_by_group.get(group.name, {}),
+                "",
+            )
+            for group, values in zip(groups, values_by_group)
+        ],
+    )
+    header, *rows = compared.format_rows()
+    for row in rows:
         if not any(row[1:]):
             row[1] = "not evaluated"
-    figures = [
-        {"model": row.label, "task": task, "accuracy": value, "error": error}
-        | {"published": row.paper.get(task)}
-        for row in compared.rows
-        for task, (value, error) in row.values.items()
-    ]
-    name = "_".join("".join(c if c.isalnum() else " " for c in title).split())
-    heading = f"Accuracy in %, {title}"
-    return Table(f"accuracy_{name}", heading, head, body, [ERRORS, *lines], figures)
+    numbers = []
+    for row in compared.rows:
+        for task, (value, error) in row.values.items():
+            numbers.append(
+                {
+                    "model": row.label,
+                    "task": task,
+                    "accuracy": value,
+                    "error": error,
+                    "published": row.paper.get(task),
+                }
+            )
+    words = "".join(character if character.isalnum() else " " for character in title).split()
+    return Table(
+        name=f"accuracy_{'_'.join(words)}",
+        title=f"Accuracy in %, {title}",
+        header=header,
+        rows=rows,
+        notes=[ACCURACY_NOTE, *published_notes],
+        numbers=numbers,
+    )
 
 
-def table_of_runs(groups: list[Group]) -> Table:
-    """What every figure rests on: the runs, the code that trained them and the machine."""
+def select_task_results(
+    run: Run, title: str, make_title: Callable[[dict], str]
+) -> dict[str, tuple[str, float, float]]:
+    """Return (metric, value in percent, standard error) by task, of the entries with this title."""
+    results = {}
+    for entry in run.accuracy:
+        if entry["task"] != "validation" and make_title(entry) == title:
+            results.update(entry["shown"])
+    return results
+
+
+def make_run_table(groups: list[Group]) -> Table:
+    """Make the table of the runs, the code that trained them and the machines."""
     header = ["run", "model", "seed", "steps", "trained at commit", "on"]
     table = Table("runs", "Runs", header, [])
     for group in groups:
         for run in group.runs:
-            about = {"seed": run.seed, "steps": run.step, "commit": run.commit}
-            figures = {"run": run.name, "model": group.name, **about}
-            table.figures.append(figures | {"machine": trained_on(run) or None})
-            cells = [None if value is None else str(value) for value in about.values()]
-            table.rows.append([run.name, group.name, *cells, trained_on(run) or None])
+            machine = describe_machine(run) or None
+            table.rows.append(
+                [
+                    run.name,
+                    group.name,
+                    None if run.seed is None else str(run.seed),
+                    str(run.step),
+                    run.commit,
+                    machine,
+                ]
+            )
+            table.numbers.append(
+                {
+                    "run": run.name,
+                    "model": group.name,
+                    "seed": run.seed,
+                    "steps": run.step,
+                    "commit": run.commit,
+                    "machine": machine,
+                }
+            )
     return table

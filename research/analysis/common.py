@@ -204,7 +204,7 @@ def analyze_runs(
     device = distributed.pick_device(args.device)
     rows = []
     # entered first, because a missing package should be noticed before anything is measured
-    with plots.printing():
+    with plots.use_print_style():
         found_subjects = find_subjects(args)
         out = prepare_output_file(args, name)
         for subject in found_subjects:

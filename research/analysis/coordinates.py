@@ -29,7 +29,7 @@ from model.block import Site, State, Stream
 from model.gpt import GPT
 from model.options import collect_options
 from research import plots
-from research.benchmarks.figures import MODEL, Figures
+from research.benchmarks.figures import MODEL_FILES, Figures
 from training import optimizer
 from training.config import TrainConfig
 from training.provenance import compute_digest
@@ -669,7 +669,7 @@ def plot_slopes(
 def draw(rows: list[dict]) -> "Figure":
     """Draw every slope as a point, with a panel for each optimizer and a line for each model."""
     optimizer_names = list(dict.fromkeys(row["optimizer"] for row in rows))
-    figure, axes = plots.panels(
+    figure, axes = plots.make_panels(
         1,
         len(optimizer_names),
         0.6 + 0.16 * len(rows) / len(optimizer_names),
@@ -706,10 +706,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure what is missing in the file of figures; then print the table and draw the figure."""
-    plots.printing()  # a missing package should be noticed before anything is measured
+    plots.use_print_style()  # a missing package should be noticed before anything is measured
     cases = args.models.split(",") if args.models else list_cases()
     parsed_cases = {case: parse_case(case) for case in cases}
-    code = compute_digest(*MODEL, "training/optimizer.py", "research/analysis/coordinates.py")[:12]
+    code = compute_digest(
+        *MODEL_FILES, "training/optimizer.py", "research/analysis/coordinates.py"
+    )[:12]
     figures = Figures(
         args.json,
         torch.device("cpu"),
@@ -742,6 +744,6 @@ def run(args: argparse.Namespace) -> None:
             rows.append(row)
     print(format_table(rows))
     out = args.json.with_suffix(".png")
-    with plots.printing():
+    with plots.use_print_style():
         plots.save(draw(rows), out)
     print(f"wrote {args.json}, drew {out}")

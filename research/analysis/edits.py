@@ -268,7 +268,7 @@ def compute_effects(rows: list[dict]) -> list[dict]:
     unedited_losses = losses.pop((None, "all", UNEDITED))
     effects = []
     for (layer, site_name, edit_name), values in losses.items():
-        difference = compare.paired(values, unedited_losses)
+        difference = compare.estimate_paired_difference(values, unedited_losses)
         has_interval = difference.n > 1
         effects.append(
             {
@@ -277,7 +277,7 @@ def compute_effects(rows: list[dict]) -> list[dict]:
                 "edit": edit_name,
                 "loss": sum(values) / len(values),
                 "difference": difference.mean,
-                "ci95": difference.half if has_interval else None,
+                "ci95": difference.half_width if has_interval else None,
                 "standard_error": difference.standard_error if has_interval else None,
                 "windows": difference.n,
             }

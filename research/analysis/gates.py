@@ -396,7 +396,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure every run and store its figures; then draw them and write the page."""
-    plots.printing()  # a missing package should be noticed before anything is measured
+    plots.use_print_style()  # a missing package should be noticed before anything is measured
     device = distributed.pick_device(args.device)
     out = common.prepare_output_file(args, "gates")
     subjects = common.find_subjects(args)

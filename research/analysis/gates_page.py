@@ -18,7 +18,7 @@ import numpy as np
 from evaluation.subjects import Subject
 from research import compare, plots
 from research.compare import Estimate
-from research.runs import UNSHOWN
+from research.runs import HIDDEN_SETTINGS
 from utils import errors, tables
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Group:
         if not effects:
             return None
         if len(self.rows) > 1:
-            return compare.interval([effect["difference"] for effect in effects])
+            return compare.estimate_mean([effect["difference"] for effect in effects])
         [effect] = effects
         standard_error = effect["standard_error"]
         if standard_error is None:  # of one sequence
@@ -177,7 +177,7 @@ class Group:
                         "layer": layer,
                         "site": site,
                         "difference": change.mean,
-                        "ci95": change.half if np.isfinite(change.half) else None,
+                        "ci95": change.half_width if np.isfinite(change.half_width) else None,
                         "n": change.n,
                     }
                 )
@@ -185,7 +185,7 @@ class Group:
             "runs": [row["label"] for row in self.rows],
             "interval_over": self.interval_source,
             "over_sites": {
-                name: compare.summary(self.average_over_sites(name))
+                name: compare.summarize(self.average_over_sites(name))
                 for name in self.statistic_names
             },
             "effects": effects,
@@ -195,7 +195,7 @@ class Group:
 def judge(changes: dict[Key, Estimate | None]) -> dict[Key, Verdict]:
     """Return the verdict on each change that is not None, corrected for their number."""
     estimates = {key: change for key, change in changes.items() if change is not None}
-    words = compare.verdicts(list(estimates.values()))
+    words = compare.judge_differences(list(estimates.values()))
     return {key: (estimate, word) for (key, estimate), word in zip(estimates.items(), words)}
 
 
@@ -239,7 +239,7 @@ def describe_setting(subject: Subject) -> str:
     if subject.state is None:
         return subject.identity
     state = subject.state
-    ignored_keys = {*UNSHOWN, "model", "seed"}
+    ignored_keys = {*HIDDEN_SETTINGS, "model", "seed"}
     settings = {
         key: value
         for key, value in {**state["run_config"], **state["model_config"]}.items()
@@ -281,13 +281,13 @@ def format_statistics_table(group: Group) -> str:
         header.append("lowest to highest run, at the site where runs differ most")
     rows = []
     for name in group.statistic_names:
-        mean = compare.interval(group.average_over_sites(name)).text(".4g")
+        mean = compare.estimate_mean(group.average_over_sites(name)).format(".4g")
         row = [name, mean, format_extremes(group, name)]
         if has_several_runs:
             row.append(format_widest_spread(group, name))
         rows.append(row)
         for label, (low, high) in group.intervals.get(name, {}).items():
-            fraction = compare.interval(group.average_over_sites(name, label)).text(".3f")
+            fraction = compare.estimate_mean(group.average_over_sites(name, label)).format(".3f")
             row = [f"share {label} ({low:g} to {high:g})", fraction]
             row += [None] * (len(header) - len(row))
             rows.append(row)
@@ -296,7 +296,7 @@ def format_statistics_table(group: Group) -> str:
 
 def format_change(change: Estimate) -> str:
     """Return `+0.0123 ± 0.0045`."""
-    return change.text("+.4f").rpartition(" ")[0]
+    return change.format("+.4f").rpartition(" ")[0]
 
 
 def format_verdict(verdict: Verdict | None) -> str | None:
@@ -362,7 +362,7 @@ def draw(group: Group, out: Path, in_several_groups: bool) -> list[Path]:
         "details": draw_details,
     }
     pictures = []
-    with plots.printing():
+    with plots.use_print_style():
         for kind, draw_figure in draw_functions.items():
             figure = draw_figure(group)
             if figure is not None:
@@ -382,7 +382,7 @@ def make_panels(
         labels: those of the legend, for which room is left
     """
     num_rows = math.ceil(num_panels / num_columns)
-    figure, axes = plots.panels(num_rows, num_columns, height, labels)
+    figure, axes = plots.make_panels(num_rows, num_columns, height, labels)
     panels = list(axes.flat[:num_panels])
     for unused_panel in axes.flat[num_panels:]:
         unused_panel.axis("off")
@@ -535,7 +535,10 @@ def draw_edits(group: Group) -> "Figure | None":
             entries[site_name] = panel.errorbar(
                 [layer + offset for layer in changes],
                 [change.mean for change in changes.values()],
-                [change.half if np.isfinite(change.half) else 0 for change in changes.values()],
+                [
+                    change.half_width if np.isfinite(change.half_width) else 0
+                    for change in changes.values()
+                ],
                 fmt=plots.MARKERS[index],
                 color=plots.COLORS[index],
                 capsize=2,

@@ -304,7 +304,9 @@ def draw(rows: list[dict]) -> "Figure":
     A product is drawn as the median over tokens, with a band that holds 90% of them; there are gaps
     where values are infinite.
     """
-    figure, axes = plots.panels(len(rows), 4, 1.6, ["median over tokens, 5% to 95%"], sharey="col")
+    figure, axes = plots.make_panels(
+        len(rows), 4, 1.6, ["median over tokens, 5% to 95%"], sharey="col"
+    )
     # per token, without the squares that are empty
     densities = [np.ma.masked_equal(row["density"]["counts"], 0) / row["tokens"] for row in rows]
     highest = max(density.max() for density in densities)
@@ -324,14 +326,14 @@ def draw(rows: list[dict]) -> "Figure":
             clim=(lowest, highest),
         )
         panel.set(xlim=(-limit, limit), ylim=(-limit, limit), aspect="equal")
-        panel.set_ylabel(plots.wrapped(row["label"]))
+        panel.set_ylabel(plots.wrap_name(row["label"]))
         for panel, (name, (_, scale)) in zip(panels[1:], PANELS.items()):
             plot_over_sites(panel, row, name, entries)
             panel.set_yscale(scale)
     titles = ["eigenvalues", *(title for title, _ in PANELS.values())]
     for panel, title in zip(axes[0], titles):
         panel.set_title(title)
-    plots.plain_numbers(axes[0, 2].yaxis)
+    plots.use_plain_numbers(axes[0, 2].yaxis)
     axes[0, 3].set_ylim(0, max(axes[0, 3].get_ylim()[1], 1.0))
     for axis in (axes[0, 3].yaxis, *(panel.xaxis for panel in axes[:, 1:].flat)):
         axis.get_major_locator().set_params(integer=True)
@@ -339,7 +341,7 @@ def draw(rows: list[dict]) -> "Figure":
         panel.set_xlabel("sites so far")
     color_bar = figure.colorbar(image, ax=axes[:, 0], location="left", shrink=0.8)
     color_bar.set_label("eigenvalues of a token")
-    plots.plain_numbers(color_bar.ax.yaxis)
+    plots.use_plain_numbers(color_bar.ax.yaxis)
     plots.add_legend(figure, entries)
     return figure
 

@@ -297,7 +297,7 @@ def draw(search: Search) -> "Figure":
     """
     width_labels = {width: f"d = {width}" for width in search.widths}
     labels = [*width_labels.values(), MUP_LABEL, PLAIN_LABEL]
-    figure, axes = plots.panels(len(search.optimizers), 3, 2.1, labels)
+    figure, axes = plots.make_panels(len(search.optimizers), 3, 2.1, labels)
     entries = {}
     for panels, optimizer_name in zip(axes, search.optimizers):
         best_rate_panel = panels[2]
@@ -312,7 +312,7 @@ def draw(search: Search) -> "Figure":
                 panel.axvline(find_lowest_point(losses), color=color, linestyle=":", alpha=0.6)
             panel.set_title(f"{optimizer_name}, {'with muP' if mup else 'without'}", loc="left")
             panel.set(xlabel="learning rate", xscale="log")
-            plots.plain_numbers(panel.xaxis, minor=False)
+            plots.use_plain_numbers(panel.xaxis, label_minor_ticks=False)
             rates = search.find_best_rates(optimizer_name, mup)
             drifts.append(fit_drift(search.widths, rates))
             [entries[MUP_LABEL if mup else PLAIN_LABEL]] = best_rate_panel.plot(
@@ -329,7 +329,7 @@ def draw(search: Search) -> "Figure":
         )
         best_rate_panel.set(xlabel="hidden_size", xscale="log", yscale="log")
         for axis in (best_rate_panel.xaxis, best_rate_panel.yaxis):
-            plots.plain_numbers(axis)
+            plots.use_plain_numbers(axis)
         best_rate_panel.set_xticks(search.widths, map(str, search.widths))
         best_rate_panel.set_xticks([], minor=True)
     plots.add_legend(figure, entries)
@@ -374,7 +374,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure what is missing in the file of figures; then print the table and draw the figure."""
-    plots.printing()  # a missing package should be noticed before anything is measured
+    plots.use_print_style()  # a missing package should be noticed before anything is measured
     device = distributed.pick_device(args.device)
     open_corpus(args.dataset)
     settings = {
@@ -391,6 +391,6 @@ def run(args: argparse.Namespace) -> None:
     search.run()
     print(format_table(search))
     out = args.json.with_suffix(".png")
-    with plots.printing():
+    with plots.use_print_style():
         plots.save(draw(search), out)
     print(f"wrote {args.json}, drew {out}")

@@ -1,95 +1,126 @@
-"""A model that takes its turn in a measurement, and the memory it needs."""
+"""A model that takes its turn in a measurement, and the memory that it needs."""
+
+from collections.abc import Callable
+from typing import Optional
 
 import torch
 
 
 class Contender:
-    """A row of the table: a model on its device, an optimizer, and how the forward pass is called.
+    """A row of the table: a model on its device, its optimizer, and its forward pass.
 
-    `batch()` gives ids and targets, (B, T) each. `partner` is another contender whose model and optimizer this one
-    shares, to run them compiled too.
+    Args:
+        make_batch: returns ids (B, T) and targets (B, T)
+        dtype: of autocast
+        compiled: whether the forward pass is compiled
+        partner: another contender whose model and optimizer this one shares, for example to run
+            them compiled as well; `model` is then not used
     """
 
-    def __init__(self, name, model, batch, device, dtype, compiled, partner=None):
-        self.name, self.batch, self.device, self.dtype, self.compiled = (
-            name,
-            batch,
-            device,
-            dtype,
-            compiled,
-        )
-        self.model = partner.model if partner else model.to(device)
-        self.adamw = partner.adamw if partner else adamw_of(self.model)
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module | None,
+        make_batch: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        device: torch.device,
+        dtype: torch.dtype,
+        compiled: bool,
+        partner: Optional["Contender"] = None,
+    ):
+        self.name = name
+        self.make_batch = make_batch
+        self.device = device
+        self.dtype = dtype
+        self.compiled = compiled
+        if partner is None:
+            self.model = model.to(device)
+            self.optimizer = make_optimizer(self.model)
+        else:
+            self.model = partner.model
+            self.optimizer = partner.optimizer
         self.call = torch.compile(self.model, fullgraph=True) if compiled else self.model
 
-    def loss(self):
+    def compute_loss(self) -> torch.Tensor:
+        """Return the loss of a batch, a scalar."""
+        ids, targets = self.make_batch()
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return self.call(*self.batch())[1]
+            _, loss = self.call(ids, targets)
+        return loss
 
     def train(self) -> None:
-        self.loss().backward()
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        """Take a training step."""
+        self.compute_loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def evaluate(self) -> None:
+        """Do a forward pass without gradients."""
         with torch.no_grad():
-            self.loss()
+            self.compute_loss()
 
 
-def adamw_of(model):
+def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    """Return AdamW over all parameters."""
     return torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
 
 
-def saved_bytes(contender: Contender) -> int:
-    """Bytes that a forward pass keeps for its backward pass, parameters aside: each storage once."""
-    parameters = {p.untyped_storage().data_ptr() for p in contender.model.parameters()}
-    storages = {}
+def measure_saved_bytes(contender: Contender) -> int:
+    """Return the bytes that a forward pass saves for its backward pass, without parameters.
 
-    def note(tensor):
+    Tensors that share a storage count once.
+    """
+    parameter_storages = {
+        parameter.untyped_storage().data_ptr() for parameter in contender.model.parameters()
+    }
+    bytes_by_storage = {}
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameter_storages:
+            bytes_by_storage[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = contender.loss()
-    del loss
-    return sum(storages.values())
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        loss = contender.compute_loss()
+    del loss  # the storages must stay alive until here, or their addresses could be used twice
+    return sum(bytes_by_storage.values())
 
 
-def peak_bytes(contender: Contender) -> int:
-    """Most bytes that a forward and backward pass adds on the GPU to weights, gradients and the optimizer's state.
+def measure_peak_bytes(contender: Contender) -> int:
+    """Return the peak bytes that a forward and backward pass adds on the GPU.
 
-    The gradients are there before, as in every but the first micro-step of an accumulated batch. Not run by the
-    test-suite, which has no GPU.
+    Weights, gradients and the optimizer's state do not count. The gradients exist before the pass, as
+    in all but the first micro-step of an accumulated batch. The tests do not run this without a GPU.
     """
-    contender.loss().backward()
+    contender.compute_loss().backward()
     torch.cuda.synchronize(contender.device)
-    before = torch.cuda.memory_allocated(contender.device)
+    allocated_bytes = torch.cuda.memory_allocated(contender.device)
     torch.cuda.reset_peak_memory_stats(contender.device)
-    contender.loss().backward()
+    contender.compute_loss().backward()
     torch.cuda.synchronize(contender.device)
-    contender.adamw.zero_grad(set_to_none=True)
-    return torch.cuda.max_memory_allocated(contender.device) - before
+    contender.optimizer.zero_grad(set_to_none=True)
+    return torch.cuda.max_memory_allocated(contender.device) - allocated_bytes
 
 
-def memory(contender: Contender, tokens: int) -> dict:
-    """Bytes of activations per token, and on a GPU the peak with weights, gradients and AdamW's state of this model."""
+def measure_memory(contender: Contender, num_tokens: int) -> dict[str, float]:
+    """Return the bytes of activations per token of a batch with num_tokens tokens.
+
+    On a GPU the result also has the peak of this model alone, with its weights, gradients and
+    optimizer state.
+    """
     if contender.device.type != "cuda":
-        return {"activation_bytes_per_token": saved_bytes(contender) / tokens}
-    activations = peak_bytes(contender)
-    state = (
-        t
-        for values in contender.adamw.state.values()
-        for t in values.values()
-        if torch.is_tensor(t)
-    )
-    resident = sum(t.nbytes for t in state) + 2 * sum(
-        p.nbytes for p in contender.model.parameters()
-    )
+        return {"activation_bytes_per_token": measure_saved_bytes(contender) / num_tokens}
+    activation_bytes = measure_peak_bytes(contender)
+    resident_bytes = 0
+    for state in contender.optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                resident_bytes += value.nbytes
+    for parameter in contender.model.parameters():
+        resident_bytes += 2 * parameter.nbytes  # the weight and its gradient
     return {
-        "activation_bytes_per_token": activations / tokens,
-        "peak_memory_bytes": activations + resident,
+        "activation_bytes_per_token": activation_bytes / num_tokens,
+        "peak_memory_bytes": activation_bytes + resident_bytes,
     }

@@ -1,4 +1,7 @@
-"""`bench.py costs`: what every model costs by its equations, counted: parameters, numbers in its state, operations."""
+"""`bench.py costs`: count the cost of every model: parameters, state and FLOPs."""
+
+from argparse import Namespace
+from typing import Any
 
 import torch
 
@@ -9,27 +12,32 @@ from training.provenance import collect_provenance, store_figures
 from utils import tables
 
 
-def row(model: str, size: dict) -> dict:
-    """model: as `suites.split_model` reads it."""
-    stem, keys, _ = suites.split_model(model)
+def count_costs(model: str, size: dict[str, Any]) -> dict[str, Any]:
+    """Return the costs of a model as `suites.parse_model` reads it."""
+    model_name, settings, _ = suites.parse_model(model)
     with torch.device("meta"):
-        made = build(stem, **size, **keys)
-    facts = {"parameters": made.num_parameters(), "flops_per_token": made.flops_per_token()}
-    return {"model": model, **facts, "state_bytes_per_token": made.state_bytes_per_token()}
+        built = build(model_name, **size, **settings)
+    return {
+        "model": model,
+        "parameters": built.num_parameters(),
+        "flops_per_token": built.flops_per_token(),
+        "state_bytes_per_token": built.state_bytes_per_token(),
+    }
 
 
-def rows_of(models: list[str], size: dict) -> list[dict]:
-    """A row for each, with "added_parameters", "flops_ratio" and "state_ratio" to the baseline."""
-    base = row(BASELINE, size)
-    rows = [row(model, size) for model in models]
-    for each in rows:
-        each["added_parameters"] = each["parameters"] - base["parameters"]
-        each["flops_ratio"] = each["flops_per_token"] / base["flops_per_token"]
-        each["state_ratio"] = each["state_bytes_per_token"] / base["state_bytes_per_token"]
+def make_rows(models: list[str], size: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each model, with its costs relative to those of the baseline."""
+    baseline = count_costs(BASELINE, size)
+    rows = [count_costs(model, size) for model in models]
+    for row in rows:
+        row["added_parameters"] = row["parameters"] - baseline["parameters"]
+        row["flops_ratio"] = row["flops_per_token"] / baseline["flops_per_token"]
+        row["state_ratio"] = row["state_bytes_per_token"] / baseline["state_bytes_per_token"]
     return rows
 
 
-def markdown(rows: list[dict]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
     header = (
         "model",
         "parameters",
@@ -37,22 +45,26 @@ def markdown(rows: list[dict]) -> str:
         "state, of the baseline's",
         "FLOPs, of the baseline's",
     )
-    cells = [
-        (f"`{r['model']}`", f"{r['parameters']:,}", f"{r['added_parameters']:,}", f"{r['state_ratio']:.0f}",
-         f"{r['flops_ratio']:.3f}")
-        for r in rows
-    ]  # fmt: skip
+    cells = []
+    for row in rows:
+        cells.append(
+            (
+                f"`{row['model']}`",
+                f"{row['parameters']:,}",
+                f"{row['added_parameters']:,}",
+                f"{row['state_ratio']:.0f}",
+                f"{row['flops_ratio']:.3f}",
+            )
+        )
     return tables.format_markdown(header, cells)
 
 
-def run(args) -> None:
+def run(args: Namespace) -> None:
     """Print and store the figures of `bench.py costs`."""
     size = suites.PAPER[args.size]
-    models, origin = (
-        args.models.split(",") if args.models else list(suites.EVERY_STEM),
-        collect_provenance(),
-    )
-    rows = rows_of(models, size)
-    print(markdown(rows))
+    models = args.models.split(",") if args.models else list(suites.ALL_MODELS)
+    origin = collect_provenance()
+    rows = make_rows(models, size)
+    print(format_table(rows))
     if args.json:
         store_figures(args.json, {"size": size, "rows": rows}, origin)

@@ -1,144 +1,205 @@
-"""Tokens per second of one-token decoding: `bench.py decode`.
+"""`bench.py decode`: measure the tokens per second of one-token decoding.
 
-Every model decodes without a cache (a forward pass over the whole text for each token), with the cache eagerly, and by
-the step that is made once: compiled on a CPU, a CUDA graph on a GPU, there also with fused kernels. A turn decodes
-`--tokens` tokens after a context of `--context`, whose reading is not part of it; nor is drawing a token.
+Every model decodes without a cache (a forward pass over the whole text for each token), with the cache
+eagerly, and with a fixed step: compiled on a CPU, a CUDA graph on a GPU, where it is also measured with
+fused kernels. A turn decodes `--tokens` tokens after a context of `--context` tokens. Reading the context
+and sampling a token are not part of it.
 """
 
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 from model import build, kernels
 from model.decoding import Decoder
 from research.benchmarks.figures import Figures
-from research.benchmarks.suites import EVERY_STEM, SIZE_KEYS, row_name, split_model
-from research.benchmarks.timing import compared, measure, spread, waiting
+from research.benchmarks.suites import ALL_MODELS, SIZE_KEYS, make_row_name, parse_model
+from research.benchmarks.timing import (
+    compute_speed_ratios,
+    format_spread,
+    measure,
+    repeat_and_synchronize,
+)
 from training import distributed
 from utils import machine, tables
 
-FIXED = {"cpu": "compiled", "cuda": "CUDA graph"}  # what a decoder's `compiled` means there
+FIXED_STEPS = {"cpu": "compiled", "cuda": "CUDA graph"}  # what Decoder's `compiled` does
+Turn = Callable[[], None]
 
 
-def uncached(model, ids, context: int):
-    """A function that decodes the tokens of ids (B, T) after the context by whole forward passes."""
+def make_uncached_turn(model: torch.nn.Module, ids: torch.Tensor, context: int) -> Turn:
+    """Return a function that decodes the tokens of ids (B, T) after the context without a cache."""
 
     @torch.no_grad()
-    def turn():
+    def decode() -> None:
         for end in range(context + 1, ids.shape[1] + 1):
             model.logits(model.hidden(ids[:, :end])[:, -1])
 
-    return turn
+    return decode
 
 
-def cached(model, ids, context: int, compiled: bool):
-    """(a function that reads the context anew, one that decodes the tokens after it)."""
-    decoder, tokens = Decoder(model, *ids.shape, compiled), ids[:, context:].unbind(1)
+def make_cached_turn(
+    model: torch.nn.Module, ids: torch.Tensor, context: int, compiled: bool
+) -> tuple[Turn, Turn]:
+    """Return a function that reads the context, and one that decodes the tokens after it."""
+    batch_size, length = ids.shape
+    decoder = Decoder(model, batch_size, length, compiled)
+    tokens = ids[:, context:].unbind(1)
 
-    def turn():
+    def read_context() -> None:
+        decoder.prefill(ids[:, :context])
+
+    def decode() -> None:
         for token in tokens:
             decoder.step(token)
 
-    return lambda: decoder.prefill(ids[:, :context]), turn
+    return read_context, decode
 
 
-def turns_of(name: str, model, ids, args) -> dict:
-    """{(name, way): function}, and the preparation of each under (name, way, "context")."""
-    fixed, turns = FIXED[ids.device.type], {(name, "uncached"): uncached(model, ids, args.context)}
-    for way in ("cached", fixed) if args.compile == "True" else ("cached",):
-        read, turn = cached(model, ids, args.context, way == fixed)
-        turns |= {(name, way, "context"): read, (name, way): turn}
+def make_turns(
+    name: str, model: torch.nn.Module, ids: torch.Tensor, args: Namespace
+) -> dict[tuple[str, ...], Turn]:
+    """Return the functions of each way to decode by (name, way).
+
+    The function that reads the context comes before each, as (name, way, "context").
+    """
+    fixed_step = FIXED_STEPS[ids.device.type]
+    cache_modes = ["cached"]
+    if args.compile == "True":
+        cache_modes.append(fixed_step)
+    turns = {(name, "uncached"): make_uncached_turn(model, ids, args.context)}
+    for way in cache_modes:
+        read_context, decode = make_cached_turn(
+            model, ids, args.context, compiled=way == fixed_step
+        )
+        turns[name, way, "context"] = read_context
+        turns[name, way] = decode
         print(f"  made {name}, {way}", flush=True)
     return turns
 
 
-def models_of(args, size: dict, device: torch.device):
-    """(name, function that makes the model) of each of --models, on a GPU with and without fused kernels."""
+def list_models(
+    args: Namespace, size: dict[str, Any], device: torch.device
+) -> Iterator[tuple[str, Callable[[], torch.nn.Module]]]:
+    """Yield the name of each model of `--models` and a function that builds it.
 
-    def make(stem, keys, setting):
+    On a GPU a model comes with and without fused kernels.
+
+    Raises:
+        ValueError: a model has settings of its kernels
+    """
+
+    def build_model(
+        model_name: str, settings: dict[str, Any], kernel_setting: str
+    ) -> torch.nn.Module:
         torch.manual_seed(0)
-        model = build(stem, **size, **keys).to(device).eval()
-        kernels.use(model, setting, device)
+        model = build(model_name, **size, **settings).to(device).eval()
+        kernels.use(model, kernel_setting, device)
         return model
 
+    kernel_settings = ("off", "on") if device.type == "cuda" else ("off",)
     for text in args.models:
-        stem, keys, given = split_model(text)
-        if given:
+        model_name, settings, kernel_options = parse_model(text)
+        if kernel_options:
             raise ValueError(
                 f"--models: {text}: decoding is measured with and without kernels: leave the plus out"
             )
-        for setting in ("off", "on") if device.type == "cuda" else ("off",):
-            name = row_name(text) + (", fused kernels" if setting == "on" else "")
-            yield name, partial(make, stem, keys, setting)
+        for kernel_setting in kernel_settings:
+            suffix = ", fused kernels" if kernel_setting == "on" else ""
+            yield (
+                make_row_name(text) + suffix,
+                partial(build_model, model_name, settings, kernel_setting),
+            )
 
 
-def rows_of(seconds: dict, tokens: int) -> list[dict]:
-    """Tokens/s, and the speed relative to the same model without a cache: medians and 10th and 90th percentiles."""
+def make_rows(seconds: dict[tuple[str, str], list[float]], num_tokens: int) -> list[dict[str, Any]]:
+    """Return tokens per second, and the speed relative to the same model without a cache.
+
+    Args:
+        seconds: of each round, by (name, way)
+        num_tokens: decoded in a round
+    """
     rows = []
     for (name, way), times in seconds.items():
-        row = {"model": name, "way": way} | compared(
-            "tokens_per_second", [tokens] * len(times), times
+        rows.append(
+            {
+                "model": name,
+                "way": way,
+                **compute_speed_ratios("tokens_per_second", [num_tokens] * len(times), times),
+                **compute_speed_ratios("ratio", seconds[name, "uncached"], times),
+            }
         )
-        rows.append(row | compared("ratio", seconds[name, "uncached"], times))
     return rows
 
 
-def markdown(rows: list[dict]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
     header = ["model", "decoding", "tokens/s (10th to 90th percentile)", "relative to uncached"]
-    lines = [
-        [
-            f"`{row['model']}`",
-            row["way"],
-            spread(row, "tokens_per_second", ",.0f"),
-            spread(row, "ratio", ".2f"),
-        ]
-        for row in rows
-    ]
-    return tables.format_markdown(header, lines)
+    cells = []
+    for row in rows:
+        cells.append(
+            [
+                f"`{row['model']}`",
+                row["way"],
+                format_spread(row, "tokens_per_second", ",.0f"),
+                format_spread(row, "ratio", ".2f"),
+            ]
+        )
+    return tables.format_markdown(header, cells)
 
 
-def check(args, size: dict, device: torch.device) -> None:
-    if (wanted := args.context + args.tokens) > size["block_size"]:
+def check_arguments(args: Namespace, size: dict[str, Any], device: torch.device) -> None:
+    """Raise ValueError if the text is too long or nothing can be compiled."""
+    num_tokens = args.context + args.tokens
+    if num_tokens > size["block_size"]:
         raise ValueError(
-            f"--context and --tokens: {wanted} together, --block_size={size['block_size']}: give fewer"
+            f"--context and --tokens: {num_tokens} together, --block_size={size['block_size']}: give "
+            "fewer"
         )
     if args.compile == "True" and not machine.can_compile(device.type):
         raise ValueError(
-            "--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False"
+            "--compile=True needs a C++ compiler and Python's headers: install them, or "
+            "--compile=False"
         )
 
 
-def run(args) -> None:
+def run(args: Namespace) -> None:
     """Print and store the figures of `bench.py decode`."""
     device = distributed.pick_device(args.device)
     size = {key: getattr(args, key) for key in SIZE_KEYS}
-    args.models = args.models.split(",") if args.models else list(EVERY_STEM)
-    check(args, size, device)
-    # All models share the code that is compiled: by default the ninth would be refused.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
+    args.models = args.models.split(",") if args.models else list(ALL_MODELS)
+    check_arguments(args, size, device)
+    # All models share the code that is compiled. With the default limit the ninth would be refused.
+    torch._dynamo.config.recompile_limit = 1000
+    torch._dynamo.config.accumulated_recompile_limit = 1000
     shape = (args.batch_size, args.context + args.tokens)
-    ids = torch.randint(size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(size["vocab_size"], shape, generator=generator).to(device)
     settings = {
         "size": size,
         "device": str(device),
         "threads": torch.get_num_threads(),
         "note": args.note,
-    }
-    settings |= {
-        key: getattr(args, key) for key in ("batch_size", "context", "tokens", "rounds", "compile")
+        "batch_size": args.batch_size,
+        "context": args.context,
+        "tokens": args.tokens,
+        "rounds": args.rounds,
+        "compile": args.compile,
     }
     figures = Figures(args.json, device, settings, args.resume)
-    for name, make in models_of(args, size, device):
+    for name, build_model in list_models(args, size, device):
         if figures.find(model=name):
             continue
-        turns = {
-            key: waiting(turn, 1, device) for key, turn in turns_of(name, make(), ids, args).items()
-        }
-        seconds = measure(turns, 1, args.rounds, f"decode, {name}")
-        seconds = {key: times for key, times in seconds.items() if key[-1] != "context"}
-        for row in rows_of(seconds, args.batch_size * args.tokens):
+        turns = make_turns(name, build_model(), ids, args)
+        functions = {key: repeat_and_synchronize(turn, 1, device) for key, turn in turns.items()}
+        seconds = measure(functions, warmup=1, rounds=args.rounds, label=f"decode, {name}")
+        decoding_seconds = {key: times for key, times in seconds.items() if key[-1] != "context"}
+        for row in make_rows(decoding_seconds, args.batch_size * args.tokens):
             figures.add(row, "model", "way")
-    where = f"{figures.on_what()}, {torch.get_num_threads()} threads"
-    print(f"{size}, {where}, batch_size={args.batch_size}\n\n{markdown(figures.rows)}")
+    print(
+        f"{size}, {figures.format_chip()}, {torch.get_num_threads()} threads, "
+        f"batch_size={args.batch_size}\n\n{format_table(figures.rows)}"
+    )

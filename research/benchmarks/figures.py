@@ -1,15 +1,16 @@
-"""Figures in a JSON file that is written after each of them: what is killed loses the figure in hand, no other."""
+"""Measured figures in a JSON file, which is written after each row: a kill loses only the current one."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from training.metrics import get_cpu_name
 from training.provenance import collect_provenance, compute_digest, store_figures
 
-# Memory bandwidth in TB/s by a word of the device name (vendor data sheets); what is achieved is less.
+# Memory bandwidth in TB/s by a word of the device name (vendor data sheets); programs reach less.
 PEAK_BANDWIDTH = {
     "H200": 4.8,
     "H100 PCIe": 2.0,
@@ -19,33 +20,38 @@ PEAK_BANDWIDTH = {
     "A100": 2.0,
     "L40S": 0.864,
 }
-MODEL = ("model/*.py", "model/kernels/*.py")  # whose code the figures are of
-TABLE = ("launch_table.py",)  # but for this: a row says which of the table's launches it is of
+MODEL_FILES = ("model/*.py", "model/kernels/*.py")  # the code that figures depend on
+# The table of launches is excluded, because each row stores which of its launches it used.
+LAUNCH_TABLE_FILES = ("launch_table.py",)
 
 
-def chip(device: torch.device) -> dict:
-    """{"chip": its name, "memory_tb_per_s": by its data sheet, where known}: a figure means little without them."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else get_cpu_name()
-    bandwidth = next((peak for word, peak in PEAK_BANDWIDTH.items() if word in name), None)
-    return {"chip": name} | (
-        {"memory_tb_per_s": bandwidth} if bandwidth and device.type == "cuda" else {}
-    )
+def describe_chip(device: torch.device) -> dict[str, Any]:
+    """Return "chip", the name of the device, and of a known GPU "memory_tb_per_s"."""
+    if device.type != "cuda":
+        return {"chip": get_cpu_name()}
+    chip = {"chip": torch.cuda.get_device_name(device)}
+    for word, bandwidth in PEAK_BANDWIDTH.items():
+        if word in chip["chip"]:
+            chip["memory_tb_per_s"] = bandwidth
+            break
+    return chip
 
 
-def launches_used() -> dict[str, str]:
-    """For a row: the launches of the kernels that have run in this process since the last call; {} where none has.
+def pop_used_launches() -> dict[str, dict[str, str]]:
+    """Return "launched", the launches of the kernels that ran in this process since the last call.
 
-    So call it before a measurement as well.
+    The result is {} if no kernel ran. Call it before a measurement as well, to forget earlier kernels.
     """
     module = sys.modules.get("model.kernels.launch")
-    used = {kernel: str(launch) for kernel, launch in sorted(module.USED.items())} if module else {}
-    if used:
-        module.USED.clear()
-    return {"launched": used} if used else {}
+    if module is None or not module.USED:
+        return {}
+    launches = {kernel: str(launch) for kernel, launch in sorted(module.USED.items())}
+    module.USED.clear()
+    return {"launched": launches}
 
 
-def launches_stand(row: dict) -> bool:
-    """Whether the table of launches still has those that a row was measured with."""
+def has_current_launches(row: dict[str, Any]) -> bool:
+    """Return whether the table of launches still has those that a row was measured with."""
     if not row.get("launched"):
         return True
     from model.kernels.launch import get_table_launch
@@ -56,75 +62,88 @@ def launches_stand(row: dict) -> bool:
 
 
 class Figures:
-    """Rows of one file, or of none (path None). Each says of which code and chip it is.
+    """The rows of one file, each with the code and the chip that it was measured with.
 
-    With `resume` the rows that the file has count as measured where code, chip and settings are the same; others go.
-    `notes` are stored beside the settings, and may differ.
+    Args:
+        path: the file, or None to store nothing
+        settings: of the measurement, stored once
+        resume: keep the rows of an existing file that were measured with the same code, chip and
+            settings, and drop the others
+        code: a digest of the code (default: that of MODEL_FILES)
+        notes: are stored beside the settings, and may differ from those in the file
     """
 
     def __init__(
         self,
         path: Path | None,
-        device,
-        settings: dict,
-        resume=False,
+        device: torch.device,
+        settings: dict[str, Any],
+        resume: bool = False,
         code: str = "",
-        notes: dict | None = None,
+        notes: dict[str, Any] | None = None,
     ):
-        self.path, self.settings, self.made = path, json.loads(json.dumps(settings)), chip(device)
+        self.path = path
+        self.settings = json.loads(json.dumps(settings))  # as they will be read again
+        self.measured_on = describe_chip(device)
+        self.measured_on["code"] = (
+            code or compute_digest(*MODEL_FILES, exclude=LAUNCH_TABLE_FILES)[:12]
+        )
         self.notes = notes or {}
-        self.made["code"] = code or compute_digest(*MODEL, exclude=TABLE)[:12]
-        self.rows: list[dict] = []
-        self.origin = collect_provenance()  # of the code that is about to be measured
+        self.rows: list[dict[str, Any]] = []
+        self.origin = collect_provenance()  # before the measurement, while the files are unchanged
         if path and resume and path.exists():
-            self.keep(json.loads(path.read_text(encoding="utf-8")))
+            self.keep_valid_rows(json.loads(path.read_text(encoding="utf-8")))
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
 
-    def keep(self, stored: dict) -> None:
-        """Take over the rows that are worth as much as those to come."""
-        if changed := [key for key, value in self.settings.items() if stored.get(key) != value]:
+    def keep_valid_rows(self, stored: dict[str, Any]) -> None:
+        """Keep the rows of a file that were measured with the same settings, code and chip."""
+        changed = [key for key, value in self.settings.items() if stored.get(key) != value]
+        if changed:
             print(
                 f"{self.path}: measured with another {', '.join(changed)}: measuring all again",
                 flush=True,
             )
             return
-        self.notes |= {name: stored[name] for name in self.notes if name in stored}
-        self.rows = [
-            row
-            for row in stored["rows"]
-            if self.made.items() <= row.items() and launches_stand(row)
-        ]
-        if left := len(stored["rows"]) - len(self.rows):
+        for name in self.notes:
+            if name in stored:
+                self.notes[name] = stored[name]
+        for row in stored["rows"]:
+            if self.measured_on.items() <= row.items() and has_current_launches(row):
+                self.rows.append(row)
+        num_dropped = len(stored["rows"]) - len(self.rows)
+        if num_dropped:
             print(
-                f"{self.path}: {left} of {len(stored['rows'])} figures are of other code or another chip",
+                f"{self.path}: {num_dropped} of {len(stored['rows'])} figures are of other code or "
+                "another chip",
                 flush=True,
             )
 
-    def find(self, **key) -> dict | None:
-        return next((row for row in self.rows if key.items() <= row.items()), None)
+    def find(self, **values) -> dict[str, Any] | None:
+        """Return the first row with these values, or None."""
+        return next((row for row in self.rows if values.items() <= row.items()), None)
 
-    def add(self, row: dict, *key: str) -> None:
-        """Store the row, in the place of the one that has the same values under the names in `key`."""
-        row = row | self.made
-        same = {name: row[name] for name in key}
-        old = self.find(**same) if key else None
-        if old is None:
+    def add(self, row: dict[str, Any], *key: str) -> None:
+        """Store a row; it replaces the row that has the same values for the names in `key`."""
+        row = {**row, **self.measured_on}
+        old_row = None
+        if key:
+            old_row = self.find(**{name: row[name] for name in key})
+        if old_row is None:
             self.rows.append(row)
         else:
-            self.rows[self.rows.index(old)] = row
+            self.rows[self.rows.index(old_row)] = row
         self.store()
 
     def store(self) -> None:
-        """Write the file whole, or leave it as it was."""
+        """Write the file; if that fails, the old file stays as it was."""
         if self.path:
-            store_figures(
-                self.path, {**self.settings, **self.notes, "rows": self.rows}, self.origin
-            )
+            figures = {**self.settings, **self.notes, "rows": self.rows}
+            store_figures(self.path, figures, self.origin)
 
-    def on_what(self) -> str:
-        """The chip and its memory's class, for what is printed."""
-        bandwidth = self.made.get("memory_tb_per_s")
-        return self.made["chip"] + (
-            f" (memory {bandwidth:g} TB/s by its data sheet)" if bandwidth else ""
-        )
+    def format_chip(self) -> str:
+        """Return the chip and the bandwidth of its memory, to print them."""
+        bandwidth = self.measured_on.get("memory_tb_per_s")
+        if bandwidth is None:
+            return self.measured_on["chip"]
+        return f"{self.measured_on['chip']} (memory {bandwidth:g} TB/s by its data sheet)"

@@ -1,8 +1,9 @@
-"""Bandwidth of every fused kernel against what this device copies: `bench.py kernels`.
+"""`bench.py kernels`: measure the bandwidth of every fused kernel against that of a copy.
 
-A kernel must read each of its inputs once and write each of its results once: those bytes over its time, as a share of
-the bandwidth of a large copy (bytes read and written over time) measured between the kernels. Sums over programs and
-the reduction of them are part of its time and not of its bytes. `--tune` times some kernels under other launches.
+A kernel must read each of its inputs once and write each of its results once. Its bandwidth is the number
+of those bytes over its time, and is compared with the bandwidth of a large copy (bytes read and written
+over time) that is measured between the kernels. Partial sums and their reduction are part of the time of a
+kernel and not of its bytes. `--tune` times some kernels with other launches.
 """
 
 import dataclasses
@@ -10,57 +11,89 @@ import itertools
 import re
 import statistics
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from research.benchmarks.figures import Figures, launches_used
-from research.benchmarks.timing import Clock, compared, spread
+from research.benchmarks.figures import Figures, pop_used_launches
+from research.benchmarks.timing import Clock, compute_speed_ratios, format_spread
 from training import distributed
 from training.provenance import compute_digest
 from utils import tables
 from utils.units import format_bytes, format_duration
 
-WAYS = ("forward", "backward")
-# What --tune tries beside the table's launches and their runners-up: warps of a program, how loads run ahead (stages,
-# prefetch), warps of a multiprocessor.
-HEAD = 128  # features of a head at the paper's sizes
-WARPS, AHEAD, RESIDENT = (1, 2, 4, 8, 16), ((2, 0), (3, 0), (1, 2)), (8, 16)
+if TYPE_CHECKING:
+    from model.kernels.launch import Launch
+
+PASSES = ("forward", "backward")
+HEAD_DIM = 128  # of the paper's sizes
+# The launches that --tune tries beside the table's and their runners-up: warps of a program, stages and
+# prefetch (which make loads run ahead), and warps of a multiprocessor.
+WARPS = (1, 2, 4, 8, 16)
+STAGES_AND_PREFETCH = ((2, 0), (3, 0), (1, 2))
+RESIDENT_WARPS = (8, 16)
 
 
-def random(device, dtype, *shape):
+class InputSpec(NamedTuple):
+    """The batch size B, the sequence length T, and the device and dtype of inputs."""
+
+    batch_size: int
+    sequence_length: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+class KernelCall(NamedTuple):
+    """A call of a kernel, and the tensors that it must read or write, each as often as it is moved."""
+
+    function: Callable[[], object]
+    tensors: list[torch.Tensor]
+
+
+class KernelFamily(NamedTuple):
+    """The forward and the backward kernel of an operation at hidden size d.
+
+    make_calls: makes their inputs and returns their calls by name.
+    """
+
+    name: str
+    d: int
+    make_calls: Callable[[], dict[str, KernelCall]]
+
+
+def make_random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return normally distributed numbers."""
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
-def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
-    """{name: (function, tensors that it must read or write)} of the residual step, forward and backward.
+def make_step_calls(
+    spec: InputSpec, d: int, value_channels: int, kernel_size: int, stored: bool
+) -> dict[str, KernelCall]:
+    """Return the calls of the residual step.
 
-    stored: the step after which the state is stored, with one write to replay; else the one before it.
+    stored: the step after which the state is stored, with one write to replay; otherwise the step before
+    it, which stores no state.
     """
     from model.kernels import residual_step as kernel
 
-    B, T, device, dtype = sizes
-    direction, earlier, grad_context = (random(device, dtype, B, T, d) for _ in range(3))
-    stored_state = random(device, dtype, B, T, columns, d)
-    grad_new_state = random(device, dtype, B, T, columns, d)
-    gate_logit = random(device, torch.float32, B, T)
-    value_logit = random(device, torch.float32, B, T, columns)
-    directions = [earlier] if stored else []
+    B, T, device, dtype = spec
+    direction = make_random(device, dtype, B, T, d)
+    earlier_direction = make_random(device, dtype, B, T, d)
+    grad_context = make_random(device, dtype, B, T, d)
+    stored_state = make_random(device, dtype, B, T, value_channels, d)
+    grad_new_state = make_random(device, dtype, B, T, value_channels, d)
+    gate_logit = make_random(device, torch.float32, B, T)
+    value_logit = make_random(device, torch.float32, B, T, value_channels)
+    directions = [earlier_direction] if stored else []
     updates = [0.1 * value_logit] if stored else []
-    write = {"direction": direction, "gate_logit": gate_logit, "value_logit": value_logit}
-    parameters = {
-        "read_weights": random(device, torch.float32, kernel_size, columns, d) / columns,
-        "norm_weight": torch.ones(d, device=device),
-        "gate_weight": random(device, torch.float32, d),
-        "value_weight": random(device, torch.float32, columns, d),
-    }
-    options = {
-        "value_form": "sigmoid",
-        "value_scale": 4.0,
-        "value_constant": 2.0,
-        "value_input": "residual",
-        "erase": True,
-    }
+    read_weights = make_random(device, torch.float32, kernel_size, value_channels, d)
+    read_weights = read_weights / value_channels
+    norm_weight = torch.ones(d, device=device)
+    gate_weight = make_random(device, torch.float32, d)
+    value_weight = make_random(device, torch.float32, value_channels, d)
 
     forward = partial(
         kernel.residual_step,
@@ -68,11 +101,20 @@ def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
         stored_state=stored_state,
         directions=directions,
         updates=updates,
-        **write,
-        **parameters,
-        gate_bias=random(device, torch.float32, 1),
-        value_bias=random(device, torch.float32, columns),
-        **options,
+        direction=direction,
+        gate_logit=gate_logit,
+        value_logit=value_logit,
+        read_weights=read_weights,
+        norm_weight=norm_weight,
+        gate_weight=gate_weight,
+        value_weight=value_weight,
+        gate_bias=make_random(device, torch.float32, 1),
+        value_bias=make_random(device, torch.float32, value_channels),
+        value_form="sigmoid",
+        value_scale=4.0,
+        value_constant=2.0,
+        value_input="residual",
+        erase=True,
         k_eps=1e-5,
         norm_eps=1e-5,
         store_state=stored,
@@ -81,10 +123,10 @@ def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
         context_dtype=dtype,
     )
     output = kernel.StepOutput(*forward())
-    # the state after the write, which the backward pass needs
-    after = {"stored_state": stored_state, "directions": [direction], "updates": [output.update]}
-    if stored:
-        after = {"stored_state": output.new_state, "directions": [], "updates": []}
+    # The backward pass needs the state after the write: stored, or as the stored state and the write.
+    state_after = output.new_state if stored else stored_state
+    directions_after = [] if stored else [direction]
+    updates_after = [] if stored else [output.update]
     backward = partial(
         kernel.residual_step_backward,
         grad_new_state=grad_new_state,
@@ -92,38 +134,75 @@ def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
         grad_x_in=None,
         grad_next_gate_logit=output.next_gate_logit,
         grad_next_value_logit=output.next_value_logit,
-        **after,
-        **write,
+        stored_state=state_after,
+        directions=directions_after,
+        updates=updates_after,
+        direction=direction,
+        gate_logit=gate_logit,
+        value_logit=value_logit,
         inverse_norm=output.inverse_norm,
         delta=output.delta,
         x_in=output.x_in,
         inverse_rms=output.inverse_rms,
-        **parameters,
-        **options,
+        read_weights=read_weights,
+        norm_weight=norm_weight,
+        gate_weight=gate_weight,
+        value_weight=value_weight,
+        value_form="sigmoid",
+        value_scale=4.0,
+        value_constant=2.0,
+        value_input="residual",
+        erase=True,
     )
 
     logits = [output.next_gate_logit, output.next_value_logit]
-    for_backward = [output.inverse_norm, output.delta, output.x_in, output.inverse_rms]
-    moved = [stored_state, *directions, *updates, *write.values()]
-    moved += [output.context, *logits, *for_backward, output.update]
+    saved = [output.inverse_norm, output.delta, output.x_in, output.inverse_rms]
+    forward_tensors = [
+        stored_state,
+        *directions,
+        *updates,
+        direction,
+        gate_logit,
+        value_logit,
+        output.context,
+        *logits,
+        *saved,
+        output.update,
+    ]
     if stored:
-        moved.append(output.new_state)
-    moved_back = [grad_new_state, grad_context, *logits, *write.values(), *for_backward]
-    moved_back += [after["stored_state"], *after["updates"]]
-    # the gradients of the state, of the direction and of both logits
-    moved_back += [stored_state, *write.values()]
-    suffix = f"K={kernel_size} v={columns} {'stored' if stored else 'not stored'}"
+        forward_tensors.append(output.new_state)
+    backward_tensors = [
+        grad_new_state,
+        grad_context,
+        *logits,
+        direction,
+        gate_logit,
+        value_logit,
+        *saved,
+        state_after,
+        *updates_after,
+        # the gradients of the state, of the direction and of both logits
+        stored_state,
+        direction,
+        gate_logit,
+        value_logit,
+    ]
+    suffix = f"K={kernel_size} v={value_channels} {'stored' if stored else 'not stored'}"
     return {
-        f"step forward {suffix}": (forward, moved),
-        f"step backward {suffix}": (backward, moved_back),
+        f"step forward {suffix}": KernelCall(forward, forward_tensors),
+        f"step backward {suffix}": KernelCall(backward, backward_tensors),
     }
 
 
-def add_norm_calls(sizes, d: int):
+def make_add_norm_calls(spec: InputSpec, d: int) -> dict[str, KernelCall]:
+    """Return the calls of the addition and norm of the additive stream."""
     from model.kernels import add_norm as kernel
 
-    B, T, device, dtype = sizes
-    x, h, grad_new_x, grad_context = (random(device, dtype, B, T, d) for _ in range(4))
+    B, T, device, dtype = spec
+    x = make_random(device, dtype, B, T, d)
+    h = make_random(device, dtype, B, T, d)
+    grad_new_x = make_random(device, dtype, B, T, d)
+    grad_context = make_random(device, dtype, B, T, d)
     norm_weight = torch.ones(d, device=device)
     forward = partial(
         kernel.add_norm, x=x, h=h, norm_weight=norm_weight, eps=1e-5, context_dtype=dtype
@@ -138,169 +217,271 @@ def add_norm_calls(sizes, d: int):
         norm_weight=norm_weight,
     )
     return {
-        "add_norm forward": (forward, [x, h, *output]),
-        "add_norm backward": (
+        "add_norm forward": KernelCall(forward, [x, h, *output]),
+        "add_norm backward": KernelCall(
             backward,
             [grad_new_x, grad_context, output.new_x, output.inverse_rms, x],
         ),
     }
 
 
-def expand_calls(sizes, d: int, columns: int, kernel_size: int):
+def make_expand_calls(
+    spec: InputSpec, d: int, value_channels: int, kernel_size: int
+) -> dict[str, KernelCall]:
+    """Return the calls of the expansion of an embedding to a state."""
     from model.kernels import expand as kernel
 
-    B, T, device, dtype = sizes
-    x, grad_state = random(device, dtype, B, T, d), random(device, dtype, B, T, columns, d)
-    weights = random(device, torch.float32, kernel_size, columns, d)
-    forward = partial(kernel.expand, x, weights), [x, grad_state]
+    B, T, device, dtype = spec
+    x = make_random(device, dtype, B, T, d)
+    grad_state = make_random(device, dtype, B, T, value_channels, d)
+    weights = make_random(device, torch.float32, kernel_size, value_channels, d)
+    forward = partial(kernel.expand, x, weights)
     backward = partial(kernel.expand_backward, grad_state=grad_state, x=x, weights=weights)
-    suffix = f"K={kernel_size} v={columns}"
+    suffix = f"K={kernel_size} v={value_channels}"
     return {
-        f"expand forward {suffix}": forward,
-        f"expand backward {suffix}": (backward, [grad_state, x, x]),
+        f"expand forward {suffix}": KernelCall(forward, [x, grad_state]),
+        f"expand backward {suffix}": KernelCall(backward, [grad_state, x, x]),
     }
 
 
-def rope_norm_calls(sizes, d: int):
+def make_rope_norm_calls(spec: InputSpec, d: int) -> dict[str, KernelCall]:
+    """Return the calls of the rotation and norm of queries and keys."""
     from model.kernels import rope as kernel
 
-    B, T, device, dtype = sizes
-    size = min(d // 2 * 2, HEAD)
-    qkv = random(device, dtype, B, T, 3, d // size, size)
-    gradients = [random(device, dtype, B, T, d // size, size) for _ in range(3)]
-    angle = random(device, torch.float32, T, size // 2)
-    inputs = {
-        "qkv": qkv,
-        "cos": angle.cos(),
-        "sin": angle.sin(),
-        "q_norm": torch.ones(size, device=device),
-        "k_norm": torch.ones(size, device=device),
-        "eps": 1e-5,
-    }
-    tables = [inputs["cos"], inputs["sin"]]
+    B, T, device, dtype = spec
+    head_dim = min(d // 2 * 2, HEAD_DIM)
+    qkv = make_random(device, dtype, B, T, 3, d // head_dim, head_dim)
+    gradients = [make_random(device, dtype, B, T, d // head_dim, head_dim) for _ in range(3)]
+    angle = make_random(device, torch.float32, T, head_dim // 2)
+    cos = angle.cos()
+    sin = angle.sin()
+    q_norm = torch.ones(head_dim, device=device)
+    k_norm = torch.ones(head_dim, device=device)
     queries_and_keys = qkv[:, :, :2]  # the values are a view of the product and are not moved
     grad_q, grad_k, grad_v = gradients
-    forward = partial(kernel.rope_norm, **inputs)
+    forward = partial(
+        kernel.rope_norm, qkv=qkv, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=1e-5
+    )
     backward = partial(
-        kernel.rope_norm_backward, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, **inputs
+        kernel.rope_norm_backward,
+        grad_q=grad_q,
+        grad_k=grad_k,
+        grad_v=grad_v,
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=1e-5,
     )
     return {
-        "rope_norm forward": (forward, [queries_and_keys, queries_and_keys, *tables]),
-        "rope_norm backward": (backward, [*gradients, queries_and_keys, *tables, qkv]),
+        "rope_norm forward": KernelCall(forward, [queries_and_keys, queries_and_keys, cos, sin]),
+        "rope_norm backward": KernelCall(backward, [*gradients, queries_and_keys, cos, sin, qkv]),
     }
 
 
-def families(sizes, widths: list[int]):
-    """(name, width, a function that makes the calls of its forward and backward kernels)."""
+def list_families(spec: InputSpec, widths: list[int]) -> Iterator[KernelFamily]:
+    """Yield all kernels at each hidden size."""
     for d in widths:
-        yield "add_norm", d, partial(add_norm_calls, sizes, d)
-        yield "expand K=4 v=4", d, partial(expand_calls, sizes, d, 4, 4)
-        yield "rope_norm", d, partial(rope_norm_calls, sizes, d)
-        for columns, kernel_size, stored in itertools.product((1, 2, 4, 8), (1, 4), (False, True)):
-            name = f"step K={kernel_size} v={columns} {'stored' if stored else 'not stored'}"
-            yield name, d, partial(step_calls, sizes, d, columns, kernel_size, stored)
+        yield KernelFamily("add_norm", d, partial(make_add_norm_calls, spec, d))
+        yield KernelFamily("expand K=4 v=4", d, partial(make_expand_calls, spec, d, 4, 4))
+        yield KernelFamily("rope_norm", d, partial(make_rope_norm_calls, spec, d))
+        for value_channels, kernel_size, stored in itertools.product(
+            (1, 2, 4, 8), (1, 4), (False, True)
+        ):
+            stored_text = "stored" if stored else "not stored"
+            yield KernelFamily(
+                f"step K={kernel_size} v={value_channels} {stored_text}",
+                d,
+                partial(make_step_calls, spec, d, value_channels, kernel_size, stored),
+            )
 
 
-def in_turns(calls: dict, copy, rounds: int, clock: Clock) -> dict[str, list[float]]:
-    """Seconds of each function and of `copy`, call by call in turns."""
-    functions = {"copy": copy, **{name: call for name, (call, _) in calls.items()}}
-    for _ in range(3 if clock.device.type == "cuda" else 0):  # the first calls compile
-        for function in functions.values():
-            function()
-    found = [clock.seconds(functions) for _ in range(rounds)]
-    return {name: [turn[name] for turn in found] for name in functions}
+def measure_in_turns(
+    calls: dict[str, KernelCall], copy: Callable[[], object], rounds: int, clock: Clock
+) -> dict[str, list[float]]:
+    """Return the seconds of each call and of `copy` in each round."""
+    functions = {"copy": copy}
+    for name, call in calls.items():
+        functions[name] = call.function
+    if clock.device.type == "cuda":
+        for _ in range(3):  # the first calls compile
+            for function in functions.values():
+                function()
+    seconds_by_round = [clock.measure(functions) for _ in range(rounds)]
+    return {name: [seconds[name] for seconds in seconds_by_round] for name in functions}
 
 
-def bytes_of(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of all elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def row_of(d: int, name: str, tensors, seconds: dict, copied: int) -> dict:
-    """Bytes, median time, bandwidth and its share of the copy's with percentiles."""
-    moved, middle = bytes_of(tensors), statistics.median(seconds[name])
-    row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6}
-    row["gb_per_s"] = moved / middle / 1e9
-    row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
-    # The copy's time for as many bytes, over the kernel's own.
-    return row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name])
+def make_row(
+    d: int,
+    kernel: str,
+    tensors: list[torch.Tensor],
+    seconds: dict[str, list[float]],
+    copied_bytes: int,
+) -> dict[str, Any]:
+    """Return a kernel's bytes, median time, bandwidth, and its ratio to the copy's bandwidth."""
+    num_bytes = count_bytes(tensors)
+    median = statistics.median(seconds[kernel])
+    # the time in which the copy moves as many bytes as the kernel
+    copy_seconds = [copy * num_bytes / copied_bytes for copy in seconds["copy"]]
+    return {
+        "kernel": kernel,
+        "d": d,
+        "bytes": num_bytes,
+        "microseconds": median * 1e6,
+        "gb_per_s": num_bytes / median / 1e9,
+        "copy_gb_per_s": copied_bytes / statistics.median(seconds["copy"]) / 1e9,
+        **compute_speed_ratios("share", copy_seconds, seconds[kernel]),
+    }
 
 
-def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
-    """A row for every kernel that has none yet."""
-    started = time.perf_counter()
-    for number, (name, d, make) in enumerate(chosen, 1):
-        first, space, rest = name.partition(" ")
-        wanted = [f"{first} {way}{space}{rest}" for way in WAYS]
-        if not all(figures.find(kernel=each, d=d) for each in wanted):
-            calls = make()
-            assert list(calls) == wanted
-            launches_used()
-            seconds, launched = in_turns(calls, copy, args.rounds, clock), launches_used()
-            for each, (_, tensors) in calls.items():
-                row = row_of(d, each, tensors, seconds, args.copied)
-                figures.add(row | launched, "kernel", "d")
-        left = format_duration((time.perf_counter() - started) / number * (len(chosen) - number))
-        print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
+def measure_kernels(
+    families: list[KernelFamily],
+    args: Namespace,
+    clock: Clock,
+    copy: Callable[[], object],
+    figures: Figures,
+) -> None:
+    """Store a row for every kernel that has none yet."""
+    start = time.perf_counter()
+    for number, family in enumerate(families, 1):
+        operation, space, variant = family.name.partition(" ")
+        kernels = [f"{operation} {direction}{space}{variant}" for direction in PASSES]
+        if not all(figures.find(kernel=kernel, d=family.d) for kernel in kernels):
+            calls = family.make_calls()
+            assert list(calls) == kernels
+            pop_used_launches()  # forget those of earlier kernels
+            seconds = measure_in_turns(calls, copy, args.rounds, clock)
+            launches = pop_used_launches()
+            for kernel, call in calls.items():
+                row = make_row(family.d, kernel, call.tensors, seconds, args.copied)
+                figures.add({**row, **launches}, "kernel", "d")
+        seconds_per_family = (time.perf_counter() - start) / number
+        remaining = format_duration(seconds_per_family * (len(families) - number))
+        print(f"{number}/{len(families)} {family.name} d={family.d}, {remaining} left", flush=True)
 
 
-def launches(args, d: int, name: str) -> tuple[str, list]:
-    """(the kernel's key in the table of launches, those to try: the table's own, its runners-up, then the others)."""
+def list_launches_to_try(args: Namespace, d: int, kernel: str) -> tuple[str, list["Launch"]]:
+    """Return the kernel's key in the table of launches, and the launches that --tune tries.
+
+    They are the table's own, its runners-up, and then the others.
+    """
     from model.kernels.launch import Launch, launch_key, list_launches
 
-    sizes = {key: int(value) for key, value in re.findall(r"([Kv])=(\d)", name)}
-    kernel, columns, tokens = " ".join(name.split()[:2]), sizes.get("v", 1), sizes.get("K", 1)
-    tried = list_launches(kernel, d, columns, tokens)
-    for warps, (stages, prefetch), resident in itertools.product(WARPS, AHEAD, RESIDENT):
+    sizes = {key: int(value) for key, value in re.findall(r"([Kv])=(\d)", kernel)}
+    value_channels = sizes.get("v", 1)
+    kernel_size = sizes.get("K", 1)
+    name = " ".join(kernel.split()[:2])
+    launches = list_launches(name, d, value_channels, kernel_size)
+    for warps, (stages, prefetch), resident in itertools.product(
+        WARPS, STAGES_AND_PREFETCH, RESIDENT_WARPS
+    ):
         if resident >= warps:
-            tried.append(Launch(warps, stages, resident // warps, prefetch, tried[0].reload))
-    return launch_key(kernel, columns, tokens), list(dict.fromkeys(tried))[: args.launches]
+            launches.append(Launch(warps, stages, resident // warps, prefetch, launches[0].reload))
+    distinct_launches = list(dict.fromkeys(launches))
+    return launch_key(name, value_channels, kernel_size), distinct_launches[: args.launches]
 
 
-def tune(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
-    """Time each kernel under every launch worth trying; stored after each."""
+def tune_kernels(
+    families: list[KernelFamily],
+    args: Namespace,
+    clock: Clock,
+    copy: Callable[[], object],
+    figures: Figures,
+) -> None:
+    """Measure each kernel with every launch worth trying, and store the row after each launch."""
     from model.kernels.launch import FORCED, Launch
 
-    for _, d, make in chosen:
-        for each, (call, tensors) in make().items():
-            key, tried = launches(args, d, each)
-            moved = bytes_of(tensors)
-            new = {"kernel": each, "d": d, "bytes": moved, "launches": []}
-            row = figures.find(kernel=each, d=d) or new
-            for launch in map(dataclasses.asdict, tried):
-                if any(launch.items() <= old.items() for old in row["launches"]):
+    for family in families:
+        for kernel, call in family.make_calls().items():
+            key, launches = list_launches_to_try(args, family.d, kernel)
+            num_bytes = count_bytes(call.tensors)
+            row = figures.find(kernel=kernel, d=family.d)
+            if row is None:
+                row = {"kernel": kernel, "d": family.d, "bytes": num_bytes, "launches": []}
+            for launch in map(dataclasses.asdict, launches):
+                if any(launch.items() <= stored.items() for stored in row["launches"]):
                     continue
                 FORCED[key] = Launch(**launch)
                 try:
-                    row["launches"].append({**launch, **timed(call, moved, copy, args, clock)})
+                    speed = measure_launch(call.function, num_bytes, copy, args, clock)
                 finally:
                     del FORCED[key]
-                row["launches"].sort(key=lambda found: found.get("microseconds", float("inf")))
+                row["launches"].append({**launch, **speed})
+                row["launches"].sort(key=lambda stored: stored.get("microseconds", float("inf")))
                 figures.add(row, "kernel", "d")
-            print(f"{each} d={d}: fastest {row['launches'][0]}", flush=True)
+            print(f"{kernel} d={family.d}: fastest {row['launches'][0]}", flush=True)
 
 
-def timed(call, moved: int, copy, args, clock: Clock) -> dict:
-    """Median time, bandwidth and share of the copy's bandwidth; or why the kernel does not run so."""
+def measure_launch(
+    function: Callable[[], object],
+    num_bytes: int,
+    copy: Callable[[], object],
+    args: Namespace,
+    clock: Clock,
+) -> dict[str, Any]:
+    """Return a kernel's median time, bandwidth and ratio to the copy's bandwidth, or its error."""
     try:
-        seconds = in_turns({"kernel": (call, [])}, copy, args.rounds, clock)
-    except Exception as error:  # more registers or shared memory than there are
-        return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-    middle, of_copy = (statistics.median(seconds[name]) for name in ("kernel", "copy"))
-    speed = {"microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
-    return speed | {"share": of_copy * moved / args.copied / middle}
+        seconds = measure_in_turns({"kernel": KernelCall(function, [])}, copy, args.rounds, clock)
+    except Exception as error:  # for example, it needs more registers or shared memory than exist
+        first_line = str(error).partition("\n")[0]
+        return {"error": f"{type(error).__name__}: {first_line}"}
+    median = statistics.median(seconds["kernel"])
+    copy_median = statistics.median(seconds["copy"])
+    return {
+        "microseconds": median * 1e6,
+        "gb_per_s": num_bytes / median / 1e9,
+        "share": copy_median * num_bytes / args.copied / median,
+    }
 
 
-def markdown(rows: list[dict]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
     header = ["kernel", "d", "memory", "microseconds", "GB/s", "of copy (10th to 90th percentile)"]
-    lines = []
+    cells = []
     for row in rows:
-        speed = [f"{row[key]:,.0f}" for key in ("microseconds", "gb_per_s")]
-        about = [row["kernel"], row["d"], format_bytes(row["bytes"])]
-        lines.append([*about, *speed, spread(row, "share", ".2f")])
-    return tables.format_markdown(header, lines)
+        cells.append(
+            [
+                row["kernel"],
+                row["d"],
+                format_bytes(row["bytes"]),
+                f"{row['microseconds']:,.0f}",
+                f"{row['gb_per_s']:,.0f}",
+                format_spread(row, "share", ".2f"),
+            ]
+        )
+    return tables.format_markdown(header, cells)
 
 
-def run(args) -> None:
+def choose_families(args: Namespace, spec: InputSpec) -> list[KernelFamily]:
+    """Return the kernels that `--match` selects.
+
+    Raises:
+        ValueError: there is none
+    """
+    families = [family for family in list_families(spec, args.widths) if args.match in family.name]
+    if args.tune:
+        # rope_norm has a single launch, which is in no table
+        families = [family for family in families if family.name != "rope_norm"]
+        if not families:
+            raise ValueError(
+                f"--match={args.match}: no kernel with launches to tune has that in its name; try "
+                "step, add_norm or expand"
+            )
+    if not families:
+        raise ValueError(
+            f"--match={args.match}: no kernel has that in its name; try step, add_norm, expand or "
+            "rope_norm"
+        )
+    return families
+
+
+def run(args: Namespace) -> None:
     """Print and store the figures of `bench.py kernels`."""
     device = distributed.pick_device(args.device)
     from model import kernels
@@ -310,24 +491,31 @@ def run(args) -> None:
         raise ValueError(f"no kernels to measure: {reason}")
     if args.tune and not args.match:
         raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
-    sizes = (args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
-    chosen = [family for family in families(sizes, args.widths) if args.match in family[0]]
-    if args.tune:  # it is launched in one way, without a table
-        chosen = [family for family in chosen if family[0] != "rope_norm"]
-    if not chosen:
-        which = "no kernel with launches to tune" if args.tune else "no kernel"
-        names = "step, add_norm or expand" if args.tune else "step, add_norm, expand or rope_norm"
-        raise ValueError(f"--match={args.match}: {which} has that in its name; try {names}")
+    spec = InputSpec(args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
+    families = choose_families(args, spec)
     source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
-    target, clock = torch.empty_like(source), Clock(device)
-    names = "micro_batch_size", "block_size", "dtype", "rounds", "copied"
-    settings = {name: getattr(args, name) for name in names}
-    # Another table changes no launch that was timed; other kernels do.
-    code = (
-        compute_digest("model/kernels/*.py", exclude=("launch_table.py",))[:12] if args.tune else ""
-    )
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    settings = {
+        "micro_batch_size": args.micro_batch_size,
+        "block_size": args.block_size,
+        "dtype": args.dtype,
+        "rounds": args.rounds,
+        "copied": args.copied,
+    }
+    code = ""
+    if args.tune:
+        # timed launches do not depend on the table of launches, only on the kernels
+        code = compute_digest("model/kernels/*.py", exclude=("launch_table.py",))[:12]
     figures = Figures(args.json, device, settings, args.resume, code)
-    (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)
-    print(f"on {figures.on_what()}")
+    clock = Clock(device)
+    if args.tune:
+        tune_kernels(families, args, clock, copy, figures)
+    else:
+        measure_kernels(families, args, clock, copy, figures)
+    print(f"on {figures.format_chip()}")
     if not args.tune:
-        print(markdown(figures.rows))
+        print(format_table(figures.rows))

@@ -590,5 +590,5 @@ def run(arguments: Namespace) -> None:
         rows += measure_preparation(arguments.nanogpt, arguments.megabytes, rounds)
     for row in rows:
         figures.add(row, "work", "here", "beside")
-    print(f"\n{size}, {torch.get_num_threads()} threads, {figures.on_what()}\n")
+    print(f"\n{size}, {torch.get_num_threads()} threads, {figures.format_chip()}\n")
     print(format_rows(rows))

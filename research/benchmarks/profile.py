@@ -1,84 +1,118 @@
-"""What a compiled training step spends its time on, kernel by kernel, by torch.profiler: `bench.py profile`."""
+"""`bench.py profile`: find what a compiled training step spends its time on, with torch.profiler."""
 
 import re
 import subprocess
 import time
+from argparse import Namespace
+from typing import Any
 
 import torch
 
 from research.benchmarks import suites
 from research.benchmarks.contender import Contender
-from research.benchmarks.figures import Figures, launches_used
+from research.benchmarks.figures import Figures, pop_used_launches
 from training import distributed
 from utils import tables
 
-MOST = 30  # kernels that are kept of a model, those that take longest
+MAX_KERNELS = 30  # that are stored for a model, the longest first
 
 
-def version_of(command: list[str], pattern: str) -> str | None:
-    """What a program says of its version; None where there is no such program."""
+def find_version(command: list[str], pattern: str) -> str | None:
+    """Return the version that a program prints, or None if it is not installed or prints none."""
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except OSError:
         return None
-    found = re.search(pattern, said)
-    return found[0] if found else None
+    match = re.search(pattern, output)
+    return match[0] if match else None
 
 
-def versions() -> dict:
-    """Of what lies below torch; torch's and Triton's own are stored with every figure."""
-    driver = version_of(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"[\d.]+"
-    )
-    known = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver}
-    return known | {"gcc": version_of(["gcc", "--version"], r"\d+\.\d+\.\d+")}
+def find_versions() -> dict[str, Any]:
+    """Return the versions of what torch uses; those of torch and Triton are stored in all files."""
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": find_version(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"[\d.]+"
+        ),
+        "gcc": find_version(["gcc", "--version"], r"\d+\.\d+\.\d+"),
+    }
 
 
-def profiled(contender: Contender, steps: int, device: torch.device) -> dict:
-    """Of one step: microseconds, the kernels that take longest, and which operators attention became."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def profile_steps(contender: Contender, steps: int, device: torch.device) -> dict[str, Any]:
+    """Return the microseconds of a step, its longest kernels, and the operators of attention."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
-
-    def wait():
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     for _ in range(3):  # compiles, and lets the allocator grow
         contender.train()
-    wait()
+    synchronize(device)
     with torch.profiler.profile(activities=activities) as profile:
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(steps):
             contender.train()
-        wait()
-        seconds = time.perf_counter() - began
+        synchronize(device)
+        seconds = time.perf_counter() - start
     events = profile.key_averages()
-    on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    # On a CPU, operators: there are no kernels to tell.
-    time_of = (
-        (lambda event: event.self_device_time_total)
-        if on_gpu
-        else (lambda event: event.self_cpu_time_total)
-    )
-    timed = sorted(on_gpu or events, key=time_of, reverse=True)
-    total = sum(map(time_of, timed))
-    rows = [
-        {"kernel": event.key[:200], "calls": event.count / steps, "microseconds": time_of(event) / steps,
-         "share": time_of(event) / total}
-        for event in timed[:MOST]
-    ]  # fmt: skip
-    attention = {
-        event.key: event.count / steps for event in events if "scaled_dot_product" in event.key
+    gpu_events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    if gpu_events:
+        timed_events = [(event.self_device_time_total, event) for event in gpu_events]
+    else:
+        # on a CPU there are no kernels, so these are operators
+        timed_events = [(event.self_cpu_time_total, event) for event in events]
+    timed_events.sort(key=lambda timed: timed[0], reverse=True)
+    total_microseconds = sum(microseconds for microseconds, _ in timed_events)
+    kernels = []
+    for microseconds, event in timed_events[:MAX_KERNELS]:
+        kernels.append(
+            {
+                "kernel": event.key[:200],
+                "calls": event.count / steps,
+                "microseconds": microseconds / steps,
+                "share": microseconds / total_microseconds,
+            }
+        )
+    return {
+        # The difference of these two is the time that the GPU waits. Profiling slows the host a little.
+        "step_microseconds": seconds / steps * 1e6,
+        "kernel_microseconds": total_microseconds / steps,
+        "attention": {
+            event.key: event.count / steps for event in events if "scaled_dot_product" in event.key
+        },
+        "kernels": kernels,
     }
-    # Between these two lies what the GPU waits: profiling itself slows the host down a little.
-    busy = {"step_microseconds": seconds / steps * 1e6, "kernel_microseconds": total / steps}
-    return {**busy, "attention": attention, "kernels": rows}
 
 
-def run(args) -> None:
+def print_row(row: dict[str, Any], figures: Figures) -> None:
+    """Print the kernels of a model."""
+    print(
+        f"\n{row['model']}: {row['step_microseconds']:,.0f} microseconds a step, kernels "
+        f"{row['kernel_microseconds']:,.0f}, on {figures.format_chip()}"
+    )
+    print(f"attention: {row['attention']}\n")
+    cells = []
+    for kernel in row["kernels"]:
+        cells.append(
+            [
+                kernel["kernel"][:70],
+                f"{kernel['calls']:g}",
+                f"{kernel['microseconds']:,.0f}",
+                f"{kernel['share']:.1%}",
+            ]
+        )
+    print(tables.format_markdown(["kernel", "calls a step", "microseconds", "share"], cells))
+
+
+def run(args: Namespace) -> None:
     """Print and store the figures of `bench.py profile`."""
     device = distributed.pick_device(args.device)
-    sizes = suites.complete(args, device)
+    sizes = suites.complete_arguments(args, device)
     if len(sizes) > 1:
         raise ValueError(f"--sizes: give one of {', '.join(sizes)}")
     [size] = sizes.values()
@@ -88,30 +122,28 @@ def run(args) -> None:
         "micro_batch_size": args.micro_batch_size,
         "steps": args.steps,
         "dtype": args.dtype,
+        **find_versions(),
     }
-    figures = Figures(args.json, device, settings | versions(), args.resume)
-    ids = torch.randint(0, size["vocab_size"], (2, args.micro_batch_size, size["block_size"])).to(
-        device
-    )
+    figures = Figures(args.json, device, settings, args.resume)
+    shape = (2, args.micro_batch_size, size["block_size"])
+    ids_and_targets = torch.randint(0, size["vocab_size"], shape).to(device)
     for text in args.models:
-        if figures.find(model=suites.row_name(text)):
+        name = suites.make_row_name(text)
+        if figures.find(model=name):
             continue
-        model = suites.built(text, size, args, device)
-        compiled = args.compile == "True"
+        model = suites.build_model(text, size, args, device)
         contender = Contender(
-            text, model, lambda: ids, device, getattr(torch, args.dtype), compiled
+            text,
+            model,
+            make_batch=lambda: ids_and_targets,
+            device=device,
+            dtype=getattr(torch, args.dtype),
+            compiled=args.compile == "True",
         )
-        launches_used()
-        found = profiled(contender, args.steps, device)
-        figures.add({"model": suites.row_name(text), **found, **launches_used()}, "model")
+        pop_used_launches()  # forget those of another model
+        profile = profile_steps(contender, args.steps, device)
+        figures.add({"model": name, **profile, **pop_used_launches()}, "model")
         del model, contender
         torch.compiler.reset()
     for row in figures.rows:
-        lines = [[k["kernel"][:70], f"{k['calls']:g}", f"{k['microseconds']:,.0f}", f"{k['share']:.1%}"]
-                 for k in row["kernels"]]  # fmt: skip
-        step, busy = f"{row['step_microseconds']:,.0f}", f"{row['kernel_microseconds']:,.0f}"
-        print(
-            f"\n{row['model']}: {step} microseconds a step, kernels {busy}, on {figures.on_what()}"
-        )
-        print(f"attention: {row['attention']}\n")
-        print(tables.format_markdown(["kernel", "calls a step", "microseconds", "share"], lines))
+        print_row(row, figures)

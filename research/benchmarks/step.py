@@ -1,182 +1,315 @@
-"""Speed and memory of training steps and forward passes, against the baseline's.
+"""Measure the speed and memory of training steps and forward passes relative to the baseline.
 
 Models are measured in groups: the baseline, one model and, with --peers=transcription, the model's
-straight transcription. They take turns, so that what else the machine does falls on all alike; every
-figure that compares two of them comes from rounds in which both ran. A ratio is the baseline's time
-over the model's in the same round: the median over rounds, with the 10th and 90th percentile.
+straight transcription. They take turns, so that other load on the machine affects all of them alike,
+and each comparison comes from rounds in which both models ran. A ratio is the baseline's time over
+the model's in the same round: the median over rounds, with the 10th and 90th percentile.
 """
 
 import gc
 import statistics
+from argparse import Namespace
+from typing import Any
 
 import torch
 
 from research.benchmarks import suites
-from research.benchmarks.contender import Contender, memory
-from research.benchmarks.figures import Figures, launches_used
-from research.benchmarks.suites import BASELINE, row_name
-from research.benchmarks.timing import compared, measure, percentiles, spread, waiting
+from research.benchmarks.contender import Contender, measure_memory
+from research.benchmarks.figures import Figures, pop_used_launches
+from research.benchmarks.suites import BASELINE, make_row_name
+from research.benchmarks.timing import (
+    compute_percentiles,
+    compute_speed_ratios,
+    format_spread,
+    measure,
+    repeat_and_synchronize,
+)
 from research.benchmarks.transcription import Transcription
 from training import distributed
 from training.metrics import compute_nominal_flops_per_token, get_peak_flops
 from utils import tables
 
-# What "activation" figures are on a GPU and on a CPU.
-PEAK = "peak of a forward and backward pass minus weights, gradients and the optimizer's state"
-SAVED = "saved by a forward pass for its backward pass"
-WAYS = {"train": "", "evaluate": "forward_"}  # a turn: what its figures begin with
+# the meaning of "activation" figures on a GPU and on a CPU
+PEAK_DESCRIPTION = (
+    "peak of a forward and backward pass minus weights, gradients and the optimizer's state"
+)
+SAVED_DESCRIPTION = "saved by a forward pass for its backward pass"
 
 
 class Bench:
-    """One size: its baseline, which stays, and the models that come and go."""
+    """The measurement of one size: its baseline, which stays, and one model after the other."""
 
-    def __init__(self, args, size_name: str, size: dict, device: torch.device, figures: Figures):
-        self.args, self.size_name, self.size, self.device = args, size_name, size, device
-        self.figures, self.compiled = figures, args.compile == "True"
-        self.tokens = args.micro_batch_size * size["block_size"]
+    def __init__(
+        self,
+        args: Namespace,
+        size_name: str,
+        size: dict[str, Any],
+        device: torch.device,
+        figures: Figures,
+    ):
+        self.args = args
+        self.size_name = size_name
+        self.size = size
+        self.device = device
+        self.figures = figures
+        self.compiled = args.compile == "True"
+        self.num_tokens = args.micro_batch_size * size["block_size"]
         shape = (2, args.micro_batch_size, size["block_size"])
         generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(size["vocab_size"], shape, generator=generator).to(device)
-        self.baseline = self.contender(BASELINE, suites.built(BASELINE, size, args, device))
+        ids_and_targets = torch.randint(size["vocab_size"], shape, generator=generator)
+        self.ids_and_targets = ids_and_targets.to(device)  # (2, B, T)
+        model = suites.build_model(BASELINE, size, args, device)
+        self.baseline = self.make_contender(BASELINE, model, self.compiled)
 
-    def contender(self, name: str, model, compiled: bool | None = None, **options) -> Contender:
-        compiled = self.compiled if compiled is None else compiled
-        dtype = getattr(torch, self.args.dtype)
-        return Contender(name, model, lambda: self.ids, self.device, dtype, compiled, **options)
+    def make_contender(
+        self,
+        name: str,
+        model: torch.nn.Module | None,
+        compiled: bool,
+        partner: Contender | None = None,
+    ) -> Contender:
+        """Make a contender that is trained on the batch of this measurement."""
+        return Contender(
+            name,
+            model,
+            make_batch=lambda: self.ids_and_targets,
+            device=self.device,
+            dtype=getattr(torch, self.args.dtype),
+            compiled=compiled,
+            partner=partner,
+        )
 
-    def transcriptions(self, own: Contender) -> list[Contender]:
-        """Eager and, with --compile=True, compiled, those that can take a step here."""
+    def make_transcriptions(self, contender: Contender) -> list[Contender]:
+        """Return the model's transcription, eager and with --compile=True compiled.
+
+        Those that do not fit into memory are left out, with a line that says so.
+        """
         try:
-            model = Transcription(own.name, own.model.config)
-        except ValueError:  # the stem has none
+            model = Transcription(contender.name, contender.model.config)
+        except ValueError:  # this model has no transcription
             return []
-        model.load_state_dict(own.model.state_dict())
-        eager = self.contender(f"{own.name} transcription (eager)", model, compiled=False)
-        found, name = [eager], f"{own.name} transcription (compiled)"
-        found += [self.contender(name, None, partner=eager)] if self.compiled else []
-        able = []
-        for contender in found:
-            try:
-                waiting(contender.train, 1, self.device)()
-                able.append(contender)
-            except torch.OutOfMemoryError as error:
-                contender.adamw.zero_grad(set_to_none=True)
-                first = str(error).partition("\n")[0]
-                print(f"left out: {contender.name}: {first}", flush=True)
-                release(self.device)
-        return able
+        model.load_state_dict(contender.model.state_dict())
+        eager = self.make_contender(
+            f"{contender.name} transcription (eager)", model, compiled=False
+        )
+        transcriptions = [eager]
+        if self.compiled:
+            transcriptions.append(
+                self.make_contender(
+                    f"{contender.name} transcription (compiled)",
+                    model=None,
+                    compiled=True,
+                    partner=eager,
+                )
+            )
+        return [transcription for transcription in transcriptions if self.can_train(transcription)]
+
+    def can_train(self, contender: Contender) -> bool:
+        """Take a training step, and return whether the memory suffices."""
+        try:
+            repeat_and_synchronize(contender.train, 1, self.device)()
+        except torch.OutOfMemoryError as error:
+            contender.optimizer.zero_grad(set_to_none=True)
+            first_line = str(error).partition("\n")[0]
+            print(f"left out: {contender.name}: {first_line}", flush=True)
+            release_memory(self.device)
+            return False
+        return True
 
     def measure(self, model: str) -> None:
-        """One model beside the baseline and its peers: a row of each, stored when it is complete."""
-        args = self.args
-        launches_used()  # those until here are another model's
-        own = self.baseline
+        """Measure a model beside the baseline and its peers, and store a row for each of them."""
+        pop_used_launches()  # forget those of another model
+        contender = self.baseline
         if model != BASELINE:
-            made = suites.built(model, self.size, args, self.device)
-            own = self.contender(row_name(model), made)
-        peers = self.transcriptions(own) if args.peers == "transcription" else []
-        group = list({id(each): each for each in (self.baseline, own, *peers)}.values())
-        rows = {each.name: {"size": self.size_name, "model": each.name} for each in group}
-        for each in group:
-            rows[each.name]["parameters"] = each.model.num_parameters()
-            rows[each.name]["compiled"] = each.compiled
-        for way, prefix in WAYS.items():
-            turns = {e.name: waiting(getattr(e, way), args.steps, self.device) for e in group}
-            seconds = measure(turns, args.warmup, args.rounds, f"{self.size_name}, {way}")
-            seconds = {name: [t / args.steps for t in times] for name, times in seconds.items()}
-            for name, times in seconds.items():
-                rows[name] |= figures_of(times, seconds[BASELINE], prefix, self.tokens)
-            if peers:
-                peer, mine = seconds[peers[-1].name], seconds[own.name]
-                rows[own.name] |= compared(f"{prefix}speedup", peer, mine)
-        base = memory(self.baseline, self.tokens)["activation_bytes_per_token"]
-        for each in group:
-            row = rows[each.name]
-            row |= memory(each, self.tokens)
-            row["activation_ratio"] = row["activation_bytes_per_token"] / base
-            if peak := get_peak_flops(self.device):
-                rate = row["tokens_per_second"]
-                row["mfu"] = compute_nominal_flops_per_token(each.model) * rate / peak
-        rows[own.name] |= launches_used()
-        for each in group:
-            if each is own or each is not self.baseline:
-                self.figures.add(rows[each.name], "size", "model")
+            built = suites.build_model(model, self.size, self.args, self.device)
+            contender = self.make_contender(make_row_name(model), built, self.compiled)
+        peers = []
+        if self.args.peers == "transcription":
+            peers = self.make_transcriptions(contender)
+        contenders = [self.baseline, *peers]
+        if contender is not self.baseline:
+            contenders.insert(1, contender)
+        rows = {}
+        for member in contenders:
+            rows[member.name] = {
+                "size": self.size_name,
+                "model": member.name,
+                "parameters": member.model.num_parameters(),
+                "compiled": member.compiled,
+            }
+        self.measure_speed("train", "", contender, contenders, peers, rows)
+        self.measure_speed("evaluate", "forward_", contender, contenders, peers, rows)
+        self.measure_memory(contenders, rows)
+        rows[contender.name].update(pop_used_launches())
+        for member in contenders:
+            # the baseline has a row of its own measurement alone
+            if member is contender or member is not self.baseline:
+                self.figures.add(rows[member.name], "size", "model")
+
+    def measure_speed(
+        self,
+        method: str,
+        prefix: str,
+        contender: Contender,
+        contenders: list[Contender],
+        peers: list[Contender],
+        rows: dict[str, dict[str, Any]],
+    ) -> None:
+        """Add the speed of a method of Contender, "train" or "evaluate", to the rows.
+
+        prefix: of the names of the figures
+        """
+        args = self.args
+        turns = {
+            member.name: repeat_and_synchronize(getattr(member, method), args.steps, self.device)
+            for member in contenders
+        }
+        label = f"{self.size_name}, {method}"
+        seconds_per_turn = measure(turns, args.warmup, args.rounds, label)
+        seconds = {}
+        for name, turn_seconds in seconds_per_turn.items():
+            seconds[name] = [turn / args.steps for turn in turn_seconds]
+        for name in seconds:
+            rows[name].update(
+                compute_speed_figures(seconds[name], seconds[BASELINE], prefix, self.num_tokens)
+            )
+        if peers:
+            # the last peer is the compiled one, if there is one
+            rows[contender.name].update(
+                compute_speed_ratios(
+                    f"{prefix}speedup", seconds[peers[-1].name], seconds[contender.name]
+                )
+            )
+
+    def measure_memory(self, contenders: list[Contender], rows: dict[str, dict[str, Any]]) -> None:
+        """Add memory and, on a GPU of known speed, the model FLOPs utilization to the rows."""
+        baseline_memory = measure_memory(self.baseline, self.num_tokens)
+        baseline_bytes = baseline_memory["activation_bytes_per_token"]
+        peak_flops = get_peak_flops(self.device)
+        for member in contenders:
+            row = rows[member.name]
+            row.update(measure_memory(member, self.num_tokens))
+            row["activation_ratio"] = row["activation_bytes_per_token"] / baseline_bytes
+            if peak_flops:
+                flops_per_token = compute_nominal_flops_per_token(member.model)
+                row["mfu"] = flops_per_token * row["tokens_per_second"] / peak_flops
 
 
-def figures_of(own: list[float], base: list[float], prefix: str, tokens: int) -> dict[str, float]:
-    """Tokens/s of a model's rounds, of the baseline's in the same rounds (seconds), and the ratio
-    round by round."""
-    figures = percentiles(f"{prefix}tokens_per_second", [tokens / seconds for seconds in own])
-    beside = statistics.median(tokens / seconds for seconds in base)
-    figures[f"{prefix}baseline_tokens_per_second"] = beside
-    return figures | compared(f"{prefix}ratio", base, own)
+def compute_speed_figures(
+    seconds: list[float], baseline_seconds: list[float], prefix: str, num_tokens: int
+) -> dict[str, float]:
+    """Return tokens per second of a model and of the baseline in the same rounds, and their ratio."""
+    tokens_per_second = [num_tokens / round_seconds for round_seconds in seconds]
+    baseline_speed = statistics.median(
+        num_tokens / round_seconds for round_seconds in baseline_seconds
+    )
+    return {
+        **compute_percentiles(f"{prefix}tokens_per_second", tokens_per_second),
+        f"{prefix}baseline_tokens_per_second": baseline_speed,
+        **compute_speed_ratios(f"{prefix}ratio", baseline_seconds, seconds),
+    }
 
 
-def release(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
+    """Free the memory of models that are no longer referenced."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def number(row: dict, key: str, form: str, scale: float = 1) -> str | None:
-    return format(row[key] / scale, form) if key in row else None
+def format_number(row: dict[str, Any], key: str, number_format: str, unit: float = 1) -> str | None:
+    """Format a figure of a row in multiples of `unit`, or return None if the row lacks it."""
+    return format(row[key] / unit, number_format) if key in row else None
 
 
 COLUMNS = {
-    "model": lambda r: f"`{r['model']}`",
-    "parameters": lambda r: number(r, "parameters", ",.0f"),
-    "training tokens/s": lambda r: spread(r, "tokens_per_second", ",.0f"),
-    "additive in the same rounds": lambda r: number(r, "baseline_tokens_per_second", ",.0f"),
-    "relative to additive (10th to 90th percentile)": lambda r: spread(r, "ratio", ".3f"),
-    "forward tokens/s": lambda r: spread(r, "forward_tokens_per_second", ",.0f"),
-    "forward relative to additive": lambda r: spread(r, "forward_ratio", ".3f"),
-    "training speed over its transcription": lambda r: spread(r, "speedup", ".2f"),
-    "forward speed over its transcription": lambda r: spread(r, "forward_speedup", ".2f"),
-    "MFU": lambda r: number(r, "mfu", ".1%"),
-    "activations per token, KiB": lambda r: number(r, "activation_bytes_per_token", ",.0f", 2**10),
-    "activations relative to additive": lambda r: number(r, "activation_ratio", ".2f"),
-    "peak memory, GiB": lambda r: number(r, "peak_memory_bytes", ".1f", 2**30),
+    "model": lambda row: f"`{row['model']}`",
+    "parameters": lambda row: format_number(row, "parameters", ",.0f"),
+    "training tokens/s": lambda row: format_spread(row, "tokens_per_second", ",.0f"),
+    "additive in the same rounds": lambda row: format_number(
+        row, "baseline_tokens_per_second", ",.0f"
+    ),
+    "relative to additive (10th to 90th percentile)": lambda row: format_spread(
+        row, "ratio", ".3f"
+    ),
+    "forward tokens/s": lambda row: format_spread(row, "forward_tokens_per_second", ",.0f"),
+    "forward relative to additive": lambda row: format_spread(row, "forward_ratio", ".3f"),
+    "training speed over its transcription": lambda row: format_spread(row, "speedup", ".2f"),
+    "forward speed over its transcription": lambda row: format_spread(
+        row, "forward_speedup", ".2f"
+    ),
+    "MFU": lambda row: format_number(row, "mfu", ".1%"),
+    "activations per token, KiB": lambda row: format_number(
+        row, "activation_bytes_per_token", ",.0f", 2**10
+    ),
+    "activations relative to additive": lambda row: format_number(row, "activation_ratio", ".2f"),
+    "peak memory, GiB": lambda row: format_number(row, "peak_memory_bytes", ".1f", 2**30),
 }
 
 
-def markdown(rows: list[dict]) -> str:
-    """The rows as a table, without the columns in which no row has anything."""
-    cells = {title: [column(row) for row in rows] for title, column in COLUMNS.items()}
-    cells = {title: column for title, column in cells.items() if any(column)}
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table, without columns that are empty in all rows."""
+    cells = {}
+    for title, format_cell in COLUMNS.items():
+        column = [format_cell(row) for row in rows]
+        if any(column):
+            cells[title] = column
     return tables.format_markdown(list(cells), zip(*cells.values()))
 
 
-def run(args) -> None:
-    """Print and store the figures of `bench.py step`; what the file has is not measured again."""
+def run(args: Namespace) -> None:
+    """Print and store the figures of `bench.py step`; rows that the file has are not repeated."""
     device = distributed.pick_device(args.device)
-    peers = suites.SUITES[args.suite].peers
-    args.peers = args.peers or ("transcription" if peers else "none")
-    sizes = suites.complete(args, device)
-    torch.set_float32_matmul_precision("high")  # as in training
+    if args.peers is None:
+        args.peers = "transcription" if suites.SUITES[args.suite].with_peers else "none"
+    sizes = suites.complete_arguments(args, device)
+    # as in training
+    torch.set_float32_matmul_precision("high")
     if device.type == "cpu":
-        distributed.keep_freed_memory()  # likewise
-    # All models share the code that is compiled: by default the ninth would run eagerly, unnoticed.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
-    settings = {"suite": args.suite, "sizes": sizes, "device": device.type, "dtype": args.dtype}
-    settings |= {"threads": torch.get_num_threads(), "micro_batch_size": args.micro_batch_size}
-    settings |= {
+        distributed.keep_freed_memory()
+    # All models share the code that is compiled. With the default limit the ninth would silently run
+    # eagerly.
+    torch._dynamo.config.recompile_limit = 1000
+    torch._dynamo.config.accumulated_recompile_limit = 1000
+    activations = PEAK_DESCRIPTION if device.type == "cuda" else SAVED_DESCRIPTION
+    settings = {
+        "suite": args.suite,
+        "sizes": sizes,
+        "device": device.type,
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        "micro_batch_size": args.micro_batch_size,
         "kernels": args.kernels,
         "state_checkpoint_interval": args.state_checkpoint_interval,
+        "rounds": args.rounds,
+        "steps_per_round": args.steps,
+        "activations": activations,
     }
-    settings |= {"rounds": args.rounds, "steps_per_round": args.steps}
-    settings["activations"] = PEAK if device.type == "cuda" else SAVED
     figures = Figures(args.json, device, settings, args.resume)
     for size_name, size in sizes.items():
-        left = [m for m in args.models if not figures.find(size=size_name, model=row_name(m))]
-        bench = Bench(args, size_name, size, device, figures) if left else None
-        for count, model in enumerate(left, 1):
-            print(f"{size_name}, {count}/{len(left)}: {row_name(model)}", flush=True)
-            bench.measure(model)
-            release(device)
-        del bench
+        measure_size(args, size_name, size, device, figures)
         torch.compiler.reset()
-        release(device)
+        release_memory(device)
     for size_name, size in sizes.items():
         rows = [row for row in figures.rows if row["size"] == size_name]
-        print(f"\n{size_name}: {size}, {args.dtype} on {figures.on_what()}\n\n{markdown(rows)}")
-    print(f"\nactivations: {settings['activations']}")
+        print(f"\n{size_name}: {size}, {args.dtype} on {figures.format_chip()}\n")
+        print(format_table(rows))
+    print(f"\nactivations: {activations}")
+
+
+def measure_size(
+    args: Namespace, size_name: str, size: dict[str, Any], device: torch.device, figures: Figures
+) -> None:
+    """Measure all models of one size that have no row yet."""
+    models = [
+        model
+        for model in args.models
+        if figures.find(size=size_name, model=make_row_name(model)) is None
+    ]
+    if not models:
+        return
+    bench = Bench(args, size_name, size, device, figures)
+    for number, model in enumerate(models, 1):
+        print(f"{size_name}, {number}/{len(models)}: {make_row_name(model)}", flush=True)
+        bench.measure(model)
+        release_memory(device)

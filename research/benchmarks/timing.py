@@ -1,6 +1,8 @@
-"""Time functions in turns, and say how they compare and how far that spreads."""
+"""Time functions in turns, and compute how they compare and how much that varies."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,117 +12,153 @@ from utils.units import format_duration
 PROGRESS_SECONDS = 10  # between two lines about a long measurement
 
 
-def measure(steps: dict, warmup: int, rounds: int, what: str = "step") -> dict[str, list[float]]:
-    """Seconds of each function in each round: a round calls every one once, so that what else the machine does falls
-    on all alike. They return when their work is done, on a GPU too.
+def measure(
+    functions: dict[Any, Callable[[], object]], warmup: int, rounds: int, label: str = "step"
+) -> dict[Any, list[float]]:
+    """Return the seconds of each function in each round.
+
+    A round calls every function once, so that other load on the machine affects all of them alike.
+
+    Args:
+        functions: return when their work is done, on a GPU too
+        warmup: calls of each function before the first round
+        label: names the measurement in lines about its progress
     """
-    seconds = {name: [] for name in steps}
-    for number, (name, step) in enumerate(steps.items(), 1):
-        started = time.perf_counter()
+    seconds = {name: [] for name in functions}
+    for number, (name, function) in enumerate(functions.items(), 1):
+        start = time.perf_counter()
         for _ in range(warmup):
-            step()
-        if (elapsed := time.perf_counter() - started) > 1:
+            function()
+        elapsed = time.perf_counter() - start
+        if elapsed > 1:
             print(
-                f"  {what}: warmed up {name} ({number}/{len(steps)}) in {elapsed:.0f} s", flush=True
+                f"  {label}: warmed up {name} ({number}/{len(functions)}) in {elapsed:.0f} s",
+                flush=True,
             )
-    started = shown = time.perf_counter()
-    for done in range(1, rounds + 1):
-        for name, step in steps.items():
-            before = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - before)
-        now = time.perf_counter()
-        if now - shown > PROGRESS_SECONDS and done < rounds:
-            left = format_duration((now - started) / done * (rounds - done))
-            print(f"  {what}: round {done}/{rounds}, {left} left", flush=True)
-            shown = now
+    start = time.perf_counter()
+    last_printed = start
+    for num_rounds in range(1, rounds + 1):
+        for name, function in functions.items():
+            call_start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - call_start)
+        current_time = time.perf_counter()
+        if current_time - last_printed > PROGRESS_SECONDS and num_rounds < rounds:
+            seconds_per_round = (current_time - start) / num_rounds
+            remaining = format_duration(seconds_per_round * (rounds - num_rounds))
+            print(f"  {label}: round {num_rounds}/{rounds}, {remaining} left", flush=True)
+            last_printed = current_time
     return seconds
 
 
-def waiting(function, times: int, device: torch.device):
-    """A function that calls `function` so many times and returns when the device has done it all."""
+def repeat_and_synchronize(
+    function: Callable[[], object], repeats: int, device: torch.device
+) -> Callable[[], None]:
+    """Return a function that calls `function` repeatedly, and returns when the device is done."""
 
-    def turn():
-        for _ in range(times):
+    def run_repeats() -> None:
+        for _ in range(repeats):
             function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return turn
+    return run_repeats
 
 
-def compared(key: str, base: list[float], own: list[float]) -> dict[str, float]:
-    """Speed relative to base by the rounds' ratios: their median under `key`, 10th and 90th percentile beside it."""
-    return percentiles(key, [b / o for b, o in zip(base, own)])
+def compute_speed_ratios(
+    key: str, baseline_seconds: list[float], seconds: list[float]
+) -> dict[str, float]:
+    """Return the percentiles of the speed relative to a baseline, round by round."""
+    return compute_percentiles(
+        key, [baseline / own for baseline, own in zip(baseline_seconds, seconds)]
+    )
 
 
-def percentiles(key: str, values: list[float]) -> dict[str, float]:
-    """Their median under `key`, 10th and 90th percentile beside it."""
-    middle, low, high = np.percentile(values, (50, 10, 90)).tolist()
-    return {key: middle, f"{key}_p10": low, f"{key}_p90": high}
+def compute_percentiles(key: str, values: list[float]) -> dict[str, float]:
+    """Return the median as `key`, and the 10th and 90th percentile as `key_p10` and `key_p90`."""
+    median, low, high = np.percentile(values, (50, 10, 90)).tolist()
+    return {key: median, f"{key}_p10": low, f"{key}_p90": high}
 
 
-def spread(row: dict, key: str, form: str) -> str | None:
-    """The median and (10th to 90th percentile) that `percentiles` made, as text; None where the row has none."""
+def format_spread(row: dict[str, Any], key: str, number_format: str) -> str | None:
+    """Format what `compute_percentiles` returned as `median (10th to 90th percentile)`.
+
+    The result is None if the row does not have the key, and the median alone if it does not have the
+    percentiles, as in older files.
+    """
     if key not in row:
         return None
-    middle, *ends = (
-        format(row[name], form) for name in (key, f"{key}_p10", f"{key}_p90") if name in row
-    )
-    return (
-        f"{middle} ({' to '.join(ends)})" if ends else middle
-    )  # older figures of speed have the median alone
+    median = format(row[key], number_format)
+    percentiles = [
+        format(row[name], number_format) for name in (f"{key}_p10", f"{key}_p90") if name in row
+    ]
+    return f"{median} ({' to '.join(percentiles)})" if percentiles else median
 
 
 class Clock:
-    """Seconds of single calls: on a GPU those that the GPU takes, from a cache that holds nothing of theirs.
+    """Measures the seconds of single calls.
 
-    Python needs longer to launch an operator (about 90 microseconds) than the GPU to run it. So the GPU first sleeps,
-    until all calls are queued behind that, and goes from one to the next without waiting. (Replaying a CUDA graph would
-    do as well, but measures fixed addresses and needs a capture of every call.) Before each call it reads more than its
-    cache holds. It only reads: what it had written would be on its way to memory during the call.
+    On a GPU these are the seconds that the GPU takes, with a cache that has none of the data.
+    Python needs longer to launch an operator (about 90 microseconds) than the GPU to run it. So the
+    GPU first sleeps until all calls are queued, and then runs them one after the other without
+    waiting. (Replaying a CUDA graph would also do, but it measures fixed addresses, and every call
+    would have to be captured.) Before each call the GPU reads more than its cache can hold. It only
+    reads, because written data would be on its way to memory during the call.
     """
 
-    MOST_CYCLES = 2**32  # about two seconds
+    MAX_CYCLES = 2**32  # about two seconds
 
     def __init__(self, device: torch.device):
-        self.device, self.cycles = device, 2**24  # about eight milliseconds
+        self.device = device
+        self.sleep_cycles = 2**24  # about eight milliseconds
         if device.type == "cuda":
-            cache = torch.cuda.get_device_properties(device).L2_cache_size
-            self.other = torch.ones(cache, device=device)  # four bytes each: four times the cache
+            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            # of four bytes each, so that they are four times the size of the cache
+            self.cache_filler = torch.ones(cache_bytes, device=device)
 
-    def seconds(self, functions: dict) -> dict[str, float]:
-        """Of one call of each function, one after the other."""
+    def measure(self, functions: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Return the seconds of one call of each function, which are called one after the other."""
         if self.device.type != "cuda":
-            return {name: self._by_host(function) for name, function in functions.items()}
+            return {name: self._measure_on_host(function) for name, function in functions.items()}
         while True:
-            asleep, events = self._queue(functions)
+            was_asleep, events = self._queue(functions)
             torch.cuda.synchronize(self.device)
-            if asleep:
+            if was_asleep:
                 return {
                     name: start.elapsed_time(end) / 1000 for name, (start, end) in events.items()
                 }
-            self.cycles *= 2  # it awoke before the last call was queued
-            if self.cycles > self.MOST_CYCLES:
+            # the GPU awoke before the last call was queued
+            self.sleep_cycles *= 2
+            if self.sleep_cycles > self.MAX_CYCLES:
                 raise RuntimeError(
                     f"{', '.join(functions)} cannot be queued: one of them waits for the GPU"
                 )
 
-    def _queue(self, functions: dict) -> tuple[bool, dict]:
-        """(whether the GPU still slept when the last call was queued, {name: (event before, event after)})."""
-        torch.cuda._sleep(self.cycles)
-        awake, events = torch.cuda.Event(), {}
+    def _queue(
+        self, functions: dict[str, Callable[[], object]]
+    ) -> tuple[bool, dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]]:
+        """Queue all calls behind a sleep of the GPU.
+
+        Returns:
+            whether the GPU still slept when the last call was queued, and the events before and
+            after each call
+        """
+        torch.cuda._sleep(self.sleep_cycles)
+        awake = torch.cuda.Event()
         awake.record()
+        events = {}
         for name, function in functions.items():
-            self.other.sum()
-            events[name] = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            events[name][0].record()
+            self.cache_filler.sum()
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
             function()
-            events[name][1].record()
+            end.record()
+            events[name] = (start, end)
         return not awake.query(), events
 
     @staticmethod
-    def _by_host(function) -> float:
-        started = time.perf_counter()
+    def _measure_on_host(function: Callable[[], object]) -> float:
+        start = time.perf_counter()
         function()
-        return time.perf_counter() - started
+        return time.perf_counter() - start

@@ -64,7 +64,7 @@ class Table:
             return None
         if any(loss is None for loss in losses.values()):
             return False
-        return compare.interval(list(losses.values())).high < self.bigram
+        return compare.estimate_mean(list(losses.values())).high < self.bigram
 
 
 def combine(signed_terms: list[tuple[int, ValueBySeed | None]]) -> list[float] | None:
@@ -96,19 +96,23 @@ def judge(comparisons: list[Comparison], table: Table) -> list[dict]:
         if comparison.values is None or None in learned:
             result["verdict"] = "not run"
         else:
-            result.update(compare.summary(comparison.values))
+            result.update(compare.summarize(comparison.values))
             if False in learned:
                 result["verdict"] = "did not learn"
             else:
-                beyond_bound = compare.interval([x - comparison.bound for x in comparison.values])
-                result["p"] = beyond_bound.p()
+                beyond_bound = compare.estimate_mean(
+                    [x - comparison.bound for x in comparison.values]
+                )
+                result["p"] = beyond_bound.compute_p_value()
         results.append(result)
 
-    for result, corrected in zip(results, compare.holm([r["p"] for r in results]), strict=True):
+    for result, corrected in zip(
+        results, compare.correct_p_values([r["p"] for r in results]), strict=True
+    ):
         result["p_holm"] = corrected
         if "verdict" in result:
             continue
-        if corrected >= compare.ERROR:
+        if corrected >= compare.SIGNIFICANCE_LEVEL:
             result["verdict"] = "undecided"
         elif (result["mean"] > result["bound"]) == result["above"]:
             result["verdict"] = "supported"

@@ -59,7 +59,7 @@ def settings(experiment: str, preset: str, given: dict[str, str]) -> dict[str, s
         what = f"--parameters={given['parameters']} is the size of experiment depth's models"
         raise ValueError(f"{what}: leave it out")
     for key, value in given.items():
-        if key not in SWEPT and len(sweep.expand(key, value)) > 1:
+        if key not in SWEPT and len(sweep.expand_values(key, value)) > 1:
             fix = f"give one value; a report compares {', '.join(SWEPT)} alone"
             raise ValueError(f"--{key}={value}: {fix}")
     arms = given.get("mgt_arm", "full")
@@ -88,22 +88,24 @@ def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) ->
         keys["checkpoint_interval"] = str(-(-run.max_steps // QUARTERS))
         keys["keep_last"] = str(QUARTERS)
     if experiment != "depth":
-        return [[config, *sweep.as_options(keys), f"--out={out}"]]
+        return [[config, *sweep.format_options(keys), f"--out={out}"]]
     size = keys.pop("parameters")
     if not size.isdecimal() or not int(size):
         raise ValueError(f"--parameters={size}: give a whole number from 1 on")
-    swept = (sweep.expand(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm"))
+    swept = (sweep.expand_values(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm"))
     result = []
     for depth, arm in itertools.product(*swept):
         own = keys | {"num_hidden_layers": depth, "mgt_arm": arm}
         own |= width_for(int(size), config, own)
-        result.append([config, *sweep.as_options(own), f"--out={out / f'{arm}_{depth}'}"])
+        result.append([config, *sweep.format_options(own), f"--out={out / f'{arm}_{depth}'}"])
     return result
 
 
 def one_value_each(keys: dict[str, str]) -> list[str]:
     """Options of one run of the grid, the first of each key's values."""
-    return sweep.as_options({key: sweep.expand(key, value)[0] for key, value in keys.items()})
+    return sweep.format_options(
+        {key: sweep.expand_values(key, value)[0] for key, value in keys.items()}
+    )
 
 
 def steps_of(epochs: str, config: str, keys: dict[str, str]) -> int:

@@ -35,8 +35,10 @@ class Findings:
 def claim(text: str, values, bound: float, above: bool) -> dict:
     """A hypothesis about the mean of `values`, one a seed: that it is above, or below, `bound`."""
     values, sign = list(values), -1 if above else 1
-    word = compare.hypothesis(compare.interval([sign * value for value in values]), sign * bound)
-    return {"hypothesis": text, **compare.summary(values), "verdict": word}
+    word = compare.judge_hypothesis(
+        compare.estimate_mean([sign * value for value in values]), sign * bound
+    )
+    return {"hypothesis": text, **compare.summarize(values), "verdict": word}
 
 
 def said(text: str, n: int, word: str) -> dict:
@@ -74,14 +76,14 @@ def over_seeds(rows: list[dict], *keys: str, **figures: Callable) -> list[dict]:
     """Of all rows with the same values of the keys: these, and the summary of each figure."""
     result = []
     for values, group in groups_of(rows, *keys):
-        found = {name: compare.summary(list(map(of, group))) for name, of in figures.items()}
+        found = {name: compare.summarize(list(map(of, group))) for name, of in figures.items()}
         result.append({**dict(zip(keys, values)), **found})
     return result
 
 
 def mean(name: str, form: str = ".3f") -> Callable:
     """The cell of a figure: mean ± half its 95% interval (number of seeds)."""
-    return lambda group: compare.interval(group[name]["values"]).text(form)
+    return lambda group: compare.estimate_mean(group[name]["values"]).format(form)
 
 
 ARM = {"arm": lambda group: f"`{group['arm']}`"}
@@ -173,9 +175,9 @@ def by_arm(rows: list[dict], **figures: Callable) -> list[dict]:
     others = [group for group in found if group["arm"] != "standard"]
     others = [(g, less(by_seed(rows, "val_loss", arm=g["arm"]), base)) for g in others]
     others = [(group, values) for group, values in others if values]
-    differences = [compare.interval(values) for _, values in others]
-    for (group, values), word in zip(others, compare.verdicts(differences)):
-        group |= {"less": compare.summary(values), "word": word}
+    differences = [compare.estimate_mean(values) for _, values in others]
+    for (group, values), word in zip(others, compare.judge_differences(differences)):
+        group |= {"less": compare.summarize(values), "word": word}
     return found
 
 

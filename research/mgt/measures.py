@@ -114,7 +114,7 @@ def final_rows(cells: list[sweep.Cell], figures: Figures | None = None) -> list[
     """The last evaluation of every cell, and its size."""
     rows = []
     for cell in cells:
-        final = sweep.final_evaluation(cell)
+        final = sweep.read_final_evaluation(cell)
         scores = {key: value for key, value in final.items() if key.startswith("val_")}
         state = checkpoint.read_state(checkpoint.find(cell.folder))
         size = model_class(state["model"]).Config(**state["model_config"])

@@ -49,7 +49,7 @@ def draw_rank(rows: list[dict]):
     """A panel for each depth, the rank over it, trained and untrained; below, gradients."""
     depths, entries = sorted({row["layers"] for row in rows}), {}
     names = [f"{arm}{kind}" for arm in ARMS[:3] for kind in ("", ", untrained")]
-    figure, axes = plots.panels(2, len(depths), 1.8, names, sharex="col", sharey="row")
+    figure, axes = plots.make_panels(2, len(depths), 1.8, names, sharex="col", sharey="row")
     for (layers, arm), group in groups_of(rows, "layers", "arm"):
         top, bottom = axes[:, depths.index(layers)]
         x, how = range(layers + 1), style(arm)
@@ -61,14 +61,14 @@ def draw_rank(rows: list[dict]):
         bottom.set(xlabel="depth (blocks)", yscale="log")
     axes[0, 0].set_ylabel("effective rank")
     axes[1, 0].set_ylabel("gradient norm\nof the state")
-    plots.plain_numbers(axes[1, 0].yaxis, minor=False)
+    plots.use_plain_numbers(axes[1, 0].yaxis, label_minor_ticks=False)
     plots.add_legend(figure, dict(sorted(entries.items(), key=lambda each: "," in each[0])))
     return figure
 
 
 def draw_losses(rows: list[dict]):
     """The final validation loss of every run, by arm: points are seeds, lines their mean."""
-    figure, [[panel]] = plots.panels(1, 1, 2.4, [])
+    figure, [[panel]] = plots.make_panels(1, 1, 2.4, [])
     arms = groups_of(rows, "arm")
     for number, ((arm,), group) in enumerate(arms):
         values, color = [row["val_loss"] for row in group], style(arm)["color"]
@@ -83,7 +83,7 @@ def draw_beta(rows: list[dict]):
     """Mean, variance and share below 0 over depth, a line for each moment of training."""
     names = {"mean": "mean of beta", "variance": "variance", "negative": "share below 0"}
     labels, entries = [f"{share:.0%} of training" for share in measures.SHARES], {}
-    figure, axes = plots.panels(1, 3, 2.2, labels)
+    figure, axes = plots.make_panels(1, 3, 2.2, labels)
     for panel, (key, title) in zip(axes[0], names.items()):
         for (share,), group in groups_of(rows, "share"):
             number, x = measures.SHARES.index(share), range(1, group[0]["layers"] + 1)
@@ -98,7 +98,7 @@ def draw_beta(rows: list[dict]):
 def draw_depth(rows: list[dict]):
     """Final loss, and epochs to the target, over the number of blocks at one size."""
     shown = {"val_loss": VALIDATION, "epochs_to_target": "epochs to the target loss"}
-    figure, axes = plots.panels(1, 2, 2.4, ARMS)
+    figure, axes = plots.make_panels(1, 2, 2.4, ARMS)
     entries = {}
     for panel, (key, label) in zip(axes[0], shown.items()):
         for (arm,), group in groups_of(rows, "arm"):
@@ -114,7 +114,7 @@ def draw_depth(rows: list[dict]):
 
 def draw_curves(rows: list[dict]):
     """Training loss (thin) and validation loss over steps."""
-    figure, [[panel]] = plots.panels(1, 1, 3.0, ARMS)
+    figure, [[panel]] = plots.make_panels(1, 1, 3.0, ARMS)
     entries = {}
     for row in rows:
         how = style(row["arm"])
@@ -164,7 +164,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
 
     ValueError: no run is finished.
     """
-    done = [cell for cell in cells if sweep.final_evaluation(cell)]
+    done = [cell for cell in cells if sweep.read_final_evaluation(cell)]
     if not done:
         where = f"in {cells[0].folder.parent}: nothing to report"
         raise ValueError(f"no run of {experiment} is finished {where}")
@@ -179,7 +179,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     rows = rows_of(done, figures)
     found = find(rows)
     left = [cell.title for cell in cells if cell not in done]
-    figures.rows = [{**row, **figures.made} for row in rows]
+    figures.rows = [{**row, **figures.measured_on} for row in rows]
     figures.notes = {"groups": found.groups, "verdicts": found.verdicts, "unfinished": left}
     figures.store()
     titles = {cell.folder: f"{experiment}/{preset}/{cell.title}" for cell in done}
@@ -187,7 +187,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     named = [replace(run, name=titles[run.path]) for run in loaded]
     runs.write_csv(named, results / "runs.csv")
     picture, page = path.with_suffix(".png"), path.with_suffix(".md")
-    with plots.printing():
+    with plots.use_print_style():
         plots.save(draw(rows), picture)
     shown = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
     parts = [
@@ -216,5 +216,5 @@ def verdict_table(verdicts: list[dict]) -> str:
 def check() -> None:
     """ValueError: a package that a report needs is missing, which should not be found after the
     training."""
-    plots.printing()
-    compare.student()
+    plots.use_print_style()
+    compare.import_special_functions()

@@ -57,7 +57,7 @@ def summarize_setting(name: str, setting: Setting, rows: list[dict], table: Tabl
     values = [losses[seed] for seed in sorted(losses)]
     summary["diverged"] = sum(value is None for value in values)
     if values and not summary["diverged"]:
-        summary["val_loss"] = compare.summary(values)
+        summary["val_loss"] = compare.summarize(values)
     return summary
 
 
@@ -129,7 +129,7 @@ def format_settings(settings: list[dict]) -> str:
         edge = " (edge)" if setting["rate_at_edge"] else ""
         loss = None
         if "val_loss" in setting:
-            loss = compare.interval(setting["val_loss"]["values"]).text()
+            loss = compare.estimate_mean(setting["val_loss"]["values"]).format()
         name = f"`{setting['arm']}`"
         if setting["equal"]:
             name += f", equal {setting['equal']}"
@@ -154,7 +154,7 @@ def format_comparisons(verdicts: list[dict]) -> str:
     for number, result in enumerate(verdicts, 1):
         estimate = None
         if result["values"] is not None:
-            estimate = compare.interval(result["values"]).text("+.4f")
+            estimate = compare.estimate_mean(result["values"]).format("+.4f")
         corrected = None if result["p"] == 1 else f"{result['p_holm']:.2g}"
         cells.append(
             [number, result["hypothesis"], estimate, corrected, f"**{result['verdict']}**"]
@@ -200,7 +200,7 @@ def format_page(study_results: dict) -> str:
 
 def draw_losses(settings: list[dict]) -> object:
     """Draw the loss of every arm of experiment 2, a dot per seed, beside the bigram's."""
-    figure, [[panel]] = plots.panels(1, 1, 3.0, [])
+    figure, [[panel]] = plots.make_panels(1, 1, 3.0, [])
     settings = [setting for setting in settings if "val_loss" in setting]
     settings.sort(key=lambda setting: setting["val_loss"]["mean"], reverse=True)
     for position, setting in enumerate(settings):
@@ -222,7 +222,7 @@ def is_post_norm(arm: str) -> bool:
 
 def draw_comparisons(verdicts: list[dict]) -> object:
     """Draw the comparisons of experiment 2 with their intervals."""
-    figure, [[panel]] = plots.panels(1, 1, 3.0, [])
+    figure, [[panel]] = plots.make_panels(1, 1, 3.0, [])
     judged = [result for result in verdicts if result["values"] is not None]
     for position, result in enumerate(reversed(judged)):
         color = plots.COLORS[2] if result["verdict"] == "supported" else plots.COLORS[1]
@@ -253,7 +253,7 @@ def draw_tries(rows: list[dict], bigram: float) -> object:
     """Draw the loss of every try of experiment 2 over the rate, a panel for each warm-up."""
     tries = [row for row in rows if row["kind"] == "try" and row["val_loss"] is not None]
     arms = list(dict.fromkeys(row["arm"] for row in tries))
-    figure, [panels] = plots.panels(1, 2, 2.4, arms, sharey="row")
+    figure, [panels] = plots.make_panels(1, 2, 2.4, arms, sharey="row")
     entries = {}
     for panel, warmup in zip(panels, study.WARMUP_FRACTIONS, strict=True):
         for number, arm in enumerate(arms):
@@ -290,7 +290,7 @@ def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
     reported = [row for row in rows if row["kind"] == "seed"]
     depths = sorted({row["layers"] for row in reported})
     arms = list(dict.fromkeys(row["arm"] for row in reported))
-    figure, axes = plots.panels(len(names), len(depths), 1.8, arms, sharey="row", sharex="col")
+    figure, axes = plots.make_panels(len(names), len(depths), 1.8, arms, sharey="row", sharex="col")
     entries = {}
     for line, (name, label) in zip(axes, names.items(), strict=True):
         for panel, depth in zip(line, depths, strict=True):
@@ -338,7 +338,7 @@ def main() -> None:
     files.write_text(results / "study.md", format_page(study_results))
     ablation_settings = select(study_results["groups"], "ablation")
     ablation_verdicts = select(study_results["verdicts"], "ablation")
-    with plots.printing():
+    with plots.use_print_style():
         save_figure(draw_losses(ablation_settings), "study_losses", results)
         save_figure(draw_comparisons(ablation_verdicts), "study_comparisons", results)
         tries = draw_tries(rows["ablation"], references["first"]["bigram"])

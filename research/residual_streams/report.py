@@ -24,7 +24,14 @@ if __name__ == "__main__":
 import configurator
 from evaluation.published import SIZES, read_results
 from research import plots
-from research.compare import ERROR, Estimate, holm, paired, summary, verdict
+from research.compare import (
+    SIGNIFICANCE_LEVEL,
+    Estimate,
+    correct_p_values,
+    estimate_paired_difference,
+    judge_difference,
+    summarize,
+)
 from research.residual_streams import arms
 from research.residual_streams.arms import ARMS, BASELINE, PRESETS, SEEDS, Hypothesis, Problem
 from research.residual_streams.run import STAGES, Study, arm_of, over_baseline
@@ -44,7 +51,7 @@ def final_values(study: Study, stage: str, problem: str) -> Values:
     """The metric after the last step; of a run that diverged that of a uniform guess."""
     of, found = study.problem(problem), {}
     for run in study.stored(stage, problem):
-        value = run.final[of.metric] if run.finished else math.nan
+        value = run.final_evaluation[of.metric] if run.finished else math.nan
         found.setdefault(arm_of(run), {})[run.seed] = value if math.isfinite(value) else of.guess
     return found
 
@@ -125,7 +132,9 @@ def findings_of(problem: Problem, family: tuple, values: dict[str, Values], seed
         for arm, than in hypothesis.pairs:
             estimate = difference(values.get(hypothesis.at, {}), arm, than, seeds)
             found.append(Finding(hypothesis, arm, than, estimate))
-    corrected = holm([each.estimate.p() if each.estimate else 1.0 for each in found])
+    corrected = correct_p_values(
+        [each.estimate.compute_p_value() if each.estimate else 1.0 for each in found]
+    )
     for index, (each, p) in enumerate(zip(found, corrected)):
         if each.estimate:
             of_arms = values[each.hypothesis.at]
@@ -137,7 +146,7 @@ def findings_of(problem: Problem, family: tuple, values: dict[str, Values], seed
 def difference(values: Values, arm: str, than: str, seeds=SEEDS) -> Estimate | None:
     """Of the same seeds; None where a run is missing."""
     own, base = ([values.get(name, {}).get(seed) for seed in seeds] for name in (arm, than))
-    return None if None in own + base else paired(own, base)
+    return None if None in own + base else estimate_paired_difference(own, base)
 
 
 def word_of(estimate: Estimate, p: float, problem: Problem, means: list[float]) -> str:
@@ -149,8 +158,8 @@ def word_of(estimate: Estimate, p: float, problem: Problem, means: list[float]) 
         return "ceiling"
     if not problem.lower_is_better and max(means) < problem.guess + SMALLEST:
         return "floor"
-    if p < ERROR:
-        return verdict(estimate, 0.0, problem.lower_is_better)
+    if p < SIGNIFICANCE_LEVEL:
+        return judge_difference(estimate, 0.0, problem.lower_is_better)
     return "level" if max(-estimate.low, estimate.high) < SMALLEST else "undecided"
 
 
@@ -186,7 +195,7 @@ def numbers_of(study: Study, problem: str) -> dict:
     for arm, than, at in arms.AFTERWARDS.get(problem, ()):
         if found := difference(values.get(at, {}), arm, than):
             row = {"arm": arm, "than": than, "at": at}
-            afterwards.append(row | {"mean": found.mean, "ci95": found.half})
+            afterwards.append(row | {"mean": found.mean, "ci95": found.half_width})
     costs, chosen, of_arms = costs_of(study, problem), study.rates().get(problem, {}), {}
     for arm in of.arms:
         rate = chosen.get(arm, {})
@@ -217,8 +226,8 @@ def summary_of(values: Values, arm: str) -> dict | None:
     if set(values.get(arm, {})) != set(SEEDS):
         return None
     less = difference(values, arm, BASELINE)
-    own = summary([values[arm][seed] for seed in SEEDS])
-    return own | {"difference": less and {"mean": less.mean, "ci95": less.half}}
+    own = summarize([values[arm][seed] for seed in SEEDS])
+    return own | {"difference": less and {"mean": less.mean, "ci95": less.half_width}}
 
 
 def numbers_of_hypothesis(hypothesis: Hypothesis, own: list[Finding]) -> dict:
@@ -227,7 +236,7 @@ def numbers_of_hypothesis(hypothesis: Hypothesis, own: list[Finding]) -> dict:
         row = {"arm": each.arm, "than": each.than, "word": each.word}
         row["published"] = published_differences(each.arm, each.than)
         if each.estimate:
-            row |= {"mean": each.estimate.mean, "ci95": each.estimate.half, "p": each.p}
+            row |= {"mean": each.estimate.mean, "ci95": each.estimate.half_width, "p": each.p}
         comparisons.append(row | {"so": outcome([each] if hypothesis.each else own)})
     about = {"name": hypothesis.name, "text": hypothesis.text, "at": hypothesis.at}
     return about | {"comparisons": comparisons, "outcome": outcome(own)}
@@ -256,11 +265,15 @@ def about_runs(runs: list) -> dict:
 
 def twice_trained(first: list, second: list) -> list[dict]:
     """Final losses, all digits, of runs that were trained twice."""
-    before = {(arm_of(run), run.seed): run.final["val_loss"] for run in first if run.final}
+    before = {
+        (arm_of(run), run.seed): run.final_evaluation["val_loss"]
+        for run in first
+        if run.final_evaluation
+    }
     found = []
     for run in second:
         if (arm_of(run), run.seed) in before:
-            losses = [before[arm_of(run), run.seed], run.final["val_loss"]]
+            losses = [before[arm_of(run), run.seed], run.final_evaluation["val_loss"]]
             row = {"arm": arm_of(run), "seed": run.seed, "losses": losses}
             found.append(row | {"same": losses[0] == losses[1]})
     return found
@@ -432,11 +445,11 @@ SHOWN = ("DDL, 1 column", "DDL", "DDL, no erase", "DDL-CC-EC", "HC", "mHC", "Att
 def plot_study(found: dict):
     """Seven arms' losses less the baseline's, at equal tokens and at equal seconds."""
     problem = found["language"]["arms"]
-    figure, axes = plots.panels(1, 2, 2.4, [], sharey=True, sharex=True)
+    figure, axes = plots.make_panels(1, 2, 2.4, [], sharey=True, sharex=True)
     base = problem[BASELINE]["equal"]["tokens"]
     for axis, at in zip(axes[0], ("tokens", "seconds")):
         for number, arm in enumerate(SHOWN):
-            color = plots.look(number + 1)["color"]
+            color = plots.get_line_style(number + 1)["color"]
             equal = problem.get(arm, {"equal": {}})["equal"].get(at)
             if equal and equal["difference"]:
                 less = equal["difference"]
@@ -459,7 +472,7 @@ def write(study: Study, out: Path, page: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{study.preset}_report.json"
     if found["language"]["arms"][BASELINE]["equal"]["tokens"]:
-        with plots.printing():
+        with plots.use_print_style():
             plots.save(plot_study(found), path.with_suffix(".png"))
     store_figures(path, {"problems": found})
     text = "".join(f"## {name}\n\n{part}\n\n" for name, part in parts.items())

@@ -122,8 +122,8 @@ def cells_of(study: Study, stage: str, problem: str, arm: str) -> list[sweep.Cel
         name = arm.replace(", ", "_").replace(" ", "_")
         every = of.keys | arms.keys_of(study.preset, arm) | keys | own
         folder = study.runs / study.preset / stage / problem / name
-        made = sweep.make_cell(0, own, [of.config, *sweep.as_options(every)], folder)
-        return replace(made, about=f"{problem}, {arm}")
+        made = sweep.make_cell(0, own, [of.config, *sweep.format_options(every)], folder)
+        return replace(made, description=f"{problem}, {arm}")
 
     def length(share: float) -> dict[str, str]:
         keys = ("max_steps", "warmup_steps")
@@ -183,13 +183,13 @@ def losses_of(study: Study, stage: str, problem: str, arm: str, cells: list) -> 
 
 
 def loss_of(cell: sweep.Cell, stored: runs.Run | None = None) -> float | None:
-    if (record := sweep.final_evaluation(cell)) is not None:
+    if (record := sweep.read_final_evaluation(cell)) is not None:
         return finite(record["val_loss"])
     if stopping.read_status(cell.folder).ended == "failed":
         return math.inf
     if stored is None or not is_of(stored, cell):
         return None
-    return finite(stored.final["val_loss"]) if stored.finished else math.inf
+    return finite(stored.final_evaluation["val_loss"]) if stored.finished else math.inf
 
 
 def finite(loss: float) -> float:
@@ -198,7 +198,7 @@ def finite(loss: float) -> float:
 
 def is_of(run: runs.Run, cell: sweep.Cell) -> bool:
     """Whether the run had all settings of the cell."""
-    settings = {k: v for k, v in cell.settings.items() if k not in runs.UNSHOWN}
+    settings = {k: v for k, v in cell.settings.items() if k not in runs.HIDDEN_SETTINGS}
     return all(run.settings.get(key) == value for key, value in settings.items())
 
 

@@ -5,7 +5,6 @@ import gc
 import json
 import sys
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,35 +18,37 @@ from research.benchmarks import contender, kernel_bandwidth, step, suites, timin
 from research.benchmarks.figures import Figures
 from training import metrics
 
-TINY = "--vocab_size=64 --block_size=16 --num_hidden_layers=1 --hidden_size=32 --micro_batch_size=1"
-TINY += " --num_attention_heads=4 --head_dim=8 --compile=False --rounds=2 --warmup=1 --device=cpu"
-TINY = TINY.split()
+TINY = [
+    "--vocab_size=64",
+    "--block_size=16",
+    "--num_hidden_layers=1",
+    "--hidden_size=32",
+    "--micro_batch_size=1",
+    "--num_attention_heads=4",
+    "--head_dim=8",
+    "--compile=False",
+    "--rounds=2",
+    "--warmup=1",
+    "--device=cpu",
+]
 CPU = torch.device("cpu")
 
 
 def test_figures_are_medians_of_ratios_of_one_round():
-    base, own = [1.0, 2.0, 4.0], [2.0, 2.0, 16.0]
-    same = step.figures_of(base, base, "", tokens=8)
+    baseline = [1.0, 2.0, 4.0]
+    seconds = [2.0, 2.0, 16.0]
+    same = step.compute_speed_figures(baseline, baseline, "", num_tokens=8)
     assert (same["tokens_per_second"], same["baseline_tokens_per_second"]) == (4, 4)
     assert (same["ratio"], same["ratio_p10"], same["ratio_p90"]) == (1, 1, 1)
-    other = step.figures_of(own, base, "forward_", tokens=8)
-    assert (other["forward_tokens_per_second"], other["forward_baseline_tokens_per_second"]) == (
-        4,
-        4,
-    )
-    spread = pytest.approx(
-        (0.5, 0.3, 0.9)
-    )  # a fifth of the way from 0.25 to 0.5, and from 1 to 0.5
-    assert (
-        other["forward_ratio"],
-        other["forward_ratio_p10"],
-        other["forward_ratio_p90"],
-    ) == spread
-    spread = pytest.approx((0.5 + 0.2 * 3.5, 4))
-    assert (
-        other["forward_tokens_per_second_p10"],
-        other["forward_tokens_per_second_p90"],
-    ) == spread
+    other = step.compute_speed_figures(seconds, baseline, "forward_", num_tokens=8)
+    assert other["forward_tokens_per_second"] == 4
+    assert other["forward_baseline_tokens_per_second"] == 4
+    # the percentiles lie a fifth of the way from 0.25 to 0.5, and from 1 to 0.5
+    assert other["forward_ratio"] == pytest.approx(0.5)
+    assert other["forward_ratio_p10"] == pytest.approx(0.3)
+    assert other["forward_ratio_p90"] == pytest.approx(0.9)
+    assert other["forward_tokens_per_second_p10"] == pytest.approx(0.5 + 0.2 * 3.5)
+    assert other["forward_tokens_per_second_p90"] == pytest.approx(4)
 
 
 def test_models_take_turns():
@@ -66,7 +67,8 @@ def main(monkeypatch, *arguments) -> None:
 def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, capsys):
     out = tmp_path / "new" / "rows.json"
     main(monkeypatch, *TINY, f"--json={out}")
-    stored, printed = json.loads(out.read_text()), capsys.readouterr().out
+    stored = json.loads(out.read_text())
+    printed = capsys.readouterr().out
     assert stored.keys() >= {
         "command",
         "commit",
@@ -79,15 +81,13 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
         "dtype",
     }
     assert stored["sizes"]["quick (changed)"]["hidden_size"] == 32
-    names, transcribed = [row["model"] for row in stored["rows"]], [*PAPER]
-    assert sorted(names) == sorted(
-        [*MODEL_NAMES, *(f"{stem} transcription (eager)" for stem in transcribed)]
-    )
+    names = [row["model"] for row in stored["rows"]]
+    transcriptions = [f"{name} transcription (eager)" for name in PAPER]
+    assert sorted(names) == sorted([*MODEL_NAMES, *transcriptions])
     assert stored["rows"][0]["model"] == "gpt-mha-rope"
     assert stored["rows"][0]["ratio"] == stored["rows"][0]["forward_ratio"] == 1
-    assert [row["model"] for row in stored["rows"] if "speedup" in row] == [
-        n for n in names if n in transcribed
-    ]
+    with_speedup = [row["model"] for row in stored["rows"] if "speedup" in row]
+    assert with_speedup == [name for name in names if name in PAPER]
     parameters = {row["model"]: row["parameters"] for row in stored["rows"]}
     for row in stored["rows"]:
         assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
@@ -95,7 +95,7 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
         assert row["activation_bytes_per_token"] > 0
         assert row["parameters"] == parameters[row["model"].split()[0]]
         assert not row.keys() & {"mfu", "peak_memory_bytes"}
-    assert step.markdown(stored["rows"]) in printed
+    assert step.format_table(stored["rows"]) in printed
 
 
 def test_models_by_choice(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_models_by_choice(tmp_path, monkeypatch):
 MISTAKES = [
     (["--rounds=0"], "0: give 1 or more"),
     (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
-    (["--models=DDL-gpt-mha-rope:four"], "number of columns"),
+    (["--models=DDL-gpt-mha-rope:four"], "number of value channels"),
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
     (["--suite=paper"], "--suite=quick, or --device=cuda"),
     (["--sizes=smal"], "the quick suite has no smal"),
@@ -147,10 +147,12 @@ def test_mistakes_end_in_one_line_before_anything_is_measured(
     assert message in line
 
 
-def test_the_paper_suite_has_the_papers_sizes_and_columns():
-    args = bench.arguments(["--suite=paper", "--device=cuda", "--sizes=medium", "--kernels=off"])
+def test_the_paper_suite_has_the_papers_sizes_and_value_channels():
+    args = bench.parse_arguments(
+        ["--suite=paper", "--device=cuda", "--sizes=medium", "--kernels=off"]
+    )
     args.compile = "False"
-    [[name, medium]] = suites.complete(args, torch.device("cuda")).items()
+    [[name, medium]] = suites.complete_arguments(args, torch.device("cuda")).items()
     with torch.device("meta"):
         assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)
         assert build("gpt-mha-rope", **suites.SMALL).num_parameters() == 123_590_400
@@ -162,21 +164,20 @@ def test_the_paper_suite_has_the_papers_sizes_and_columns():
     assert (args.micro_batch_size, args.steps) == (16, 4)
 
 
-def test_a_model_may_bring_its_own_columns_and_kernels():
-    stem = "DDL-gpt-mha-rope-CC"
-    assert suites.split_model(f"{stem}:2+kernels=off") == (
-        stem,
+def test_a_model_may_have_its_own_value_channels_and_kernels():
+    name = "DDL-gpt-mha-rope-CC"
+    assert suites.parse_model(f"{name}:2+kernels=off") == (
+        name,
         {"ddl_value_channels": 2},
         {"setting": "off"},
     )
-    assert suites.split_model(f"{stem}+state_checkpoint_interval=4") == (
-        stem,
+    assert suites.parse_model(f"{name}+state_checkpoint_interval=4") == (
+        name,
         {},
         {"state_checkpoint_interval": 4},
     )
-    changed = f"{stem}+state_dtype=float32+ddl_beta_init=0.5"
-    assert suites.split_model(changed) == (
-        stem,
+    assert suites.parse_model(f"{name}+state_dtype=float32+ddl_beta_init=0.5") == (
+        name,
         {"state_dtype": "float32", "ddl_beta_init": 0.5},
         {},
     )
@@ -185,97 +186,118 @@ def test_a_model_may_bring_its_own_columns_and_kernels():
 def test_kernels_are_measured_against_a_copy(tmp_path):
     pytest.importorskip("triton")
     out = tmp_path / "kernels.json"
-    size = (
-        "--device=cpu --widths=8 --micro_batch_size=1 --block_size=2 --rounds=1 --copied=4096"
-    ).split()
-    size += ["--match=v=4"]
-    kernel_bandwidth.run(bench.arguments(["kernels", *size, f"--json={out}"]))
+    arguments = [
+        "kernels",
+        "--device=cpu",
+        "--widths=8",
+        "--micro_batch_size=1",
+        "--block_size=2",
+        "--rounds=1",
+        "--copied=4096",
+        "--match=v=4",
+        f"--json={out}",
+    ]
+    kernel_bandwidth.run(bench.parse_arguments(arguments))
     rows = {row["kernel"]: row for row in json.loads(out.read_text())["rows"]}
     assert len(rows) == 10
-    state, vector, scalar = (
-        2 * 4 * 8 * 2,
-        2 * 8 * 2,
-        2 * 4,
-    )  # bytes of two tokens: 4 columns of 8 in bf16, fp32 numbers
-    # Reads X, h, y, z; writes c, the next y and z, n, delta, u, rho.
-    assert rows["step forward K=1 v=4 not stored"]["bytes"] == state + 2 * vector + scalar * (
-        4 + 4 * 4
-    )
-    # Besides, reads the write to replay and writes X'.
-    more = state + vector + 4 * scalar
-    assert (
-        rows["step forward K=1 v=4 stored"]["bytes"]
-        == state + 2 * vector + scalar * (4 + 4 * 4) + more
-    )
+    # bytes of two tokens: a state of 4 value channels of 8 features in bf16, a vector of 8 features in
+    # bf16, a number in fp32
+    state = 2 * 4 * 8 * 2
+    vector = 2 * 8 * 2
+    number = 2 * 4
+    # reads X, h, y, z; writes c, the next y and z, n, delta, u, rho
+    not_stored = state + 2 * vector + number * (4 + 4 * 4)
+    assert rows["step forward K=1 v=4 not stored"]["bytes"] == not_stored
+    # also reads the write to replay, and writes X'
+    replayed_and_written = state + vector + 4 * number
+    assert rows["step forward K=1 v=4 stored"]["bytes"] == not_stored + replayed_and_written
     assert rows["expand forward K=4 v=4"]["bytes"] == state + vector
 
 
 def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
     pytest.importorskip("triton")
     out = tmp_path / "kernels.json"
-    keys = (
-        "kernels --device=cpu --widths=8,256 --micro_batch_size=2 --block_size=3 --rounds=1"
-    ).split()
-    keys += ["--copied=4096", "--match=rope"]
-    kernel_bandwidth.run(bench.arguments([*keys, f"--json={out}"]))
-    found = {(row["kernel"], row["d"]): row["bytes"] for row in json.loads(out.read_text())["rows"]}
-    wanted = {}
-    for d, head in ((8, 8), (256, 128)):
-        vector, tables = (
-            6 * d * 2,
-            2 * 3 * head // 2 * 4,
-        )  # of six tokens in bf16; cos and sin of three in fp32
-        # Reads and writes queries and keys; reads three gradients, queries and keys, and writes the gradient of all.
-        wanted |= {
-            ("rope_norm forward", d): 4 * vector + tables,
-            ("rope_norm backward", d): 8 * vector + tables,
-        }
-    assert found == wanted
+    arguments = [
+        "kernels",
+        "--device=cpu",
+        "--widths=8,256",
+        "--micro_batch_size=2",
+        "--block_size=3",
+        "--rounds=1",
+        "--copied=4096",
+        "--match=rope",
+    ]
+    kernel_bandwidth.run(bench.parse_arguments([*arguments, f"--json={out}"]))
+    measured = {}
+    for row in json.loads(out.read_text())["rows"]:
+        measured[row["kernel"], row["d"]] = row["bytes"]
+    expected = {}
+    for d, head_dim in ((8, 8), (256, 128)):
+        vector = 6 * d * 2  # six tokens in bf16
+        tables = 2 * 3 * head_dim // 2 * 4  # cos and sin of three positions in fp32
+        # reads and writes queries and keys
+        expected["rope_norm forward", d] = 4 * vector + tables
+        # reads three gradients, queries and keys, and writes the gradient of all three
+        expected["rope_norm backward", d] = 8 * vector + tables
+    assert measured == expected
     with pytest.raises(
         ValueError, match="no kernel with launches to tune has that in its name; try step"
     ):
-        kernel_bandwidth.run(bench.arguments([*keys, "--tune"]))
+        kernel_bandwidth.run(bench.parse_arguments([*arguments, "--tune"]))
 
 
-LAUNCHES = "kernels --device=cpu --tune --match=add_norm --widths=8 --micro_batch_size=1".split()
-LAUNCHES += ["--block_size=1", "--rounds=1", "--copied=4096"]
+LAUNCHES = [
+    "kernels",
+    "--device=cpu",
+    "--tune",
+    "--match=add_norm",
+    "--widths=8",
+    "--micro_batch_size=1",
+    "--block_size=1",
+    "--rounds=1",
+    "--copied=4096",
+]
 
 
 def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
-    """The table's own launch first; what is stored is not timed again, and the table stays as it is."""
+    """The table's own launch comes first, stored launches are not timed again, the table is kept."""
     pytest.importorskip("triton")
     from model.kernels.launch import FORCED
 
     out = tmp_path / "tuned.json"
 
     def launches(*more):
-        kernel_bandwidth.run(bench.arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
+        kernel_bandwidth.run(bench.parse_arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
         return {row["kernel"]: row["launches"] for row in json.loads(out.read_text())["rows"]}
 
     first = launches("--launches=1")
     assert first.keys() == {"add_norm forward", "add_norm backward"}
     [own] = first["add_norm forward"]
     assert dataclasses.asdict(choose_launch("add_norm forward", 8)).items() <= own.items()
-    stored = []
-    monkeypatch.setattr(
-        Figures, "store", lambda self, store=Figures.store: (stored.append(1), store(self))
-    )
+    stored_counts = []
+    store = Figures.store
+
+    def count_and_store(figures):
+        stored_counts.append(len(figures.rows))
+        store(figures)
+
+    monkeypatch.setattr(Figures, "store", count_and_store)
     second = launches("--launches=3")
-    assert len(stored) == 4  # two launches more of two kernels
-    assert all(
-        len(found) == 3 and own[0] in found for own, found in zip(first.values(), second.values())
-    )
+    assert len(stored_counts) == 4  # two launches more of two kernels
+    for first_launches, second_launches in zip(first.values(), second.values()):
+        assert len(second_launches) == 3
+        assert first_launches[0] in second_launches
     times = [launch["microseconds"] for launch in second["add_norm forward"]]
     assert times == sorted(times)
     assert not FORCED
-    monkeypatch.setattr(kernel_bandwidth, "timed", None)
+    monkeypatch.setattr(kernel_bandwidth, "measure_launch", None)
     assert launches("--launches=3") == second
 
 
 def test_runners_up_are_tried_first():
     pytest.importorskip("triton")
-    args = bench.arguments([*LAUNCHES])
-    key, tried = kernel_bandwidth.launches(args, 768, "step forward K=4 v=2 not stored")
+    args = bench.parse_arguments([*LAUNCHES])
+    key, tried = kernel_bandwidth.list_launches_to_try(args, 768, "step forward K=4 v=2 not stored")
     assert key == "step forward v=2 K>1"
     assert tried[:3] == list_launches("step forward", 768, 2, 4)
     assert {launch.num_warps for launch in tried} == {1, 2, 4, 8, 16}
@@ -283,13 +305,14 @@ def test_runners_up_are_tried_first():
 
 
 def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
-    """Every row is in the file as soon as it is added; a row of other code, or all of other settings, is not kept."""
+    """A row is in the file as soon as it is added; rows of other code or settings are dropped."""
 
-    def opened(code="a", settings=None, resume=True):
-        given = settings or {"rounds": 2}
-        return Figures(tmp_path / "f.json", CPU, given, resume, code, notes={"left_out": []})
+    def open_figures(code="a", rounds=2, resume=True):
+        return Figures(
+            tmp_path / "f.json", CPU, {"rounds": rounds}, resume, code, notes={"left_out": []}
+        )
 
-    first = opened()
+    first = open_figures()
     first.notes["left_out"].append("one")
     first.add({"model": "m", "x": 1}, "model")
     first.add({"model": "n", "x": 2}, "model")
@@ -301,137 +324,165 @@ def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
     ]
     assert all(row["chip"] == metrics.get_cpu_name() for row in stored["rows"])
     assert stored.keys() >= {"command", "commit", "machine", "date", "rounds"}
-    second = opened()
+    second = open_figures()
     assert second.rows == stored["rows"]
     assert second.notes == {"left_out": ["one"]}
     assert second.find(model="n")["x"] == 2
-    for other in (opened(code="b"), opened(settings={"rounds": 3}), opened(resume=False)):
+    for other in (open_figures(code="b"), open_figures(rounds=3), open_figures(resume=False)):
         assert other.rows == []
-    assert "2 of 2 figures are of other code" in (printed := capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "2 of 2 figures are of other code" in printed
     assert "measured with another rounds" in printed
 
 
-def test_a_benchmark_that_was_killed_goes_on(tmp_path, monkeypatch):
-    """Stored rows stay to the bit; the model that was under way is measured again."""
-    out, model = tmp_path / "rows.json", "DDL-gpt-mha-rope-CC"
-    run = [*TINY, f"--models={model}", "--peers=none", f"--json={out}", "--resume"]
-    memory = step.memory
+def rows_by_model(file):
+    """Return the rows of a file by their model."""
+    return {row["model"]: row for row in json.loads(file.read_text())["rows"]}
 
-    def killed(contender, tokens):
+
+def test_a_benchmark_that_was_killed_is_resumed(tmp_path, monkeypatch):
+    """Stored rows keep their bits; the model that was being measured is measured again."""
+    out = tmp_path / "rows.json"
+    model = "DDL-gpt-mha-rope-CC"
+    arguments = [*TINY, f"--models={model}", "--peers=none", f"--json={out}", "--resume"]
+    measure_memory = step.measure_memory
+
+    def interrupt(contender, num_tokens):
         if contender.name == model:
             raise KeyboardInterrupt
-        return memory(contender, tokens)
+        return measure_memory(contender, num_tokens)
 
-    monkeypatch.setattr(step, "memory", killed)
+    monkeypatch.setattr(step, "measure_memory", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        step.run(bench.arguments(run))
-    before = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
-    assert before.keys() == {"gpt-mha-rope"}
-    monkeypatch.setattr(step, "memory", memory)
-    step.run(bench.arguments(run))
-    after = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
-    assert after.keys() == {"gpt-mha-rope", model}
-    assert after["gpt-mha-rope"] == before["gpt-mha-rope"]
+        step.run(bench.parse_arguments(arguments))
+    first_rows = rows_by_model(out)
+    assert first_rows.keys() == {"gpt-mha-rope"}
+    monkeypatch.setattr(step, "measure_memory", measure_memory)
+    step.run(bench.parse_arguments(arguments))
+    all_rows = rows_by_model(out)
+    assert all_rows.keys() == {"gpt-mha-rope", model}
+    assert all_rows["gpt-mha-rope"] == first_rows["gpt-mha-rope"]
     monkeypatch.setattr(step, "Bench", None)  # nothing is left to measure
-    step.run(bench.arguments(run))
-    assert {row["model"]: row for row in json.loads(out.read_text())["rows"]} == after
+    step.run(bench.parse_arguments(arguments))
+    assert rows_by_model(out) == all_rows
 
 
-def square(rows: int, d: int):
-    """A contender whose loss is the mean of (x W)^2, with x (rows, d) and W (d, d) of ones, and its parts."""
-    weight = torch.nn.Parameter(torch.ones(d, d))
-    model = torch.nn.Module()
-    model.weight, model.config = weight, SimpleNamespace(mup_scale=1.0)
-    model.forward = lambda x, _: (None, (x @ weight).square().mean())
-    x = torch.ones(rows, d)
-    return contender.Contender("square", model, lambda: (x, x), CPU, torch.float32, compiled=False)
+class SquareModel(torch.nn.Module):
+    """The loss is the mean of (x W)^2, with W (d, d) of ones."""
+
+    def __init__(self, d: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(d, d))
+
+    def forward(self, x, targets):
+        return None, (x @ self.weight).square().mean()
+
+
+def make_square_contender(num_rows: int, d: int) -> contender.Contender:
+    """Return a contender with SquareModel and x (num_rows, d) of ones."""
+    x = torch.ones(num_rows, d)
+    return contender.Contender(
+        "square",
+        SquareModel(d),
+        make_batch=lambda: (x, x),
+        device=CPU,
+        dtype=torch.float32,
+        compiled=False,
+    )
 
 
 def test_saved_bytes_are_those_that_backward_needs():
     # x for the product and its result for the square, both of 3 x 5 numbers of 4 bytes; the weight does not count.
-    assert contender.saved_bytes(square(3, 5)) == 2 * 3 * 5 * 4
+    assert contender.measure_saved_bytes(make_square_contender(3, 5)) == 2 * 3 * 5 * 4
 
 
 def test_a_turn_is_a_training_step_or_changes_nothing():
-    one = square(3, 5)
-    before = one.model.weight.detach().clone()
-    one.evaluate()
-    assert torch.equal(one.model.weight, before)
-    one.train()
-    assert (one.model.weight < before).all()
-    assert one.model.weight.grad is None
+    square = make_square_contender(3, 5)
+    initial_weight = square.model.weight.detach().clone()
+    square.evaluate()
+    assert torch.equal(square.model.weight, initial_weight)
+    square.train()
+    assert (square.model.weight < initial_weight).all()
+    assert square.model.weight.grad is None
 
 
-def small_bench(*arguments):
-    args = bench.arguments([*TINY, "--peers=transcription", *arguments])
-    [[name, size]] = suites.complete(args, CPU).items()
+def make_small_bench(*arguments) -> step.Bench:
+    """Return the measurement of one tiny size, which stores nothing."""
+    args = bench.parse_arguments([*TINY, "--peers=transcription", *arguments])
+    [[name, size]] = suites.complete_arguments(args, CPU).items()
     return step.Bench(args, name, size, CPU, Figures(None, CPU, {}))
 
 
-def test_a_groups_models_go_when_it_is_measured(monkeypatch):
-    one, seen, built = small_bench(), [], suites.built
+def test_the_models_of_a_group_are_freed_when_it_is_measured(monkeypatch):
+    small_bench = make_small_bench()
+    build_model = suites.build_model
+    references = []
 
-    def watched(*given):
-        made = built(*given)
-        seen.append(weakref.ref(made))
-        return made
+    def build_and_watch(*arguments):
+        model = build_model(*arguments)
+        references.append(weakref.ref(model))
+        return model
 
-    monkeypatch.setattr(suites, "built", watched)
-    one.measure("DDL-gpt-mha-rope-CC")
+    monkeypatch.setattr(suites, "build_model", build_and_watch)
+    small_bench.measure("DDL-gpt-mha-rope-CC")
     gc.collect()
-    assert [reference() for reference in seen] == [None]
-    names = [row["model"] for row in one.figures.rows]
-    assert sorted(names) == [f"DDL-gpt-mha-rope-CC{x}" for x in ("", " transcription (eager)")]
+    assert [reference() for reference in references] == [None]
+    names = [row["model"] for row in small_bench.figures.rows]
+    assert sorted(names) == [
+        "DDL-gpt-mha-rope-CC",
+        "DDL-gpt-mha-rope-CC transcription (eager)",
+    ]
 
 
 def test_every_figure_is_of_rounds_in_which_the_baseline_ran(monkeypatch):
-    one = small_bench("--peers=none")
+    small_bench = make_small_bench("--peers=none")
     seconds = iter([([0.5, 1.0], [0.75, 2.0]), ([1.0, 1.0], [2.0, 4.0])])  # training, forward
 
-    def measured(turns, warmup, rounds, what):
+    def measure(turns, warmup, rounds, label):
         assert (list(turns), warmup, rounds) == (["gpt-mha-rope", "DDL-gpt-mha-rope-CC"], 1, 2)
         return dict(zip(turns, next(seconds)))
 
-    monkeypatch.setattr(step, "measure", measured)
-    one.measure("DDL-gpt-mha-rope-CC")
-    [row] = one.figures.rows
+    monkeypatch.setattr(step, "measure", measure)
+    small_bench.measure("DDL-gpt-mha-rope-CC")
+    [row] = small_bench.figures.rows
     assert (row["ratio_p10"], row["ratio_p90"]) == pytest.approx((0.5 + 0.1 / 6, 0.5 + 0.9 / 6))
     ends = row["tokens_per_second_p10"], row["tokens_per_second_p90"]
     assert ends == pytest.approx((8 + 4 / 3, 16 + 4))
     assert row["forward_baseline_tokens_per_second"] == 16
     assert row["forward_ratio"] == pytest.approx(0.375)
-    cells = [cell.strip() for cell in step.markdown([row]).splitlines()[-1].split("|")]
+    cells = [cell.strip() for cell in step.format_table([row]).splitlines()[-1].split("|")]
     assert cells[3:6] == ["15 (9 to 20)", "24", "0.583 (0.517 to 0.650)"]
 
 
 def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch, capsys):
-    one, train = small_bench(), contender.Contender.train
+    small_bench = make_small_bench()
+    train = contender.Contender.train
 
-    def full(self):
+    def run_out_of_memory(self):
         if "transcription" in self.name:
             raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
         train(self)
 
-    monkeypatch.setattr(contender.Contender, "train", full)
-    one.measure("gpt-mha-rope")
-    assert [row["model"] for row in one.figures.rows] == ["gpt-mha-rope"]
-    said = "left out: gpt-mha-rope transcription (eager): CUDA out of memory.\n"
-    assert said in capsys.readouterr().out
+    monkeypatch.setattr(contender.Contender, "train", run_out_of_memory)
+    small_bench.measure("gpt-mha-rope")
+    assert [row["model"] for row in small_bench.figures.rows] == ["gpt-mha-rope"]
+    line = "left out: gpt-mha-rope transcription (eager): CUDA out of memory.\n"
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
     out = tmp_path / "rows.json"
-    arguments = [
+    result = run_script(
+        "research/bench.py",
         *TINY,
         "--device=cuda",
         "--hidden_size=256",
         "--block_size=128",
         "--peers=transcription",
-    ]
-    result = run_script(
-        "research/bench.py", *arguments, "--models=DDL-gpt-mha-rope-CC", f"--json={out}"
+        "--models=DDL-gpt-mha-rope-CC",
+        f"--json={out}",
     )
     assert result.returncode == 0, result.stderr.decode()
     for row in json.loads(out.read_text())["rows"]:

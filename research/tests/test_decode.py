@@ -1,4 +1,4 @@
-"""Generation is measured, and what cannot be is refused."""
+"""`bench.py decode`: decoding is measured, and mistakes are refused."""
 
 import json
 import re
@@ -13,19 +13,23 @@ from research.benchmarks import decode
 
 def test_decoding_is_measured(tmp_path):
     out = tmp_path / "decode.json"
-    size = (
-        "--vocab_size=64 --block_size=16 --num_hidden_layers=1 --num_attention_heads=2 --head_dim=8"
-    ).split()
-    keys = [
-        *size,
+    result = call(
+        "research/bench.py",
+        "decode",
+        "--vocab_size=64",
+        "--block_size=16",
+        "--num_hidden_layers=1",
+        "--num_attention_heads=2",
+        "--head_dim=8",
         "--hidden_size=16",
         "--device=cpu",
         "--compile=False",
         "--rounds=2",
         "--context=6",
         "--tokens=3",
-    ]
-    result = call("research/bench.py", "decode", *keys, f"--json={out}", "--note=a test")
+        f"--json={out}",
+        "--note=a test",
+    )
     assert result.returncode == 0, result.stderr.decode()
     stored = json.loads(out.read_text())
     assert stored.keys() >= {"command", "commit", "machine", "threads", "size", "context"}
@@ -35,7 +39,7 @@ def test_decoding_is_measured(tmp_path):
     assert {row["way"]: row["ratio"] for row in rows}.keys() == {"uncached", "cached"}
     assert all(row["tokens_per_second_p10"] <= row["tokens_per_second"] for row in rows)
     assert all(row["ratio"] == 1 for row in rows if row["way"] == "uncached")
-    assert decode.markdown(rows) in result.stdout.decode()
+    assert decode.format_table(rows) in result.stdout.decode()
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,6 @@ def test_decoding_is_measured(tmp_path):
         (["--models=gpt-mha-rop"], "did you mean gpt-mha-rope"),
     ],
 )
-def test_what_cannot_be_measured_is_said(arguments, message):
+def test_mistakes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        decode.run(bench.arguments(["decode", "--device=cpu", "--compile=False", *arguments]))
+        decode.run(bench.parse_arguments(["decode", "--device=cpu", "--compile=False", *arguments]))

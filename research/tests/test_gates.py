@@ -358,15 +358,15 @@ def three_runs() -> gates_page.Group:
 
 
 def test_several_runs_give_intervals_over_their_means(three_runs):
-    interval = compare.interval(three_runs.average_over_sites("beta"))
-    assert interval.half == pytest.approx(HALF_WIDTH, rel=1e-6)
+    interval = compare.estimate_mean(three_runs.average_over_sites("beta"))
+    assert interval.half_width == pytest.approx(HALF_WIDTH, rel=1e-6)
     assert np.mean(three_runs.average_over_sites("beta", "low")) == pytest.approx(0.3)
 
 
 def test_the_effect_of_an_edit_in_several_runs_has_an_interval_over_runs(three_runs):
     effect = three_runs.get_effect(0, "attn", "beta=0")
     assert effect.mean == pytest.approx(3)
-    assert effect.half == pytest.approx(HALF_WIDTH, rel=1e-6)
+    assert effect.half_width == pytest.approx(HALF_WIDTH, rel=1e-6)
     assert effect.n == 3
     _, word = three_runs.judge_edit("beta=0")[0, "attn"]
     assert word == "undecided"
@@ -376,7 +376,7 @@ def test_the_effect_of_an_edit_in_several_runs_has_an_interval_over_runs(three_r
 def test_the_effect_of_an_edit_in_one_run_has_an_interval_over_sequences(three_runs):
     one_run = gates_page.Group("run", three_runs.rows[:1])
     effect = one_run.get_effect(0, "attn", "beta=0")
-    assert effect.half == pytest.approx(T_3 * 1e-3, rel=1e-6)
+    assert effect.half_width == pytest.approx(T_3 * 1e-3, rel=1e-6)
     _, word = one_run.judge_edit("beta=0")[0, "attn"]
     assert word == "worse"
     assert "| +1.0000 ± 0.0032 |" in gates_page.format_edit_table(one_run)

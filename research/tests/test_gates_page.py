@@ -190,7 +190,7 @@ def test_one_edit_at_all_sites_at_once_is_not_corrected():
     group = make_group({"beta=1": CHANGES["beta=1"]})
     change, word = group.verdicts_at_all_sites["beta=1"]
     assert word == "worse"
-    assert compute_p_value(CHANGES["beta=1"]) == pytest.approx(change.p(), rel=1e-9)
+    assert compute_p_value(CHANGES["beta=1"]) == pytest.approx(change.compute_p_value(), rel=1e-9)
 
 
 # means of three runs at two sites: similar at the first, but not at the second

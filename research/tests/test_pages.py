@@ -11,7 +11,7 @@ from pages import check_command, commands_of
 
 import model
 from research.benchmarks import costs, peer_quality, step, suites
-from research.runs import parsed
+from research.runs import parse_cell
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -19,28 +19,33 @@ DOCS = ROOT / "research" / "docs"
 DEMO = (DOCS / "demo.md").read_text(encoding="utf-8")
 
 
-def squeezed(table: str) -> str:
-    """Without what pads columns to equal widths."""
+def remove_padding(table: str) -> str:
+    """Remove the spaces and dashes that pad columns to equal widths."""
     return re.sub(r" +\|", " |", re.sub(r"-{3,}", "---", table).replace(" | ", " |"))
 
 
 def test_the_tables_of_the_demo_are_the_stored_results():
-    options = ("--by=model,init", "--against=gpt-mha-rope init=spectral")
-    made = call("research/report.py", "table", ROOT / "results/demo/runs.csv", *options)
-    assert squeezed(made.stdout.decode().strip()) in squeezed(DEMO)
+    result = call(
+        "research/report.py",
+        "table",
+        ROOT / "results/demo/runs.csv",
+        "--by=model,init",
+        "--against=gpt-mha-rope init=spectral",
+    )
+    assert remove_padding(result.stdout.decode().strip()) in remove_padding(DEMO)
 
 
 def test_the_table_of_speeds_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "bench_quick_cpu.json").read_text())
-    assert step.markdown(stored["rows"]) in (DOCS / "speed.md").read_text(encoding="utf-8")
+    assert step.format_table(stored["rows"]) in (DOCS / "speed.md").read_text(encoding="utf-8")
     streams = json.loads((ROOT / "results" / "bench_streams_cpu.json").read_text())["rows"]
-    own = [row for row in streams if "transcription" not in row["model"]]
+    streams = [row for row in streams if "transcription" not in row["model"]]
     later = json.loads((ROOT / "results" / "bench_new_streams_cpu.json").read_text())["rows"]
     gated = json.loads((ROOT / "results" / "bench_gated_residual_cpu.json").read_text())["rows"]
-    assert {row["model"].split()[0] for row in own + later + gated} == set(model.MODEL_NAMES)
-    for rows in (own, later, gated):
-        assert step.markdown(rows) in (DOCS / "speed.md").read_text(encoding="utf-8")
-    for row in stored["rows"] + own:  # the columns agree: medians of the same rounds
+    assert {row["model"].split()[0] for row in streams + later + gated} == set(model.MODEL_NAMES)
+    for rows in (streams, later, gated):
+        assert step.format_table(rows) in (DOCS / "speed.md").read_text(encoding="utf-8")
+    for row in stored["rows"] + streams:  # the columns agree: medians of the same rounds
         if "baseline_tokens_per_second" in row:
             ratio = row["tokens_per_second"] / row["baseline_tokens_per_second"]
             assert 0.97 * row["ratio_p10"] < ratio < 1.03 * row["ratio_p90"], row["model"]
@@ -52,7 +57,9 @@ def test_the_speed_of_evaluation_is_the_stored_results():
         json.loads((ROOT / "results" / f"bench_eval_{name}.json").read_text())
         for name in ("cpu", "cpu_gpt2")
     ]
-    ratios = [row["ratio"] for each in stored for row in each["rows"] if row["format"] == "all"]
+    ratios = []
+    for figures in stored:
+        ratios += [row["ratio"] for row in figures["rows"] if row["format"] == "all"]
     assert f"{min(ratios):.1f} to {max(ratios):.1f} times as fast" in " ".join(page.split())
 
 
@@ -83,7 +90,7 @@ SCALES = (1, 1e-9, 2**-10, 2**-20, 2**-30)  # as it is, GB, KiB, MiB, GiB
 
 
 def tables_of_figures(page: str):
-    """Rows of cells of every table whose cells, the first column aside, are mostly numbers."""
+    """Yield the rows of cells of every table that has mostly numbers after its first column."""
     for table in re.findall(r"(?:^\|.*\n)+", page, flags=re.M):
         rows = [
             [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]
@@ -94,14 +101,14 @@ def tables_of_figures(page: str):
 
 
 def numbers_in(value) -> list[float]:
-    """Every number of a JSON value."""
-    if isinstance(value, dict | list):
-        return [
-            x
-            for each in (value.values() if isinstance(value, dict) else value)
-            for x in numbers_in(each)
-        ]
-    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+    """Return every number of a JSON value."""
+    if isinstance(value, dict):
+        return numbers_in(list(value.values()))
+    if isinstance(value, list):
+        return [number for item in value for number in numbers_in(item)]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [float(value)]
+    return []
 
 
 def names_in(value) -> set[str]:
@@ -114,8 +121,9 @@ def names_in(value) -> set[str]:
 
 
 def bytes_moved(row: dict) -> list[float]:
-    """Of the model, forward and backward together."""
-    return [sum(part["bytes"] for way in ("forward", "backward") for part in row[way].values())]
+    """Return the bytes that a row's model moves in a forward and a backward pass together."""
+    parts = [*row["forward"].values(), *row["backward"].values()]
+    return [sum(part["bytes"] for part in parts)]
 
 
 DERIVED = {  # what a page computes from a stored row
@@ -124,11 +132,11 @@ DERIVED = {  # what a page computes from a stored row
 }
 
 
-SUMMARIES = {"peers_demo_cpu.json": peer_quality.groups_of}  # rows that a page shows together
+SUMMARIES = {"peers_demo_cpu.json": peer_quality.make_groups}  # rows that a page shows together
 
 
 def files_in(text: str) -> set[str]:
-    """Files of results/ with figures that a text names."""
+    """Return the files of results/ with figures that a text names."""
     return set(re.findall(r"results/((?:\w+/)*\w+\.(?:json|csv))\b", text)) - {
         "published.csv",
         "archive.csv",
@@ -136,52 +144,57 @@ def files_in(text: str) -> set[str]:
 
 
 def stored_in(name: str) -> dict:
-    """A file of results/; of a runs.csv its rows."""
+    """Read a file of results/; of a runs.csv, return its rows."""
     path = ROOT / "results" / name
     if path.suffix == ".json":
         return json.loads(path.read_text())
     with open(path, encoding="utf-8", newline="") as file:
         return {
             "rows": [
-                {key: parsed(text) for key, text in row.items()} for row in csv.DictReader(file)
+                {key: parse_cell(text) for key, text in row.items()} for row in csv.DictReader(file)
             ]
         }
 
 
 def values_for(cells: list[str], files: set[str]) -> list[float]:
-    """Numbers of the stored rows, of each file, that have the most in common with the names in a row of a table."""
+    """Return the numbers of the stored rows that belong to a row of a table.
+
+    In each file these are the rows that have the most names in common with the table's row.
+    """
     values = []
     for name in files:
         stored = stored_in(name)
-        own = [each for each in stored.get("verdicts", []) if each["hypothesis"] in cells]
-        rows = own or stored.get("groups") or SUMMARIES.get(name, list)(stored["rows"])
-        alike = [
-            sum(value in cells for value in row.values() if isinstance(value, str)) for row in rows
-        ]
-        for row in (row for row, count in zip(rows, alike) if count == max(alike)):
-            values += numbers_in(row) + DERIVED.get(name, numbers_in)(row)
+        verdicts = [row for row in stored.get("verdicts", []) if row["hypothesis"] in cells]
+        rows = verdicts or stored.get("groups") or SUMMARIES.get(name, list)(stored["rows"])
+        num_shared_names = []
+        for row in rows:
+            names = [value for value in row.values() if isinstance(value, str)]
+            num_shared_names.append(sum(name in cells for name in names))
+        for row, count in zip(rows, num_shared_names):
+            if count == max(num_shared_names):
+                values += numbers_in(row) + DERIVED.get(name, numbers_in)(row)
     return values
 
 
-def is_one_of(shown: str, values: list[float]) -> bool:
-    """Whether some value, in some unit, is rounded to what is shown."""
-    digits, _, exponent = shown.replace(",", "").strip("%").partition("e")
-    number, last = (
-        float(digits) * 10.0 ** int(exponent or 0),
-        len(digits.partition(".")[2]) - int(exponent or 0),
-    )
-    scales = (100,) if shown.endswith("%") else SCALES
-    return any(
-        abs(value * scale - number) <= 0.501 * 10.0**-last for value in values for scale in scales
-    )
+def is_one_of(text: str, values: list[float]) -> bool:
+    """Return whether some value, in some unit, is rounded to the number of a text."""
+    digits, _, exponent_text = text.replace(",", "").strip("%").partition("e")
+    exponent = int(exponent_text or 0)
+    number = float(digits) * 10.0**exponent
+    num_decimals = len(digits.partition(".")[2]) - exponent
+    scales = (100,) if text.endswith("%") else SCALES
+    tolerance = 0.501 * 10.0**-num_decimals
+    return any(abs(value * scale - number) <= tolerance for value in values for scale in scales)
 
 
-def is_compared_whole(page) -> bool:
-    """By tests/test_mup.py and tests/test_residual_streams_study.py."""
+def is_compared_elsewhere(page) -> bool:
+    """Return whether test_mup.py or test_residual_streams_study.py compares the whole page."""
     return page.name == "mup.md" or page.parent == STUDY
 
 
-@pytest.mark.parametrize("path", [each for each in PAGES if not is_compared_whole(each)], ids=str)
+@pytest.mark.parametrize(
+    "path", [page for page in PAGES if not is_compared_elsewhere(page)], ids=str
+)
 def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
     page = path.read_text(encoding="utf-8")
     for rows in tables_of_figures(page):
@@ -192,20 +205,20 @@ def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
             values = values_for(row, files)
             # a name may have a number in it, as "lm-eval's hf, batch 8" has
             cells = [cell for cell in row[1:] if cell not in names]
-            shown = [number for cell in cells for number in NUMBER.findall(cell)]
-            assert [number for number in shown if not is_one_of(number, values)] == [], (row, files)
+            numbers = [number for cell in cells for number in NUMBER.findall(cell)]
+            unknown = [number for number in numbers if not is_one_of(number, values)]
+            assert unknown == [], (row, files)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=str)
 def test_every_measured_figure_in_the_text_is_in_a_file_that_the_page_names(path):
-    """Measured: three digits after the point, a share with one or more, or a speed."""
+    """A measured figure has three decimals, is a percentage with decimals, or a speed."""
     page = path.read_text(encoding="utf-8")
     text = re.sub(r"```.*?```|^\|[^\n]*\n", "", page, flags=re.S | re.M)
-    values = list(
-        map(abs, numbers_in([stored_in(name) for name in files_in(page)]))
-    )  # of signs a text says what it likes
-    shown = re.findall(r"(?<![\w./])\d+\.\d{3}\b|\d+\.\d+%|\d[\d,]*(?=\stokens/s)", text)
-    assert [number for number in shown if not is_one_of(number, values)] == []
+    values = numbers_in([stored_in(name) for name in files_in(page)])
+    values = [abs(value) for value in values]  # a text need not write the sign
+    numbers = re.findall(r"(?<![\w./])\d+\.\d{3}\b|\d+\.\d+%|\d[\d,]*(?=\stokens/s)", text)
+    assert [number for number in numbers if not is_one_of(number, values)] == []
 
 
 def test_figures_are_of_committed_code():
@@ -222,16 +235,16 @@ def test_every_stored_figure_is_named_on_a_page():
     pages = "".join(
         path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").rglob("*.md"))
     )
-    kept = [path.name for path in (ROOT / "results").rglob("*.*") if path.suffix != ".md"]
-    assert [name for name in kept if name not in pages] == []
+    stored = [path.name for path in (ROOT / "results").rglob("*.*") if path.suffix != ".md"]
+    assert [name for name in stored if name not in pages] == []
 
 
 def test_the_variants_page_has_every_stream_and_what_it_costs():
     page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
-    assert all(f"| `{stem}` |" in page for stem in model.MODEL_NAMES)
+    assert all(f"| `{name}` |" in page for name in model.MODEL_NAMES)
     stored = json.loads((ROOT / "results" / "costs_small.json").read_text())
-    assert stored["rows"] == costs.rows_of(list(suites.EVERY_STEM), stored["size"])
-    assert costs.markdown(stored["rows"]) in page
+    assert stored["rows"] == costs.make_rows(list(suites.ALL_MODELS), stored["size"])
+    assert costs.format_table(stored["rows"]) in page
 
 
 @pytest.mark.parametrize("page", ["demo", "mgt", "mup", "sweeps"])

@@ -1,4 +1,4 @@
-"""The peer of `bench.py quality` is GPT-2, and all models are trained alike and chosen fairly."""
+"""The peer of `bench.py quality` is GPT-2, and all models are trained and chosen in the same way."""
 
 import json
 
@@ -17,30 +17,33 @@ CONFIG = model_class("gpt-mha-rope").Config(**{**SMALL, "hidden_size": 16})
 
 
 def transformers_weights(peer: GPT2) -> dict:
-    """The peer's weights by the names of `transformers`, whose layers hold theirs transposed and three in one."""
-    result = {
+    """Return the peer's weights by the names of `transformers`.
+
+    Its layers have transposed weights, and one layer for query, key and value.
+    """
+    weights = {
         "transformer.wte.weight": peer.tokens.weight,
-        "transformer.wpe.weight": peer.places.weight,
+        "transformer.wpe.weight": peer.positions.weight,
+        "transformer.ln_f.weight": peer.norm.weight,
+        "transformer.ln_f.bias": peer.norm.bias,
+        "lm_head.weight": peer.tokens.weight,
     }
-    result |= {f"transformer.ln_f.{name}": value for name, value in peer.norm.named_parameters()}
     for number, block in enumerate(peer.blocks):
-        at, attention = f"transformer.h.{number}.", block.attention
-        parts = {"ln_1": block.norm_1, "ln_2": block.norm_2}
-        result |= {
-            f"{at}{name}.{key}": value
-            for name, part in parts.items()
-            for key, value in part.named_parameters()
-        }
-        three = attention.query, attention.key, attention.value
-        result |= {f"{at}attn.c_attn.weight": torch.cat([layer.weight for layer in three]).T}
-        result |= {f"{at}attn.c_attn.bias": torch.cat([layer.bias for layer in three])}
+        prefix = f"transformer.h.{number}"
+        qkv = (block.attention.query, block.attention.key, block.attention.value)
+        weights[f"{prefix}.attn.c_attn.weight"] = torch.cat([layer.weight for layer in qkv]).T
+        weights[f"{prefix}.attn.c_attn.bias"] = torch.cat([layer.bias for layer in qkv])
+        for name, norm in (("ln_1", block.norm_1), ("ln_2", block.norm_2)):
+            weights[f"{prefix}.{name}.weight"] = norm.weight
+            weights[f"{prefix}.{name}.bias"] = norm.bias
         for name, layer in (
-            ("attn.c_proj", attention.out),
+            ("attn.c_proj", block.attention.out),
             ("mlp.c_fc", block.up),
             ("mlp.c_proj", block.down),
         ):
-            result |= {f"{at}{name}.weight": layer.weight.T, f"{at}{name}.bias": layer.bias}
-    return {**result, "lm_head.weight": peer.tokens.weight}
+            weights[f"{prefix}.{name}.weight"] = layer.weight.T
+            weights[f"{prefix}.{name}.bias"] = layer.bias
+    return weights
 
 
 def test_the_peer_is_gpt2():
@@ -49,13 +52,14 @@ def test_the_peer_is_gpt2():
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.normal_(std=0.3)
-    names = {
-        "n_positions": CONFIG.block_size,
-        "n_embd": CONFIG.hidden_size,
-        "n_layer": CONFIG.num_hidden_layers,
-    }
-    names |= {"n_head": CONFIG.num_attention_heads, "vocab_size": CONFIG.vocab_size}
-    oracle = transformers.GPT2LMHeadModel(transformers.GPT2Config(**names)).double().eval()
+    oracle_config = transformers.GPT2Config(
+        n_positions=CONFIG.block_size,
+        n_embd=CONFIG.hidden_size,
+        n_layer=CONFIG.num_hidden_layers,
+        n_head=CONFIG.num_attention_heads,
+        vocab_size=CONFIG.vocab_size,
+    )
+    oracle = transformers.GPT2LMHeadModel(oracle_config).double().eval()
     oracle.load_state_dict(transformers_weights(peer))
     ids = torch.randint(0, CONFIG.vocab_size, (3, 17))
     with torch.no_grad():
@@ -90,11 +94,13 @@ def test_the_peer_starts_and_decays_as_gpt2():
 
 
 def test_the_grid_grows_until_its_best_is_inside():
-    def search(loss):
-        tried = {}
-        while (rate := peer_quality.next_rate(tried, [1.0, 2.0, 4.0])) is not None:
-            tried[rate] = loss(rate)
-        return sorted(tried), peer_quality.best_rate(tried)
+    def search(compute_loss):
+        loss_by_rate = {}
+        while True:
+            rate = peer_quality.choose_next_rate(loss_by_rate, [1.0, 2.0, 4.0])
+            if rate is None:
+                return sorted(loss_by_rate), peer_quality.find_best_rate(loss_by_rate)
+            loss_by_rate[rate] = compute_loss(rate)
 
     assert search(lambda rate: abs(rate - 2)) == ([1, 2, 4], 2)
     assert search(lambda rate: abs(rate - 16)) == ([1, 2, 4, 8, 16, 32], 16)
@@ -104,93 +110,104 @@ def test_the_grid_grows_until_its_best_is_inside():
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, corpus):
-    keys = {
+    """Return the config file of a tiny model."""
+    settings = {
         "dataset": str(corpus),
         "device": "cpu",
         **SMALL,
         "dtype": "float32",
         "compile": False,
         "max_steps": 6,
+        "global_batch_size": 4,
+        "micro_batch_size": 4,
+        "warmup_steps": 2,
+        "eval_batches": 1000,
     }
-    keys |= {"global_batch_size": 4, "micro_batch_size": 4, "warmup_steps": 2, "eval_batches": 1000}
     path = tmp_path_factory.mktemp("config") / "tiny.py"
-    path.write_text("".join(f"{key} = {value!r}\n" for key, value in keys.items()))
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
     return path
 
 
-def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
-    """The loss is that of train.py; rates are chosen by one half of the text, and results are those of the other."""
-    out = tmp_path / "peers.json"
-    command = (
+def run_quality(config, out, *options):
+    """Run `bench.py quality` with two seeds."""
+    return call(
         "research/bench.py",
         "quality",
         f"--config={config}",
         "--rates=1e-2,2e-2,4e-2",
         "--seeds=2",
         f"--json={out}",
+        *options,
     )
-    printed = call(*command)
-    assert printed.returncode == 0, printed.stderr.decode()
+
+
+def find_row(rows, model, seed):
+    """Return the row of a reported run."""
+    return next(row for row in rows if (row["model"], row["seed"]) == (model, seed))
+
+
+def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
+    """The loss is train.py's. Rates are chosen by one half of the text, and results are the other's."""
+    out = tmp_path / "peers.json"
+    result = run_quality(config, out)
+    assert result.returncode == 0, result.stderr.decode()
+    printed = result.stdout.decode()
     stored = json.loads(out.read_text())
     rows = stored["rows"]
     for model in peer_quality.MODELS:
-        own = [row for row in rows if row["model"] == model]
-        rates = {row["learning_rate"]: row["first"] for row in own if row["seed"] == 1000}
-        [best] = {row["learning_rate"] for row in own if row["seed"] != 1000}
-        assert min(rates, key=rates.get) == best
-        assert min(rates) < best < max(rates)
-        assert sorted(row["seed"] for row in own if row["seed"] != 1000) == [0, 1]
-    # In tokens: half the windows are full, the last one is not.
-    row = next(row for row in rows if row["model"] == "gpt-mha-rope" and row["seed"] == 1)
-    arguments = [
+        search = {}
+        reported = []
+        for row in rows:
+            if row["model"] == model and row["seed"] == peer_quality.SEARCH_SEED:
+                search[row["learning_rate"]] = row["first"]
+            elif row["model"] == model:
+                reported.append(row)
+        [best] = {row["learning_rate"] for row in reported}
+        assert min(search, key=search.get) == best
+        assert min(search) < best < max(search)
+        assert sorted(row["seed"] for row in reported) == [0, 1]
+
+    # the loss over both halves, whose last sequence is shorter than the others
+    row = find_row(rows, "gpt-mha-rope", 1)
+    trained = call(
+        "train.py",
         str(config),
         "--model=gpt-mha-rope",
         "--optimizer=adamw",
         "--seed=1",
         f"--out_dir={tmp_path / 'run'}",
-    ]
-    assert call("train.py", *arguments, f"--learning_rate={row['learning_rate']}").returncode == 0
-    records = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert row["val_loss"] == pytest.approx(records[-1]["val_loss"], rel=1e-7)
-    assert row["val_bits_per_byte"] == pytest.approx(records[-1]["val_bits_per_byte"], rel=1e-7)
+        f"--learning_rate={row['learning_rate']}",
+    )
+    assert trained.returncode == 0
+    last_line = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    record = json.loads(last_line)
+    assert row["val_loss"] == pytest.approx(record["val_loss"], rel=1e-7)
+    assert row["val_bits_per_byte"] == pytest.approx(record["val_bits_per_byte"], rel=1e-7)
 
-    losses = {
-        model: [
-            row["second"]
-            for seed in (0, 1)
-            for row in rows
-            if (row["model"], row["seed"]) == (model, seed)
-        ]
-        for model in peer_quality.MODELS
-    }
-    groups = {group["model"]: group for group in peer_quality.groups_of(rows)}
+    losses = {}
+    for model in peer_quality.MODELS:
+        losses[model] = [find_row(rows, model, seed)["second"] for seed in (0, 1)]
+    groups = {group["model"]: group for group in peer_quality.make_groups(rows)}
+    others = peer_quality.MODELS[1:]
     differences = [
-        compare.paired(losses[model], losses["gpt-mha-rope"]) for model in peer_quality.MODELS[1:]
+        compare.estimate_paired_difference(losses[model], losses["gpt-mha-rope"])
+        for model in others
     ]
-    for model, difference, word in zip(
-        peer_quality.MODELS[1:], differences, compare.verdicts(differences)
-    ):
-        assert groups[model]["against"]["text"] == difference.text("+.3f")
-        assert f"| {word} " in printed.stdout.decode()
+    verdicts = compare.judge_differences(differences)
+    for model, difference, verdict in zip(others, differences, verdicts):
+        assert groups[model]["against"]["text"] == difference.format("+.3f")
+        assert f"| {verdict} " in printed
         assert groups[model]["second"]["values"] == losses[model]
-    assert peer_quality.markdown(list(groups.values())) in printed.stdout.decode()
+    assert peer_quality.format_table(list(groups.values())) in printed
 
-    # A second start trains what is missing, and only that.
-    stored["rows"] = [each for each in rows if (each["model"], each["seed"]) != ("GPT-2", 1)]
+    # a resumed measurement trains the missing run, and only that
+    stored["rows"] = [row for row in rows if (row["model"], row["seed"]) != ("GPT-2", 1)]
     out.write_text(json.dumps(stored))
-    again = call(*command, "--resume").stdout.decode()
-    assert again.count("| seed ") == 1
-    assert "GPT-2 | rate" in again
-    lost = next(
-        row
-        for row in json.loads(out.read_text())["rows"]
-        if (row["model"], row["seed"]) == ("GPT-2", 1)
-    )
-    assert lost["second"] == next(
-        row["second"] for row in rows if (row["model"], row["seed"]) == ("GPT-2", 1)
-    )
+    resumed = run_quality(config, out, "--resume").stdout.decode()
+    assert resumed.count("| seed ") == 1
+    assert "GPT-2 | rate" in resumed
+    repeated = find_row(json.loads(out.read_text())["rows"], "GPT-2", 1)
+    assert repeated["second"] == find_row(rows, "GPT-2", 1)["second"]
 
 
 def test_mistakes(config, tmp_path):

@@ -1,4 +1,4 @@
-"""report.py: its numbers against plain Python on the lines of metrics.jsonl; figures; the folder."""
+"""report.py: its numbers agree with plain Python on metrics.jsonl; its figures; its folder."""
 
 import csv
 import io
@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import matplotlib.image
 import numpy as np
@@ -33,138 +33,187 @@ from utils import tables as texts
 STEPS = 40
 
 
-def write_long(folder, stem, seed, better=0.0, steps=STEPS, config=SMALL, **keys):
-    """Forty steps, an evaluation and statistics at every tenth; the loss is lower by `better`."""
-    write_run(folder, stem, seed, max_steps=STEPS, steps=steps, config=config, **keys)
-    rng, lines = np.random.default_rng([seed, len(stem)]), []
+def write_long_run(
+    folder, model_name, seed, improvement=0.0, steps=STEPS, config=SMALL, **settings
+):
+    """Write a run of forty steps with an evaluation and statistics at every tenth step.
+
+    improvement: is subtracted from the losses.
+    """
+    write_run(folder, model_name, seed, max_steps=STEPS, steps=steps, config=config, **settings)
+    rng = np.random.default_rng([seed, len(model_name)])
+    lines = []
     for step in range(1, steps + 1):
-        common = {"step": step, "tokens": 50 * step, "flops": 1.5e5 * step}
-        common["seconds"] = 7.0 + 0.5 * step
-        loss = 3.0 + 2.0 / step - better + 0.1 * rng.standard_normal()
+        common = {
+            "step": step,
+            "tokens": 50 * step,
+            "flops": 1.5e5 * step,
+            "seconds": 7.0 + 0.5 * step,
+        }
+        loss = 3.0 + 2.0 / step - improvement + 0.1 * rng.standard_normal()
         speed = {"tokens_per_second": 90.0 + rng.random(), "memory": 1000 + step}
         lines.append({**common, "loss": loss, **speed})
         if step % 10 == 0:
-            val = {"val_loss": loss, "val_perplexity": math.exp(loss), "val_sequences": 4}
-            lines.append({**common, **val, "val_bits_per_byte": loss / math.log(2) / 4})
-            values = {"attn.beta_mean": [rng.random(), 1.0], "mlp.beta_mean": [0.5, rng.random()]}
-            lines += [{**common, "residual": values}] if stem.startswith("DDL") else []
+            lines.append(
+                {
+                    **common,
+                    "val_loss": loss,
+                    "val_perplexity": math.exp(loss),
+                    "val_sequences": 4,
+                    "val_bits_per_byte": loss / math.log(2) / 4,
+                }
+            )
+            statistics = {
+                "attn.beta_mean": [rng.random(), 1.0],
+                "mlp.beta_mean": [0.5, rng.random()],
+            }
+            if model_name.startswith("DDL"):
+                lines.append({**common, "residual": statistics})
     return write_lines(folder, lines)
 
 
 def lines_with(folder, key):
+    """Return the lines of metrics.jsonl that have a key."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if key in line]
 
 
-def last(folder, key="val_loss"):
+def last_value(folder, key="val_loss"):
+    """Return the last value of a key in metrics.jsonl."""
     return lines_with(folder, key)[-1][key]
 
 
-def rows_of(table):
-    """What its CSV says, by model."""
-    return {row["model"]: row for row in csv.DictReader(io.StringIO(table.comma_separated()))}
+def read_csv(table):
+    """Return the rows of a table's CSV by model."""
+    return {row["model"]: row for row in csv.DictReader(io.StringIO(table.to_csv()))}
+
+
+class Report(NamedTuple):
+    """The sizes of a report, its tables by name, and its lines by name."""
+
+    sizes: list
+    tables: dict
+    lines: dict
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """Three seeds of the baseline, two of DDL, a single run of a variant."""
+    """Return folders by model: three seeds of the baseline, two of DDL, a single run of a variant."""
     folder = tmp_path_factory.mktemp("sweep")
-    made = {BASE: [write_long(folder / f"a{seed}", BASE, seed) for seed in range(3)]}
-    made[DDL] = [write_long(folder / f"b{seed}", DDL, seed, better=0.5) for seed in (2, 0)]
-    made[f"{DDL}-EC"] = [write_long(folder / "c", f"{DDL}-EC", 1)]
-    return made
+    return {
+        BASE: [write_long_run(folder / f"a{seed}", BASE, seed) for seed in range(3)],
+        DDL: [write_long_run(folder / f"b{seed}", DDL, seed, improvement=0.5) for seed in (2, 0)],
+        f"{DDL}-EC": [write_long_run(folder / "c", f"{DDL}-EC", 1)],
+    }
 
 
 @pytest.fixture(scope="module")
-def made(sweep):
-    """Sizes, tables by name and lines by name of all of them, in another order than the paper's."""
-    sizes = paper.sizes_of(load(*sweep[DDL], *sweep[f"{DDL}-EC"], *sweep[BASE]), [], None)
-    by_name = {table.name: table for table in paper.tables_of(sizes)}
-    lines = {line.name: line for line in paper.lines_of(sizes)}
-    return SimpleNamespace(sizes=sizes, tables=by_name, lines=lines)
+def report(sweep):
+    """Return the report of all runs, which are given in another order than the paper's."""
+    loaded = load(*sweep[DDL], *sweep[f"{DDL}-EC"], *sweep[BASE])
+    sizes = paper.make_sizes(loaded, [], None)
+    return Report(
+        sizes=sizes,
+        tables={table.name: table for table in paper.make_tables(sizes)},
+        lines={line.name: line for line in paper.make_lines(sizes)},
+    )
 
 
 # ---- tables ----
 
 
-def test_validation_is_that_of_the_last_lines(sweep, made):
-    table = made.tables["validation"]
-    stored = rows_of(table)
+def test_validation_is_that_of_the_last_lines(sweep, report):
+    table = report.tables["validation"]
+    stored = read_csv(table)
     assert list(stored) == [BASE, DDL, f"{DDL}-EC"]  # the paper's order, the baseline first
-    for (stem, folders), row in zip(sweep.items(), table.rows):
+    for (model_name, folders), row in zip(sweep.items(), table.rows):
         for key, digits in (("val_loss", 4), ("val_perplexity", 3), ("val_bits_per_byte", 4)):
-            values = [last(folder, key) for folder in folders]
-            mean, half = by_hand(values) if len(values) > 1 else (values[0], None)
-            assert float(stored[stem][key]) == pytest.approx(mean)
-            text, ci95 = f"{mean:.{digits}f}", stored[stem][f"{key}_ci95"]
-            if half is None:
-                assert (ci95, text in row) == ("", True)
+            values = [last_value(folder, key) for folder in folders]
+            stored_interval = stored[model_name][f"{key}_ci95"]
+            if len(values) > 1:
+                mean, half_width = by_hand(values)
+                assert float(stored_interval) == pytest.approx(half_width, rel=1e-5)
+                cell = f"{mean:.{digits}f} ± {half_width:.{digits}f} ({len(values)})"
             else:
-                assert float(ci95) == pytest.approx(half, rel=1e-5)
-                assert f"{text} ± {half:.{digits}f} ({len(values)})" in row
+                [mean] = values
+                assert stored_interval == ""
+                cell = f"{mean:.{digits}f}"
+            assert float(stored[model_name][key]) == pytest.approx(mean)
+            assert cell in row
 
 
-def test_differences_are_those_of_the_same_seeds(sweep, made):
-    base = [last(folder) for folder in sweep[BASE]]
-    mean, half = by_hand([last(sweep[DDL][0]) - base[2], last(sweep[DDL][1]) - base[0]])
-    own, cells = rows_of(made.tables["differences"])[DDL], made.tables["differences"].rows
-    assert (own["baseline"], own["n"], own["paired"]) == (BASE, "2", "True")
-    assert float(own["val_loss"]) == pytest.approx(mean)
-    assert float(own["val_loss_ci95"]) == pytest.approx(half, rel=1e-5)
-    assert float(own["difference"]) == pytest.approx(mean / math.log(2) / 4)
-    word = "better" if mean + half < 0 else "undecided"  # of two comparisons one has no interval
-    assert cells[0][2:] == [f"{mean:+.4f} ± {half:.4f}", cells[0][3], word, "2 pairs"]
-    assert cells[1][-1] == "1 pair"
-    assert "±" not in cells[1][2]
+def test_differences_are_those_of_the_same_seeds(sweep, report):
+    table = report.tables["differences"]
+    baseline = [last_value(folder) for folder in sweep[BASE]]
+    seed_2, seed_0 = sweep[DDL]
+    mean, half_width = by_hand([last_value(seed_2) - baseline[2], last_value(seed_0) - baseline[0]])
+    stored = read_csv(table)[DDL]
+    assert (stored["baseline"], stored["n"], stored["paired"]) == (BASE, "2", "True")
+    assert float(stored["val_loss"]) == pytest.approx(mean)
+    assert float(stored["val_loss_ci95"]) == pytest.approx(half_width, rel=1e-5)
+    assert float(stored["difference"]) == pytest.approx(mean / math.log(2) / 4)
+    # the other of the two comparisons has no interval, so that there is nothing to correct
+    verdict = "better" if mean + half_width < 0 else "undecided"
+    first, second = table.rows
+    assert first[2] == f"{mean:+.4f} ± {half_width:.4f}"
+    assert first[4:] == [verdict, "2 pairs"]
+    assert second[-1] == "1 pair"
+    assert "±" not in second[2]
 
 
-def test_costs_are_measured_ones_beside_the_baselines(sweep, made):
-    stored, speeds = rows_of(made.tables["costs"]), {}
-    for stem, folders in sweep.items():
-        lines = [lines_with(folder, "loss") for folder in folders]
-        medians = [np.median([line["tokens_per_second"] for line in each]) for each in lines]
-        speeds[stem], row = np.mean(medians), stored[stem]
-        assert float(row["tokens_per_second"]) == pytest.approx(speeds[stem])
-        assert float(row["memory"]) == max(line["memory"] for line in lines[0])
-        assert float(row["device_seconds"]) == pytest.approx(0.5 * (STEPS - 1))  # the first: 7.5
+def test_costs_are_measured_ones_beside_the_baselines(sweep, report):
+    table = report.tables["costs"]
+    stored = read_csv(table)
+    speeds = {}
+    for model_name, folders in sweep.items():
+        lines_by_run = [lines_with(folder, "loss") for folder in folders]
+        medians = [
+            np.median([line["tokens_per_second"] for line in lines]) for lines in lines_by_run
+        ]
+        speeds[model_name] = np.mean(medians)
+        row = stored[model_name]
+        assert float(row["tokens_per_second"]) == pytest.approx(speeds[model_name])
+        assert float(row["memory"]) == max(line["memory"] for line in lines_by_run[0])
+        # without the first step, which took 7.5 seconds
+        assert float(row["device_seconds"]) == pytest.approx(0.5 * (STEPS - 1))
         assert float(row["flops_per_token"]) == pytest.approx(3e3)
     factor = float(stored[DDL]["tokens_per_second_factor"])
     assert factor == pytest.approx(speeds[DDL] / speeds[BASE])
-    more = int(float(stored[DDL]["parameters"])) / int(float(stored[BASE]["parameters"]))
-    assert f"({more:.2f}\N{MULTIPLICATION SIGN})" in made.tables["costs"].rows[1][1]
+    ratio = int(float(stored[DDL]["parameters"])) / int(float(stored[BASE]["parameters"]))
+    assert f"({ratio:.2f}\N{MULTIPLICATION SIGN})" in table.rows[1][1]
 
 
 def test_costs_of_different_machines_have_no_factors(sweep):
-    """As checkpoints store it: training.provenance.machine."""
+    # as training.provenance.machine describes machines in checkpoints
     one, other = load(sweep[BASE][0], sweep[DDL][0])
     one = replace(one, machine={"machine": "2 x H200"}, processes=2)
     other = replace(other, machine={"machine": "4 x Xeon"})
-    table = tables.table_of_costs(paper.sizes_of([one, other], [], None))
+    table = tables.make_cost_table(paper.make_sizes([one, other], [], None))
     assert f"(2 x H200, 2 processes: {BASE}; 4 x Xeon, 1 process: {DDL})" in table.notes[-1]
-    factors = {key for key in table.figures[1] if key.endswith("_factor")}
+    factors = {key for key in table.numbers[1] if key.endswith("_factor")}
     assert factors == {"parameters_factor", "flops_per_token_factor"}
-    assert table.figures[0]["device_seconds"] == pytest.approx(2 * 0.5 * (STEPS - 1))
+    assert table.numbers[0]["device_seconds"] == pytest.approx(2 * 0.5 * (STEPS - 1))
 
 
-def published_of(stem: str, *differences: str) -> published.Published:
-    results = published.read_results()[stem, "small"]
-    return published.Published(results, stem, "x.py", differences)
+def make_published(model_name: str, *differences: str) -> published.Published:
+    results = published.read_results()[model_name, "small"]
+    return published.Published(results, model_name, "x.py", differences)
 
 
 def test_published_figures_stand_beside_models_of_the_paper_alone(sweep):
     one, other = load(sweep[BASE][0], sweep[DDL][0])
-    one = replace(one, published=published_of(BASE, "block_size=64 (paper: 1024)"))
-    sizes = paper.sizes_of([one, other], [], None)
-    table = tables.table_of_losses(sizes[0].groups)
-    assert table.rows[0][-2:] == ["2.8543", f"{last(sweep[BASE][0]) - 2.85426:+.4f}"]
+    one = replace(one, published=make_published(BASE, "block_size=64 (paper: 1024)"))
+    sizes = paper.make_sizes([one, other], [], None)
+    table = tables.make_loss_table(sizes[0].groups)
+    assert table.rows[0][-2:] == ["2.8543", f"{last_value(sweep[BASE][0]) - 2.85426:+.4f}"]
     assert table.rows[1][-2:] == [None] * 2
     assert any(f"The paper reports no results for {DDL} (" in note for note in table.notes)
     assert any(
         f"Settings of {BASE} that differ from the paper's (x.py): " in n for n in table.notes
     )
-    lines = paper.lines_of(sizes)
-    assert [line.published for line in lines] == [2.85426, None]
-    with plots.printing():
+    lines = paper.make_lines(sizes)
+    assert [line.published_loss for line in lines] == [2.85426, None]
+    with plots.use_print_style():
         axes = plots.plot_paper_curves(lines, "tokens").axes
     stars = [line for axis in axes for line in axis.lines if line.get_marker() == "*"]
     points = [(star.get_xdata()[0], star.get_ydata()[0]) for star in stars]
@@ -172,15 +221,15 @@ def test_published_figures_stand_beside_models_of_the_paper_alone(sweep):
 
 
 def test_accuracies_are_means_over_seeds_beside_the_published(sweep):
-    def evaluated(run, value):
+    def with_accuracy(run, value):
         settings = {"dtype": "float32", "add_bos_token": False, "limit": None}
-        shown = {"piqa": ["acc_norm", value, 1.5], "sciq": ["acc_norm", value + 5, 2.5]}
-        entry = {"task": "piqa", "shots": 1, "settings": settings, "shown": shown}
-        return replace(run, accuracy=[entry], published=published_of(BASE))
+        results = {"piqa": ["acc_norm", value, 1.5], "sciq": ["acc_norm", value + 5, 2.5]}
+        entry = {"task": "piqa", "shots": 1, "settings": settings, "shown": results}
+        return replace(run, accuracy=[entry], published=make_published(BASE))
 
     one, two, ddl, without = load(*sweep[BASE][:2], sweep[DDL][0], sweep[f"{DDL}-EC"][0])
-    runs = [evaluated(one, 60.0), evaluated(two, 62.0), evaluated(ddl, 70.0), without]
-    [table] = tables.tables_of_accuracy(compare.groups_of(runs))
+    runs = [with_accuracy(one, 60.0), with_accuracy(two, 62.0), with_accuracy(ddl, 70.0), without]
+    [table] = tables.make_accuracy_tables(compare.group_runs(runs))
     assert (table.name, table.title) == (
         "accuracy_1_shot_float32",
         "Accuracy in %, 1-shot, float32",
@@ -200,45 +249,44 @@ ACCURACY = {BASE: [0.50, 0.53, 0.51], DDL: [0.70, 0.74, 0.69]}  # by seed
 
 
 def test_synthetic_tasks_are_compared_by_their_accuracy(tmp_path):
-    for stem, values in ACCURACY.items():
+    for model_name, values in ACCURACY.items():
         for seed, value in enumerate(values):
             scores = {"val_accuracy": value, "val_exact_match": value / 2}
-            write_run(tmp_path / f"{stem}-{seed}", stem, seed, scores=scores)
-    [size] = paper.sizes_of(load(tmp_path), [], None)
+            write_run(tmp_path / f"{model_name}-{seed}", model_name, seed, scores=scores)
+    [size] = paper.make_sizes(load(tmp_path), [], None)
     assert size.metric == "val_accuracy"
     gains = [own - base for own, base in zip(ACCURACY[DDL], ACCURACY[BASE])]
     mean, half = by_hand([100 * gain for gain in gains])
-    [row] = tables.table_of_differences([size]).rows
+    [row] = tables.make_difference_table([size]).rows
     exact = f"{mean / 2:+.2f} ± {half / 2:.2f}"
     assert row[3:] == [f"{mean:+.2f} ± {half:.2f}", exact, "better", "3 pairs"]
-    line = next(line for line in paper.lines_of([size]) if line.name == DDL)
+    line = next(line for line in paper.make_lines([size]) if line.name == DDL)
     assert line.curves["difference"].mean == pytest.approx([mean, mean])
     out = tmp_path / "rows.json"
-    options = (f"--against={BASE}", f"--json={out}")
-    printed = call("research/report.py", "table", tmp_path, *options).stdout.decode()
-    assert f"{mean:+.2f} ± {half:.2f}" in printed
+    result = call("research/report.py", "table", tmp_path, f"--against={BASE}", f"--json={out}")
+    assert f"{mean:+.2f} ± {half:.2f}" in result.stdout.decode()
     stored = json.loads(out.read_text())
-    found = next(each for each in stored["groups"] if each["model"] == DDL)
-    assert found["difference"] == pytest.approx(sum(gains) / 3)  # as it was measured, a share
+    group = next(group for group in stored["groups"] if group["model"] == DDL)
+    assert group["difference"] == pytest.approx(sum(gains) / 3)  # as it was measured, a share
     assert stored.keys() >= {"commit", "machine", "date", "torch", "rows"}
 
 
 def test_every_size_has_its_baseline(tmp_path):
-    shapes = (SMALL, SMALL | {"num_hidden_layers": 3})
-    for stem in (BASE, DDL):
+    shapes = (SMALL, {**SMALL, "num_hidden_layers": 3})
+    for model_name in (BASE, DDL):
         for index, config in enumerate(shapes):
-            write_long(tmp_path / f"{stem}{index}", stem, 0, config=config)
-    sizes = paper.sizes_of(load(tmp_path), [], None)
+            write_long_run(tmp_path / f"{model_name}{index}", model_name, 0, config=config)
+    sizes = paper.make_sizes(load(tmp_path), [], None)
     names = ["2 layers, width 12", "3 layers, width 12"]
     assert {size.name for size in sizes} == set(names)
     for size in sizes:
         groups = [group.name for group in size.groups]
-        assert groups == [f"{stem}, {size.name}" for stem in (BASE, DDL)]
-        assert [each.baseline for each in size.comparisons] == [size.baseline]
-        folders = [tmp_path / f"{stem}{names.index(size.name)}" for stem in (DDL, BASE)]
+        assert groups == [f"{model_name}, {size.name}" for model_name in (BASE, DDL)]
+        assert [comparison.baseline for comparison in size.comparisons] == [size.baseline]
+        folders = [tmp_path / f"{model_name}{names.index(size.name)}" for model_name in (DDL, BASE)]
         difference = size.differences["val_loss"][0].estimate.mean
-        assert difference == pytest.approx(last(folders[0]) - last(folders[1]))
-    looks = [line.look for line in paper.lines_of(sizes)]
+        assert difference == pytest.approx(last_value(folders[0]) - last_value(folders[1]))
+    looks = [line.style for line in paper.make_lines(sizes)]
     assert looks[:2] == looks[2:]
     assert looks[0]["color"] == "#000000"
 
@@ -246,54 +294,65 @@ def test_every_size_has_its_baseline(tmp_path):
 # ---- curves ----
 
 
-def test_curves_are_means_over_seeds_with_their_interval(sweep, made):
-    curve = made.lines[BASE].curves["validation"]
-    by_run = [lines_with(folder, "val_loss") for folder in sweep[BASE]]
-    for index, lines in enumerate(zip(*by_run)):
-        mean, half = by_hand([line["val_loss"] for line in lines])
-        assert (curve.steps[index], curve.mean[index]) == pytest.approx((lines[0]["step"], mean))
-        assert curve.half[index] == pytest.approx(half, rel=1e-5)
-        assert curve.x["seconds"][index] == pytest.approx(lines[0]["seconds"] - 7.5)
-    curve, key = made.lines[DDL].curves["difference"], "val_bits_per_byte"
-    own = [[line[key] for line in lines_with(folder, key)] for folder in sweep[DDL]]
-    base = [[line[key] for line in lines_with(sweep[BASE][seed], key)] for seed in (2, 0)]
-    for index, values in enumerate(zip(*own, *base)):
-        mean, half = by_hand([values[0] - values[2], values[1] - values[3]])
-        assert curve.mean[index] == pytest.approx(mean)
-        assert curve.half[index] == pytest.approx(half, rel=1e-5)
-    steps, values = made.lines[DDL].residual["attn"]["beta"]
-    records = [lines_with(folder, "residual") for folder in sweep[DDL]]
-    means = np.mean([[e["residual"]["attn.beta_mean"] for e in each] for each in records], axis=0)
+def test_curves_are_means_over_seeds_with_their_interval(sweep, report):
+    validation = report.lines[BASE].curves["validation"]
+    lines_by_run = [lines_with(folder, "val_loss") for folder in sweep[BASE]]
+    for index, lines in enumerate(zip(*lines_by_run)):
+        mean, half_width = by_hand([line["val_loss"] for line in lines])
+        assert validation.steps[index] == lines[0]["step"]
+        assert validation.mean[index] == pytest.approx(mean)
+        assert validation.half_width[index] == pytest.approx(half_width, rel=1e-5)
+        assert validation.x_values["seconds"][index] == pytest.approx(lines[0]["seconds"] - 7.5)
+
+    difference = report.lines[DDL].curves["difference"]
+    key = "val_bits_per_byte"
+    ddl = [[line[key] for line in lines_with(folder, key)] for folder in sweep[DDL]]
+    baseline = [[line[key] for line in lines_with(sweep[BASE][seed], key)] for seed in (2, 0)]
+    for index, (ddl_2, ddl_0, base_2, base_0) in enumerate(zip(*ddl, *baseline)):
+        mean, half_width = by_hand([ddl_2 - base_2, ddl_0 - base_0])
+        assert difference.mean[index] == pytest.approx(mean)
+        assert difference.half_width[index] == pytest.approx(half_width, rel=1e-5)
+
+    steps, values = report.lines[DDL].residual_statistics["attn"]["beta"]
+    betas = []
+    for folder in sweep[DDL]:
+        records = lines_with(folder, "residual")
+        betas.append([record["residual"]["attn.beta_mean"] for record in records])
     assert steps.tolist() == [10, 20, 30, 40]
-    assert values == pytest.approx(means)
-    assert made.lines[BASE].residual == {}
+    assert values == pytest.approx(np.mean(betas, axis=0))
+    assert report.lines[BASE].residual_statistics == {}
 
 
 def test_training_is_smoothed_over_the_steps_that_all_have():
-    steps, losses = np.arange(1.0, 1001), np.random.default_rng(0).standard_normal(1000)
+    steps = np.arange(1.0, 1001)
+    losses = np.random.default_rng(0).standard_normal(1000)
     one = plots.Series(steps, {"tokens": 3 * steps}, losses)
     shorter = plots.Series(steps[99:], {"tokens": 3 * steps[99:]}, losses[99:])
-    curve = plots.training_curve([one, shorter])
-    assert (len(curve.steps), curve.steps[0], curve.steps[-1]) == (plots.POINTS, 100, 1000)
+    curve = plots.make_training_curve([one, shorter])
+    assert (len(curve.steps), curve.steps[0], curve.steps[-1]) == (plots.MAX_POINTS, 100, 1000)
     step = int(curve.steps[150])
     expected = smoothed_by_hand(losses)[step - 1], smoothed_by_hand(losses[99:])[step - 100]
     assert curve.mean[150] == pytest.approx(np.mean(expected))
-    assert curve.x["tokens"][150] == 3 * step
+    assert curve.x_values["tokens"][150] == 3 * step
     later = plots.Series(steps + 2000, {"tokens": steps}, losses)
-    assert plots.training_curve([one, later]) is None
-    between = plots.Series(steps + 0.5, {"tokens": steps}, losses)
-    assert plots.validation_curve([one, between]) is None
-    assert np.isnan(plots.training_curve([one]).half).all()
+    assert plots.make_training_curve([one, later]) is None
+    between_steps = plots.Series(steps + 0.5, {"tokens": steps}, losses)
+    assert plots.make_validation_curve([one, between_steps]) is None
+    assert np.isnan(plots.make_training_curve([one]).half_width).all()
 
 
-def drawn_lines(monkeypatch, *arguments):
-    """(the lines that report.py curves draws, the axis, where to)."""
-    found = []
+def draw_lines(monkeypatch, *arguments):
+    """Return the lines that report.py curves draws, the axis, the output file and the title."""
+    drawings = []
+
+    def record(lines, x_axis, x_label, y_label, out, title):
+        drawings.append((lines, x_axis, out, title))
+
     for name in ("plot_losses", "write_page"):
-        monkeypatch.setattr(plots, name, lambda lines, x, *rest: found.append((lines, x, *rest)))
+        monkeypatch.setattr(plots, name, record)
     ended = call("research/report.py", "curves", *arguments)
     assert ended.returncode == 0, ended.stderr
-    return found[0]
+    return drawings[0]
 
 
 def test_curves_of_every_axis(tmp_path, monkeypatch):
@@ -301,13 +360,17 @@ def test_curves_of_every_axis(tmp_path, monkeypatch):
     nats = {"tokens": [10, 20, 30, 40], "flops": [1e6, 2e6, 3e6, 4e6], "seconds": [0, 0.5, 1, 1.5]}
     nats["steps"] = [1, 2, 3, 4]
     for x, at in nats.items():
-        [line], axis, _, out, title = drawn_lines(monkeypatch, run, f"--x={x}")
-        training, validation = line.curves["training"], line.curves["validation"]
-        assert training.x[axis].tolist() == at
+        [line], axis, out, title = draw_lines(monkeypatch, run, f"--x={x}")
+        training = line.curves["training"]
+        validation = line.curves["validation"]
+        assert training.x_values[axis].tolist() == at
         assert training.mean.tolist() == smoothed_by_hand([4.0, 3.0, 2.0, 1.0])
-        assert (validation.x[axis].tolist(), validation.mean.tolist()) == ([at[1], at[3]], [2, 2])
+        assert (validation.x_values[axis].tolist(), validation.mean.tolist()) == (
+            [at[1], at[3]],
+            [2, 2],
+        )
         assert (out, title) == (run / "loss.png", "a")
-    [line], *_ = drawn_lines(monkeypatch, run, "--y=bits_per_byte")
+    [line], *_ = draw_lines(monkeypatch, run, "--y=bits_per_byte")
     bits = 1 / math.log(2) / 4  # four bytes a token
     expected = [value * bits for value in smoothed_by_hand([4.0, 3.0, 2.0, 1.0])]
     assert line.curves["training"].mean == pytest.approx(expected)
@@ -323,9 +386,9 @@ def test_a_band_is_the_mean_of_seeds_as_far_as_all_of_them_are(tmp_path, monkeyp
             line["seconds"] = line["step"] * (1 + seed)
             line |= {"loss": line["loss"] * (1 + seed)} if "loss" in line else {}
         write_lines(folder, lines)
-    [line], *_ = drawn_lines(monkeypatch, tmp_path, "--band", "--x=seconds")
+    [line], *_ = draw_lines(monkeypatch, tmp_path, "--band", "--x=seconds")
     curve = line.curves["training"]
-    assert (line.runs, curve.steps.tolist(), curve.x["seconds"].tolist()) == (
+    assert (line.num_runs, curve.steps.tolist(), curve.x_values["seconds"].tolist()) == (
         3,
         [1, 2, 3],
         [0, 2, 4],
@@ -333,25 +396,25 @@ def test_a_band_is_the_mean_of_seeds_as_far_as_all_of_them_are(tmp_path, monkeyp
     for index in range(3):
         longer, shorter = (smoothed_by_hand(np.arange(4, 4 - n, -1.0)) for n in (4, 3))
         mean, half = by_hand([longer[index], 2 * shorter[index], 3 * longer[index]])
-        assert (curve.mean[index], curve.half[index]) == pytest.approx((mean, half), rel=1e-6)
+        assert (curve.mean[index], curve.half_width[index]) == pytest.approx((mean, half), rel=1e-6)
     assert line.curves["validation"].mean.tolist() == [3.0]
 
 
 def test_a_model_has_one_look_in_curves_and_in_a_paper(tmp_path, monkeypatch):
     """Whatever the order of the runs: the baseline black, the others in the paper's order."""
-    stems = (DDL, "DDL-vdim1-gpt-mha-rope", BASE, f"{DDL}-EC")
-    for index, stem in enumerate(stems):
-        write_run(tmp_path / f"{index}", stem)
-    lines = paper.lines_of(paper.sizes_of(load(tmp_path), [], None))
-    expected = {line.stem: line.look for line in lines}
+    model_names = (DDL, "DDL-vdim1-gpt-mha-rope", BASE, f"{DDL}-EC")
+    for index, model_name in enumerate(model_names):
+        write_run(tmp_path / f"{index}", model_name)
+    lines = paper.make_lines(paper.make_sizes(load(tmp_path), [], None))
+    expected = {line.model_name: line.style for line in lines}
     assert expected[BASE]["color"] == "#000000"
-    assert len({look["color"] for look in expected.values()}) == len(stems)
+    assert len({look["color"] for look in expected.values()}) == len(model_names)
     for words in ([], ["--band"]):
-        lines, *_ = drawn_lines(monkeypatch, tmp_path, *words)
-        assert {line.stem: line.look for line in lines} == expected
-    looks = [tuple(plots.look(number).values()) for number in range(29)]
+        lines, *_ = draw_lines(monkeypatch, tmp_path, *words)
+        assert {line.model_name: line.style for line in lines} == expected
+    looks = [tuple(plots.get_line_style(number).values()) for number in range(29)]
     assert len(set(looks)) == len(looks)
-    assert plots.look_numbers([BASE, BASE, "a"]) == [1, 2, 3]  # none is the baseline
+    assert plots.assign_style_numbers([BASE, BASE, "a"]) == [1, 2, 3]  # none is the baseline
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
@@ -385,21 +448,34 @@ def test_the_interactive_page_has_the_curves_and_needs_no_network(tmp_path):
 # ---- figures ----
 
 
-def a_line(number, name, size="small", stem=None, points=8, published=None):
-    """Of two runs whose loss falls; the curves of different lines are apart."""
+def make_line(number, name, size="small", model_name=None, points=8, published_loss=None):
+    """Return a line of two runs whose loss falls; lines of different numbers do not touch."""
     steps = np.linspace(100, 800, points)
     x = {"steps": steps, "tokens": 2048 * steps, "flops": 1e10 * steps, "seconds": 0.2 * steps}
     curve = plots.Curve(steps, x, 3 + 200 / steps - 0.05 * number, np.full(points, 0.02))
-    curves = {"training": curve, "validation": curve} | ({"difference": curve} if number else {})
+    curves = {"training": curve, "validation": curve}
+    if number:
+        curves["difference"] = curve
     values = np.stack([np.linspace(0, 1, points), np.linspace(1, 0, points)], axis=1)
-    residual = {s: {"beta": (steps, values)} for s in ("attn", "mlp")} if number else {}
-    return plots.Line(name, stem or name, number, 2, size, curves, None, published, residual)
+    statistics = {}
+    if number:
+        statistics = {site: {"beta": (steps, values)} for site in ("attn", "mlp")}
+    return plots.Line(
+        name=name,
+        model_name=model_name or name,
+        style_number=number,
+        num_runs=2,
+        size=size,
+        curves=curves,
+        published_loss=published_loss,
+        residual_statistics=statistics,
+    )
 
 
 def figures_of(lines):
-    rows = [(e, compare.Estimate(-0.1, 0.03, 1, 2), "undecided") for e in lines if e.number]
-    [members] = plots.residual_figures(lines).values()
-    with plots.printing():
+    rows = [(e, compare.Estimate(-0.1, 0.03, 1, 2), "undecided") for e in lines if e.style_number]
+    [members] = plots.group_lines_by_statistics(lines).values()
+    with plots.use_print_style():
         return {
             "curves": plots.plot_paper_curves(lines, "tokens"),
             "costs": plots.plot_costs(lines),
@@ -410,13 +486,13 @@ def figures_of(lines):
 
 
 def many(count):
-    return [a_line(n, f"{BASE} learning_rate={0.001 * n:.3f} beta2=0.95") for n in range(count)]
+    return [make_line(n, f"{BASE} learning_rate={0.001 * n:.3f} beta2=0.95") for n in range(count)]
 
 
 def three_sizes():
     """The last with a run that was not evaluated."""
     names = ("12 layers, width 768", "24 layers, width 1024", "100 layers, width 10240")
-    lines = [a_line(n, f"{DDL}-{n}, {s}", s, f"{DDL}-{n}") for s in names for n in range(2)][:-1]
+    lines = [make_line(n, f"{DDL}-{n}, {s}", s, f"{DDL}-{n}") for s in names for n in range(2)][:-1]
     del lines[-1].curves["validation"]
     return lines
 
@@ -424,10 +500,10 @@ def three_sizes():
 @pytest.mark.parametrize("lines", [many(2), many(20), three_sizes()], ids=["2", "20", "sizes"])
 def test_nothing_in_a_figure_covers_anything(lines):
     for name, figure in figures_of(lines).items():
-        with plots.printing():
+        with plots.use_print_style():
             renderer = FigureCanvasAgg(figure).get_renderer()
             figure.draw(renderer)
-        legends = [each.get_window_extent(renderer) for each in figure.legends]
+        legends = [legend.get_window_extent(renderer) for legend in figure.legends]
         boxes = [axis.get_tightbbox(renderer) for axis in figure.axes if axis.get_visible()]
         inside = figure.bbox.padded(1)
         assert len(legends) == (name in ("curves", "costs", "differences")), name
@@ -438,13 +514,15 @@ def test_nothing_in_a_figure_covers_anything(lines):
             assert not any(box.padded(-1).overlaps(other) for other in others), name
         for axis in figure.axes:
             labels = [
-                each.get_window_extent() for each in axis.get_xticklabels() if each.get_text()
+                label.get_window_extent() for label in axis.get_xticklabels() if label.get_text()
             ]
             low, high = axis.get_xlim()
-            shown = [b for b, tick in zip(labels, axis.get_xticks()) if low <= tick <= high]
-            assert not any(one.overlaps(two) for one, two in pairwise(shown)), name
-        texts = [each for each in figure.findobj(matplotlib.text.Text) if each.get_text()]
-        assert min(each.get_fontsize() for each in texts) >= 8
+            visible_labels = [
+                label for label, tick in zip(labels, axis.get_xticks()) if low <= tick <= high
+            ]
+            assert not any(one.overlaps(two) for one, two in pairwise(visible_labels)), name
+        texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+        assert min(text.get_fontsize() for text in texts) >= 8
 
 
 def test_a_legend_of_many_runs_hides_no_curve(tmp_path, monkeypatch):
@@ -454,7 +532,8 @@ def test_a_legend_of_many_runs_hides_no_curve(tmp_path, monkeypatch):
     assert call("research/report.py", "curves", *folders).returncode == 0
     renderer = FigureCanvasAgg(figures[0]).get_renderer()
     figures[0].draw(renderer)
-    [legend], [axis] = figures[0].legends, figures[0].axes
+    [legend] = figures[0].legends
+    [axis] = figures[0].axes
     assert legend.get_window_extent().y1 < axis.xaxis.label.get_window_extent().y0
     assert axis.get_window_extent().height > 0.4 * figures[0].bbox.height
     looks = {
@@ -464,33 +543,39 @@ def test_a_legend_of_many_runs_hides_no_curve(tmp_path, monkeypatch):
 
 
 def test_the_papers_six_panels():
-    stems = (BASE, "DDL-vdim1-gpt-mha-rope", DDL)
+    model_names = (BASE, "DDL-vdim1-gpt-mha-rope", DDL)
     sizes = ("small", "medium")
-    lines = [a_line(n, f"{s}, {size}", size, s) for size in sizes for n, s in enumerate(stems)]
-    ways = [f"{DDL}-{way}" for way in ("EC", "CC")]
-    lines += [a_line(n, f"{stem}, small", "small", stem) for n, stem in enumerate(ways, 3)]
-    with plots.printing():
+    lines = [
+        make_line(n, f"{s}, {size}", size, s) for size in sizes for n, s in enumerate(model_names)
+    ]
+    variants = [f"{DDL}-{suffix}" for suffix in ("EC", "CC")]
+    lines += [
+        make_line(n, f"{model_name}, small", "small", model_name)
+        for n, model_name in enumerate(variants, 3)
+    ]
+    with plots.use_print_style():
         top, bottom = np.reshape(plots.plot_paper_curves(lines, "tokens").axes, (2, 3))
     assert [axis.get_title() for axis in top] == ["small", "medium", "small,\nDDL variants"]
     assert {axis.get_xlabel() for axis in bottom} == {"tokens"}
-    colors = {line.name: line.look["color"] for line in lines}
-    members = [[f"{s}, small" for s in stems], [f"{s}, medium" for s in stems]]
-    members.append([f"{stem}, small" for stem in (BASE, DDL, *ways)])
+    colors = {line.name: line.style["color"] for line in lines}
+    members = [[f"{s}, small" for s in model_names], [f"{s}, medium" for s in model_names]]
+    members.append([f"{model_name}, small" for model_name in (BASE, DDL, *variants)])
     for axes in (top, bottom):
-        drawn = [[each.get_color() for each in axis.lines] for axis in axes]
+        drawn = [[line.get_color() for line in axis.lines] for axis in axes]
         assert drawn == [[colors[name] for name in names] for names in members]
     curve = lines[0].curves["validation"]
     assert bottom[0].lines[0].get_ydata().tolist() == curve.mean.tolist()
-    assert bottom[0].lines[0].get_xdata().tolist() == curve.x["tokens"].tolist()
+    assert bottom[0].lines[0].get_xdata().tolist() == curve.x_values["tokens"].tolist()
     band = bottom[0].collections[0].get_paths()[0].get_extents()
-    low, high = min(curve.mean - curve.half), max(curve.mean + curve.half)
+    low = min(curve.mean - curve.half_width)
+    high = max(curve.mean + curve.half_width)
     assert (band.y0, band.y1) == pytest.approx((low, high))
 
 
 def test_an_interval_is_drawn_as_it_is():
-    rows = [(a_line(1, "a"), compare.interval([1.0, 2.0]), "undecided")]
-    rows.append((a_line(2, "b"), compare.interval([3.0]), "x"))
-    with plots.printing():
+    rows = [(make_line(1, "a"), compare.estimate_mean([1.0, 2.0]), "undecided")]
+    rows.append((make_line(2, "b"), compare.estimate_mean([3.0]), "x"))
+    with plots.use_print_style():
         axis = plots.plot_final(rows, BASE, "loss").axes[0]
     (bars,) = axis.containers[0][2]
     ends = sorted(bars.get_segments()[0][:, 0])
@@ -501,14 +586,12 @@ def test_an_interval_is_drawn_as_it_is():
 
 def test_numbers_on_axes_are_short():
     for value, text in ((0, "0"), (1500, "1.5K"), (4.9e10, "49B"), (0.5, "0.5"), (3e21, "3e+09T")):
-        assert plots.short_number(value, "KMBT") == text
+        assert plots.format_short_number(value, "KMBT") == text
 
 
 def test_latex_is_whole():
-    header, rows = (
-        ["model & co", "a_b"],
-        [["x % y", "1 ± 2"], ["{z}", None], ["published", "#~^\\"]],
-    )
+    header = ["model & co", "a_b"]
+    rows = [["x % y", "1 ± 2"], ["{z}", None], ["published", "#~^\\"]]
     text = texts.format_latex(header, rows, continuations=("published",))
     plain = re.sub(r"\\[&%$#_{}]", "", text)
     assert plain.count("{") == plain.count("}")
@@ -525,15 +608,15 @@ def test_latex_is_whole():
 
 def test_the_folder_and_what_is_missing_in_it(tmp_path):
     """Whole runs, one that did not finish, another vocabulary, a damaged run, one without state."""
-    write_long(tmp_path / "runs/a", BASE, 0)
-    write_long(tmp_path / "runs/b", DDL, 0, steps=25)
+    write_long_run(tmp_path / "runs/a", BASE, 0)
+    write_long_run(tmp_path / "runs/b", DDL, 0, steps=25)
     other = {**CORPUS, "tokenizer": "bytes", "val": {"bytes": 800, "tokens": 800}}
-    write_long(tmp_path / "runs/c", f"{DDL}-EC", 0, corpus=other)
-    early = write_long(tmp_path / "runs/d", f"{DDL}-CC", 0, steps=5)
+    write_long_run(tmp_path / "runs/c", f"{DDL}-EC", 0, corpus=other)
+    early = write_long_run(tmp_path / "runs/d", f"{DDL}-CC", 0, steps=5)
     text = (early / "metrics.jsonl").read_text() + '{"step": 6, "loss": NaN}\n{"step"'
     (early / "metrics.jsonl").write_text(text)
     write_lines(tmp_path / "runs/e", [])
-    alone = write_long(tmp_path / "runs/f_&_g", BASE, 1)
+    alone = write_long_run(tmp_path / "runs/f_&_g", BASE, 1)
     (alone / "checkpoints").rename(alone / "gone")
     out = tmp_path / "a report"
     ended = call("research/report.py", "paper", tmp_path / "runs", f"--out={out}")
@@ -552,10 +635,10 @@ def test_the_folder_and_what_is_missing_in_it(tmp_path):
     assert rows[f"{DDL}-CC"][3:5] == [f"6 of {STEPS}", "not evaluated"]
     assert rows["f_&_g"][2:4] == ["1", str(STEPS)]
     assert "other tokens (gpt2, bytes" in text
-    left = json.loads((out / "report.json").read_text())["left_out"]
-    assert [line.partition(":")[0] for line in left] == ["e", "d", "d", "f_&_g"]
-    assert all(f"- {line}" in text for line in left)
-    assert all(f"note: {line}" in ended.stderr.decode() for line in left)
+    omitted = json.loads((out / "report.json").read_text())["left_out"]
+    assert [line.partition(":")[0] for line in omitted] == ["e", "d", "d", "f_&_g"]
+    assert all(f"- {line}" in text for line in omitted)
+    assert all(f"note: {line}" in ended.stderr.decode() for line in omitted)
     assert all((out / name).is_file() for name in re.findall(r"\]\((.*?)\)", text))
     latex = (out / "tables.tex").read_text()
     assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") == 4
@@ -571,20 +654,26 @@ def test_one_run_is_a_report(sweep, tmp_path):
 
 
 def test_an_interrupted_report_leaves_the_earlier_one(sweep, tmp_path, monkeypatch):
-    found, out = load(sweep[BASE][0]), tmp_path / "out"
-    arguments = (found, [], [], None, "tokens", out)
-    paper.write(*arguments)
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    loaded = load(sweep[BASE][0])
+    out = tmp_path / "out"
 
-    def interrupted(*_):
+    def write():
+        paper.write(loaded, omitted=[], keys=[], against=None, x_axis="tokens", out=out)
+
+    def read_files():
+        return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    for name in ("store_figures", "curves_csv"):
+    write()
+    first_report = read_files()
+    for name in ("store_figures", "format_curves_csv"):
         with monkeypatch.context() as patch:
-            patch.setattr(paper, name, interrupted)
+            patch.setattr(paper, name, interrupt)
             with pytest.raises(KeyboardInterrupt):
-                paper.write(*arguments)
-        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+                write()
+        assert read_files() == first_report
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (out / "figures/mine.png").write_text("mine")
     error = one_line_error(call("research/report.py", "paper", sweep[BASE][0], f"--out={out}"))
@@ -593,7 +682,8 @@ def test_an_interrupted_report_leaves_the_earlier_one(sweep, tmp_path, monkeypat
 
 
 def test_mistakes_end_in_one_line(tmp_path):
-    run, out = write_run(tmp_path / "a"), tmp_path / "new"
+    run = write_run(tmp_path / "a")
+    out = tmp_path / "new"
     empty = write_lines(tmp_path / "empty", [])
     early = write_run(tmp_path / "early", steps=1)
     unknown = write_run(tmp_path / "unknown", corpus={})

@@ -15,7 +15,7 @@ from helpers import ROOT
 from in_process import call
 from scipy import stats
 
-from research.compare import interval
+from research.compare import estimate_mean
 from research.residual_streams import arms, report, run
 from research.residual_streams.arms import Hypothesis
 from research.residual_streams.report import Finding
@@ -135,7 +135,7 @@ def test_words_on_a_task():
     ],
 )
 def test_level_is_an_interval_within_the_smallest_difference(shift, p, word):
-    estimate = interval([x + shift for x in (-0.002, 0.002, 0.001)])
+    estimate = estimate_mean([x + shift for x in (-0.002, 0.002, 0.001)])
     problem = arms.PRESETS["cpu"]["language"]
     assert report.word_of(estimate, p, problem, [3.0, 3.0]) == word
 
@@ -220,7 +220,7 @@ def test_the_study_from_rates_to_report(tiny, monkeypatch, capfd, tmp_path):
     report.write(tiny, tmp_path, page)
     found = json.loads((tmp_path / "cpu_report.json").read_text())["problems"]["language"]
     runs = tiny.stored("tokens", "language")
-    losses = {(run.arm_of(one), one.seed): one.final["val_loss"] for one in runs}
+    losses = {(run.arm_of(one), one.seed): one.final_evaluation["val_loss"] for one in runs}
     same = {"arm": "DDL", "seed": 0, "losses": [losses["DDL", 0]] * 2, "same": True}
     assert found["again"] == [same]
     less = [losses["DDL", seed] - losses["additive", seed] for seed in range(2)]
@@ -228,7 +228,9 @@ def test_the_study_from_rates_to_report(tiny, monkeypatch, capfd, tmp_path):
     assert by_name["L2"]["mean"] == pytest.approx(sum(less) / 2)
     assert f"{sum(less) / 2:+.3f}" in page.read_text()
     assert found["arms"]["DDL"]["speed"] == pytest.approx(share, rel=1e-4)  # stored, six digits
-    less = [as_long[seed].final["val_loss"] - losses["additive", seed] for seed in range(2)]
+    less = [
+        as_long[seed].final_evaluation["val_loss"] - losses["additive", seed] for seed in range(2)
+    ]
     assert by_name["L10"]["mean"] == pytest.approx(sum(less) / 2)
     text = page.read_text()
     assert (text[:7], text[-5:], "old" in text) == ("before\n", "after", False)

@@ -20,26 +20,30 @@ from training import checkpoint
 
 
 def lines_of_a_run(steps):
-    """Training with skipped steps, evaluations, statistics."""
-    draw, lines = random.Random(0), []
+    """Return lines of metrics.jsonl: training with skipped steps, evaluations, statistics."""
+    generator = random.Random(0)
+    lines = []
     for step in range(1, steps + 1):
         common = {"step": step, "tokens": 8 * step, "flops": 10**15 * step, "seconds": 0.5 * step}
-        numbers = {k: draw.uniform(1, 9) for k in ("loss", "grad_norm", "lr", "tokens_per_second")}
-        numbers["memory"] = draw.randrange(9**9)
+        numbers = {
+            k: generator.uniform(1, 9) for k in ("loss", "grad_norm", "lr", "tokens_per_second")
+        }
+        numbers["memory"] = generator.randrange(9**9)
         lines.append({**common, **({"skipped": True} if step % 17 == 0 else numbers)})
         if step % 50 == 0:
-            lines.append({**common, "residual": {"attn.state_rms": [draw.random()]}})
+            lines.append({**common, "residual": {"attn.state_rms": [generator.random()]}})
         if step % 20 == 0:
-            lines.append({**common, "val_loss": draw.uniform(1, 9), "val_sequences": 12})
+            lines.append({**common, "val_loss": generator.uniform(1, 9), "val_sequences": 12})
     return lines
 
 
 @pytest.mark.parametrize("points", [7, 100, 2000])
 def test_a_curve_is_the_means_of_naive_python(tmp_path, monkeypatch, points):
-    monkeypatch.setattr(runs, "POINTS", points)
+    monkeypatch.setattr(runs, "MAX_CURVE_POINTS", points)
     lines = lines_of_a_run(903)
     [run] = load(write_lines(tmp_path / "run", [*lines[:400], "}{", *lines[400:]]))
-    trained, members = [line for line in lines if "loss" in line], {}
+    trained = [line for line in lines if "loss" in line]
+    members = {}
     for index, line in enumerate(trained):
         group = math.floor(index * min(points, 850) / len(trained))
         members.setdefault(group, []).append(line)
@@ -49,7 +53,7 @@ def test_a_curve_is_the_means_of_naive_python(tmp_path, monkeypatch, points):
             assert row[key] == pytest.approx(math.fsum(e[key] for e in group) / len(group), 1e-12)
         assert row["memory"] == max(line["memory"] for line in group)
     assert run.evaluations.to_dicts() == [line for line in lines if "val_loss" in line]
-    assert run.residual == [line for line in lines if "residual" in line]
+    assert run.residual_records == [line for line in lines if "residual" in line]
     totals = {key: trained[-1][key] for key in ("tokens", "flops", "seconds")}
     totals["tokens_per_second"] = statistics.median(line["tokens_per_second"] for line in trained)
     totals["memory"] = max(line["memory"] for line in trained)
@@ -82,9 +86,9 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
     [run] = load(tmp_path)
     assert run.training["loss"].to_list() == losses
-    assert any(note in each for each in run.notes)
+    assert any(note in line for line in run.notes)
     assert "its settings are not known" in run.notes[-1]
-    assert (run.settings, run.stem, run.parameters, run.finished) == ({}, None, None, None)
+    assert (run.settings, run.model_name, run.parameters, run.finished) == ({}, None, None, None)
     ended = call("research/report.py", "curves", tmp_path)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (0, len(run.notes))
 
@@ -96,7 +100,7 @@ def test_a_run_that_went_on_from_an_earlier_step(tmp_path):
     losses = [line["loss"] for line in lines if "loss" in line and line["step"] <= 60]
     assert run.training["loss"].to_list() == losses + [0.5] * sum("loss" in x for x in again)
     assert run.evaluations["step"].to_list() == [20, 40, 60, 80]
-    assert [record["step"] for record in run.residual] == [50]
+    assert [record["step"] for record in run.residual_records] == [50]
     assert run.step == 80
 
 
@@ -108,12 +112,13 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_reported(tmp_path):
     write_lines(sweep / "garbage", ["}{"] * 5)
     (sweep / "elsewhere").mkdir()
     (sweep / "folder/metrics.jsonl").mkdir(parents=True)
-    missing, other = tmp_path / "missing", tmp_path / "notes.txt"
+    missing = tmp_path / "missing"
+    other = tmp_path / "notes.txt"
     other.write_text("hello\n")
-    found, faults = runs.load([sweep, missing, other])
-    assert [run.name for run in found] == ["good"]
+    loaded, error_lines = runs.load([sweep, missing, other])
+    assert [run.name for run in loaded] == ["good"]
     several = "no record of a step: lines 1, 2, 3 and 2 more"
-    assert [fault.partition(" of metrics")[0] for fault in faults] == [
+    assert [line.partition(" of metrics")[0] for line in error_lines] == [
         "empty: metrics.jsonl has no step yet",
         "folder: metrics.jsonl is missing or unreadable (Is a directory)",
         f"garbage: metrics.jsonl has no step yet; {several}",
@@ -137,9 +142,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_counts(tmp_path):
     newer = run / "checkpoints/step_00000006"
     newer.mkdir()
     (newer / "state.json").write_text('{"step": 6')
-    [found] = load(run)
-    assert (found.seed, found.stem, found.parameters) == (3, "gpt-mha-rope", 7052)
-    assert ["is damaged" in note for note in found.notes] == [True]
+    [loaded] = load(run)
+    assert (loaded.seed, loaded.model_name, loaded.parameters) == (3, "gpt-mha-rope", 7052)
+    assert ["is damaged" in note for note in loaded.notes] == [True]
     for change, note in (
         (
             {"model": "other-stem"},
@@ -148,16 +153,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_counts(tmp_path):
         ({"model_config": {"layers": 1}}, "its model cannot be made: unknown key layers"),
     ):
         write_checkpoint(run, 6, **{k: v for k, v in (stored | change).items() if k != "step"})
-        [found] = load(run)
-        assert (found.parameters, found.published, found.training.height) == (None, None, 4)
-        assert [note in each for each in found.notes] == [True]
+        [loaded] = load(run)
+        assert (loaded.parameters, loaded.published, loaded.training.height) == (None, None, 4)
+        assert [note in line for line in loaded.notes] == [True]
 
 
 def test_stored_accuracy_is_that_of_the_runs_own_weights(tmp_path):
     folder = write_run(tmp_path / "run")
     sums = folder / "checkpoints/step_00000004" / checkpoint.CHECKSUMS
-    entry = {"weights": hashlib.sha256(sums.read_bytes()).hexdigest(), "task": "piqa", "shots": 0}
-    entry |= {"shown": {"piqa": ["acc", 61.5, 1.1]}, "settings": {"dtype": "float32"}}
+    entry = {
+        "weights": hashlib.sha256(sums.read_bytes()).hexdigest(),
+        "task": "piqa",
+        "shots": 0,
+        "shown": {"piqa": ["acc", 61.5, 1.1]},
+        "settings": {"dtype": "float32"},
+    }
     entries = [{**entry, "folder": "x"}, {**entry, "weights": "other"}]
     for path, text in (("run", json.dumps({"entries": entries})), (".", '{"entries": [3')):
         (tmp_path / path / "eval").mkdir()
@@ -176,7 +186,22 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
 
 # ---- runs.csv ----
 
-FIELDS = "stem seed parameters corpus commit machine processes accuracy notes step totals finished"
+FIELDS = (
+    "model_name",
+    "seed",
+    "parameters",
+    "corpus",
+    "commit",
+    "machine",
+    "processes",
+    "accuracy",
+    "notes",
+    "step",
+    "totals",
+    "finished",
+    "first_seconds",
+    "final_evaluation",
+)
 
 
 def test_a_row_says_what_the_folder_says(tmp_path):
@@ -188,24 +213,26 @@ def test_a_row_says_what_the_folder_says(tmp_path):
     out = tmp_path / "stored" / "runs.csv"
     printed = call("research/report.py", "runs", tmp_path, f"--out={out}")
     assert printed.stdout.decode() == f"{out}: 2 runs added, 0 replaced\n"
-    for own, folder in zip(load(out), load(*folders), strict=True):
-        assert own.settings == folder.settings
-        for name in (*FIELDS.split(), "first_seconds", "final"):
-            assert getattr(own, name) == getattr(folder, name), name
-        assert own.published == folder.published
-    tables = [call("research/report.py", "table", *where).stdout for where in (folders, [out])]
-    assert tables[0] == tables[1] != b""
+    for row_run, folder_run in zip(load(out), load(*folders), strict=True):
+        assert row_run.settings == folder_run.settings
+        for name in FIELDS:
+            assert getattr(row_run, name) == getattr(folder_run, name), name
+        assert row_run.published == folder_run.published
+    table_of_folders = call("research/report.py", "table", *folders).stdout
+    table_of_rows = call("research/report.py", "table", out).stdout
+    assert table_of_folders == table_of_rows != b""
     assert "has no curves" in one_line_error(call("research/report.py", "curves", out))
     write_run(tmp_path / "new/seed=1", seed=1, val=1.0)
     printed = call("research/report.py", "runs", tmp_path / "new/seed=1", f"--out={out}")
     assert printed.stdout.decode() == f"{out}: 0 runs added, 1 replaced\n"
-    assert [run.final["val_loss"] for run in load(out)] == [2.0, 1.0]
+    assert [run.final_evaluation["val_loss"] for run in load(out)] == [2.0, 1.0]
     assert os.listdir(out.parent) == ["runs.csv"]
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"step": 1}\n', "name,step\na,1\na,1\n"])
 def test_another_file_is_refused_in_one_line(text, tmp_path):
-    run, out = write_run(tmp_path / "run"), tmp_path / "runs.csv"
+    run = write_run(tmp_path / "run")
+    out = tmp_path / "runs.csv"
     out.write_text(text)
     assert one_line_error(call("research/report.py", "table", out))
     assert one_line_error(call("research/report.py", "runs", run, f"--out={out}"))
@@ -217,14 +244,14 @@ JSON = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | 
 
 @given(JSON | st.lists(JSON, max_size=3))
 def test_a_cell_reads_as_what_was_written(value):
-    text = runs.cell(value)
+    text = runs.format_cell(value)
     assert text
-    assert runs.parsed(text) == value
-    assert type(runs.parsed(text)) is type(value)
+    assert runs.parse_cell(text) == value
+    assert type(runs.parse_cell(text)) is type(value)
 
 
 def test_the_stored_rows_are_whole():
-    """Every study's: each row has what a reader of the study needs."""
+    """Each row of each study has what a reader of the study needs."""
     for path in (ROOT / "results").rglob("*runs.csv"):
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))

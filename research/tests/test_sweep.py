@@ -1,4 +1,4 @@
-"""sweep.py: the grid, killed and continued sweeps of real runs, failures, Slurm, the table."""
+"""sweep.py: the grid, killed and resumed sweeps of real runs, failures, Slurm, the table."""
 
 import itertools
 import json
@@ -25,15 +25,19 @@ from training.settings import configure
 
 
 def grid(corpus, out, **changes) -> list[str]:
-    """Arguments of a sweep of tiny runs."""
-    arguments = small_run(corpus, out)
-    own = [a for a in arguments if a.partition("=")[0][2:] not in ("out_dir", *changes)]
-    return [*own, *(f"--{key}={value}" for key, value in {"out": out, **changes}.items())]
+    """Return the arguments of a sweep of tiny runs."""
+    arguments = []
+    for argument in small_run(corpus, out):
+        key = argument.partition("=")[0].removeprefix("--")
+        if key != "out_dir" and key not in changes:
+            arguments.append(argument)
+    arguments.append(f"--out={out}")
+    return arguments + [f"--{key}={value}" for key, value in changes.items()]
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """sweep.main() in this process; returns its exit code."""
+    """Return a function that calls sweep.main() with arguments and returns its exit code."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -44,7 +48,7 @@ def run(monkeypatch):
     return main
 
 
-FAKE = """
+FAKE_TRAIN = """
 import json, os, signal, sys, time
 keys = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
 steps, out = int(keys["max_steps"]), keys["out_dir"]
@@ -64,32 +68,48 @@ def finish(loss=2.0):
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
-    """Puts a few lines in the place of train.py; `keys` are its arguments, `finish()` ends it."""
+    """Return a function that replaces train.py by a script.
 
-    def put(source: str) -> None:
-        (tmp_path / "train.py").write_text(FAKE + source)
+    In the script, `keys` are the arguments, `finish()` ends a run and `end()` stops it.
+    """
+
+    def replace_train(source: str) -> None:
+        (tmp_path / "train.py").write_text(FAKE_TRAIN + source)
         monkeypatch.setattr(sweep, "TRAIN", tmp_path / "train.py")
 
-    return put
+    return replace_train
 
 
-def cells_of(*arguments):
+def make_cells(*arguments):
+    """Make the cells of a command line."""
     config, files, swept, fixed = sweep.read_arguments(list(map(str, arguments)))
     return sweep.make_cells(config, files, swept, fixed)
 
 
-def finished(cells) -> list[bool]:
-    return [sweep.final_evaluation(cell) is not None for cell in cells]
+def are_finished(cells) -> list[bool]:
+    """Return for each cell whether it is finished."""
+    return [sweep.read_final_evaluation(cell) is not None for cell in cells]
 
 
-def finish(cell, step=6, **values) -> None:
-    """What train.py leaves of a cell that finished after this step."""
-    of_run = {k: v for k, v in cell.settings.items() if k in collect_options(TrainConfig)}
-    of_model = {k: v for k, v in cell.settings.items() if k not in of_run}
-    state = {"model": cell.settings["model"], "corpus": {}, "seconds": 1.0}
-    write_checkpoint(cell.folder, step, **state, run_config=of_run, model_config=of_model)
-    records = [{"step": 3, "val_loss": 9.0}, {"step": step, "loss": 1.0}, {"step": step, **values}]
-    (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+def finish(cell, step=6, **evaluation) -> None:
+    """Write what train.py writes for a cell that finished after this step."""
+    run_keys = collect_options(TrainConfig).keys()
+    write_checkpoint(
+        cell.folder,
+        step,
+        model=cell.settings["model"],
+        corpus={},
+        seconds=1.0,
+        run_config={key: value for key, value in cell.settings.items() if key in run_keys},
+        model_config={key: value for key, value in cell.settings.items() if key not in run_keys},
+    )
+    records = [
+        {"step": 3, "val_loss": 9.0},
+        {"step": step, "loss": 1.0},
+        {"step": step, **evaluation},
+    ]
+    lines = [json.dumps(record) + "\n" for record in records]
+    (cell.folder / "metrics.jsonl").write_text("".join(lines))
     stopping.write_status(cell.folder, step, step, "finished")
 
 
@@ -97,11 +117,22 @@ def finish(cell, step=6, **values) -> None:
 
 
 def test_the_grid_is_the_product(corpus, tmp_path):
-    lists = {"ddl_value_channels": (1, 2), "ddl_beta_init": (0.5, 1.0), "seed": (3, 4, 5)}
-    texts = {"ddl_value_channels": "1,2", "ddl_beta_init": "0.5,1", "seed": "3..5"}
-    cells = cells_of(*grid(corpus, tmp_path / "out", **texts, learning_rate=0.02))
-    product = [dict(zip(lists, each)) for each in itertools.product(*lists.values())]
-    assert [cell.values for cell in cells] == product
+    cells = make_cells(
+        *grid(
+            corpus,
+            tmp_path / "out",
+            ddl_value_channels="1,2",
+            ddl_beta_init="0.5,1",
+            seed="3..5",
+            learning_rate=0.02,
+        )
+    )
+    expected = []
+    for value_channels, beta_init, seed in itertools.product((1, 2), (0.5, 1.0), (3, 4, 5)):
+        expected.append(
+            {"ddl_value_channels": value_channels, "ddl_beta_init": beta_init, "seed": seed}
+        )
+    assert [cell.values for cell in cells] == expected
     assert [cell.index for cell in cells] == list(range(12))
     for cell in cells:
         config, model_config = configure(cell.arguments)
@@ -114,9 +145,9 @@ def test_the_grid_is_the_product(corpus, tmp_path):
 
 
 def test_values_and_ranges():
-    assert sweep.expand("seed", "-2..1") == ["-2", "-1", "0", "1"]
-    assert sweep.expand("seed", "0..2,9,20..21") == ["0", "1", "2", "9", "20", "21"]
-    assert sweep.expand("x", "1e-3,None") == ["1e-3", "None"]
+    assert sweep.expand_values("seed", "-2..1") == ["-2", "-1", "0", "1"]
+    assert sweep.expand_values("seed", "0..2,9,20..21") == ["0", "1", "2", "9", "20", "21"]
+    assert sweep.expand_values("x", "1e-3,None") == ["1e-3", "None"]
     _, files, swept, fixed = sweep.read_arguments(
         ["a.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"]
     )
@@ -125,9 +156,9 @@ def test_values_and_ranges():
 
 
 def test_names_are_stable_safe_and_distinct():
-    assert sweep.cell_name({"seed": 3, "b": 1, "a": None}) == "a=None,b=1,seed=3"
+    assert sweep.make_cell_name({"seed": 3, "b": 1, "a": None}) == "a=None,b=1,seed=3"
     odd = ["a/b", "a b", "a%2Fb", "..", "a,b=c", "ä", "a\nb"]
-    names = [sweep.cell_name({"dataset": value}) for value in odd]
+    names = [sweep.make_cell_name({"dataset": value}) for value in odd]
     assert len(set(names)) == len(odd)
     assert all(name.isascii() and not set(name) & set("/ \n\\*?") for name in names)
 
@@ -139,8 +170,8 @@ def test_help_lists_every_key():
     assert "comma is not supported" in printed
 
 
-BEYOND = r"cell 1 \(--seed=0 --min_lr=5\): min_lr=5"
-IDLE = r"cell 1 \(--muon_learning_rate=0.01\): .* no effect with optimizer=adamw"
+TOO_LARGE = r"cell 1 \(--seed=0 --min_lr=5\): min_lr=5"
+NO_EFFECT = r"cell 1 \(--muon_learning_rate=0.01\): .* no effect with optimizer=adamw"
 MISTAKES = [
     ({"seed": "0,1", "learning_rat": 1}, "unknown key --learning_rat, did you mean learning_rate"),
     ({"seed": "0,x"}, r"cell 1 \(--seed=x\): --seed=x: give a whole number"),
@@ -148,8 +179,8 @@ MISTAKES = [
     ({"seed": "0,,1"}, "nothing between"),
     ({"seed": "0..999999999999"}, "at most 10,000 values"),
     ({"seed": "0..199", "warmup_steps": "0..99"}, "20,000 cells: give fewer values"),
-    ({"seed": "0,1", "min_lr": "0.001,5"}, BEYOND),
-    ({"muon_learning_rate": "None,0.01"}, IDLE),
+    ({"seed": "0,1", "min_lr": "0.001,5"}, TOO_LARGE),
+    ({"muon_learning_rate": "None,0.01"}, NO_EFFECT),
     ({"seed": "0,1,0"}, "cells 0 and 2 are both seed=0"),
     ({"ddl_beta_init": "1,2,1.0"}, "cells 0 and 2 are both ddl_beta_init=1.0"),
     ({"seed": "0"}, "nothing to sweep"),
@@ -172,31 +203,39 @@ def test_mistakes_are_found_before_anything_is_written(corpus, tmp_path, run, ch
 
 # ---- real runs ----
 
-LONGER = {"seed": "0..1", "max_steps": 80, "checkpoint_interval": 10, "eval_interval": 80}
-LONGER["eval_full"] = False
+LONGER = {
+    "seed": "0..1",
+    "max_steps": 80,
+    "checkpoint_interval": 10,
+    "eval_interval": 80,
+    "eval_full": False,
+}
 
 
-def in_a_group(arguments) -> None:
-    """sweep.py as the leader of a process group, which may be killed with its runs."""
+def run_in_process_group(arguments) -> None:
+    """Run sweep.py as the leader of a process group, which can be killed with its runs."""
     os.setpgid(0, 0)
     call("research/sweep.py", *arguments)
 
 
-def test_a_killed_sweep_goes_on(corpus, tmp_path, run, capsys):
-    out, arguments = tmp_path / "out", grid(corpus, tmp_path / "out", **LONGER)
-    cells = cells_of(*arguments)
+def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
+    out = tmp_path / "out"
+    arguments = grid(corpus, out, **LONGER)
+    cells = make_cells(*arguments)
     finish(cells[0], step=80, val_loss=2.0)
-    process = multiprocessing.get_context("fork").Process(target=in_a_group, args=(arguments,))
+    process = multiprocessing.get_context("fork").Process(
+        target=run_in_process_group, args=(arguments,)
+    )
     process.start()
     wait_for(lambda: checkpoint.list_checkpoints(cells[1].folder))
     with pytest.raises(ValueError, match=r"cells still run, .* \(seed=1\): wait for them, or end"):
-        run(*arguments)  # as after a kill of the sweep alone
+        run(*arguments)  # as if the sweep alone had been killed
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    assert 10 <= sweep.saved_step(cells[1]) < 80
-    assert finished(cells) == [True, False]
+    assert 10 <= sweep.find_saved_step(cells[1]) < 80
+    assert are_finished(cells) == [True, False]
     capsys.readouterr()
-    wait_for(lambda: not still_running(cells))
+    wait_for(lambda: not is_a_cell_running(cells))
     assert run(*arguments) == 0
     printed = capsys.readouterr().out
     assert "2 cells (2 seed), 1 finished: 1 runs to do" in printed
@@ -208,27 +247,28 @@ def test_a_killed_sweep_goes_on(corpus, tmp_path, run, capsys):
     assert f"val_loss {records[-1]['val_loss']:.4f}" in printed
     attempts = cells[1].log.read_text().split("$ ")[1:]
     steps = [("step 10/80" in text, "step 80/80" in text) for text in attempts]
-    assert steps == [(True, False), (False, True)]  # continued, not begun again
+    assert steps == [(True, False), (False, True)]  # resumed, not restarted
     assert (out / "table.md").read_text() in printed
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def still_running(cells) -> bool:
+def is_a_cell_running(cells) -> bool:
+    """Return whether sweep.py would refuse to run the cells because one still runs."""
     try:
-        sweep.refuse_still_running(cells)
+        sweep.check_no_cell_is_running(cells)
     except ValueError:
         return True
     return False
 
 
-# ---- what train.py may answer, by a script in its place ----
+# ---- exit codes and signals, with a script in place of train.py ----
 
 
 def test_a_failed_cell_is_reported_and_the_others_run(corpus, tmp_path, run, fake, capsys):
     fake("finish() if keys['seed'] != '1' else sys.exit('train.py: seed 1')")
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments) == 1
-    assert finished(cells_of(*arguments)) == [True, False, True]
+    assert are_finished(make_cells(*arguments)) == [True, False, True]
     printed = capsys.readouterr()
     failed = f"failed: {tmp_path}/out/seed=1.log: train.py: seed 1"
     assert printed.err.splitlines()[0] == failed
@@ -237,13 +277,13 @@ def test_a_failed_cell_is_reported_and_the_others_run(corpus, tmp_path, run, fak
     fake("finish(3.0)")
     assert run(*arguments) == 0
     assert capsys.readouterr().out.count("finished before") == 2
-    assert sweep.final_evaluation(cells_of(*arguments)[0])["val_loss"] == 2.0
+    assert sweep.read_final_evaluation(make_cells(*arguments)[0])["val_loss"] == 2.0
     log = (tmp_path / "out" / "seed=0.log").read_text()
     assert len(log.split("$ ")) == 2  # no process for a finished cell
 
 
 def test_cells_at_a_time(corpus, tmp_path, run, fake, capsys, monkeypatch):
-    """Two cells end only where both are there at once; a third comes when one has ended."""
+    """Each of two cells waits until the other runs as well; a third starts when one has ended."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     fake(
         "here = os.path.dirname(sys.argv[0])\n"
@@ -255,8 +295,8 @@ def test_cells_at_a_time(corpus, tmp_path, run, fake, capsys, monkeypatch):
     )
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments, "--jobs=2") == 0
-    share = str(max(len(os.sched_getaffinity(0)) // 2, 1))
-    assert {(tmp_path / f"began_{seed}").read_text() for seed in range(3)} == {share}
+    num_threads = str(max(len(os.sched_getaffinity(0)) // 2, 1))
+    assert {(tmp_path / f"began_{seed}").read_text() for seed in range(3)} == {num_threads}
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cell ")]
     expected = [[f"cell {s + 1} of 3", f"seed={s}", f"val_loss {s}.0000"] for s in range(3)]
     assert sorted(line.split(" | ")[:3] for line in lines) == expected
@@ -293,14 +333,13 @@ def test_exit_codes(corpus, tmp_path, run, fake, capsys):
     assert "| stopped; to go on: python research/sweep.py --model=" in capsys.readouterr().out
     assert not (tmp_path / "out" / "seed=2.log").exists()
     assert [run(*arguments, "--mode=cell", f"--index={i}") for i in (1, 0, 2)] == [75, 0, 0]
-    one = [*arguments, "--mode=cell", "--index=1"]
     for source, code in (
         ("sys.exit(7)", 7),
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
         ("pass", 1),
     ):
         fake(source)
-        assert run(*one) == code
+        assert run(*arguments, "--mode=cell", "--index=1") == code
     assert "without the final evaluation" in capsys.readouterr().out
 
 
@@ -338,22 +377,22 @@ def test_torchrun_says_what_train_said_and_is_stopped_with_it(corpus, tmp_path, 
 
 
 def test_finished_is_what_train_says(corpus, tmp_path):
-    cell, other = cells_of(*grid(corpus, tmp_path, seed="0,1"))
-    assert finished([cell]) == [False]
+    cell, other = make_cells(*grid(corpus, tmp_path, seed="0,1"))
+    assert are_finished([cell]) == [False]
     finish(cell, step=5, val_loss=2.0)  # of a sweep with fewer steps
-    assert finished([cell]) == [False]
+    assert are_finished([cell]) == [False]
     finish(other, val_loss=2.5)
-    assert sweep.final_evaluation(other)["val_loss"] == 2.5
+    assert sweep.read_final_evaluation(other)["val_loss"] == 2.5
     for ended in ("stopped", "failed", None):
         stopping.write_status(other.folder, 6, 6, ended)
-        assert finished([other]) == [False]
+        assert are_finished([other]) == [False]
 
 
 def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
     arguments = grid(corpus, tmp_path / "out", seed="0,1")
-    for cell in cells_of(*arguments):
+    for cell in make_cells(*arguments):
         finish(cell, val_loss=2.0)
-    assert len(cells_of(*arguments, "--log_interval=5")) == 2
+    assert len(make_cells(*arguments, "--log_interval=5")) == 2
     other = r"seed=0 was trained with learning_rate=0\.01 \(not 0\.5\)"
     with pytest.raises(ValueError, match=other):
         run(*arguments, "--learning_rate=0.5")
@@ -365,23 +404,33 @@ def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
 
 
 def run_array(tmp_path, index: str, srun: str) -> subprocess.CompletedProcess:
-    """The script as Slurm's batch step runs it, from another folder, with a shell line for srun."""
-    tools, requeued = tmp_path / "tools", shlex.quote(str(tmp_path / "requeued"))
+    """Run the script as Slurm's batch step does, from another folder, with a shell line as srun."""
+    tools = tmp_path / "tools"
+    requeued = shlex.quote(str(tmp_path / "requeued"))
     tools.mkdir(exist_ok=True)
     for name, line in (("srun", srun), ("scontrol", f'echo "$@" > {requeued}')):
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
         (tools / name).chmod(0o755)
-    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "77"}
-    environment["PATH"] = f"{tools}:{os.environ['PATH']}"
-    command = ["bash", str(next(tmp_path.glob("*/array.sbatch")))]
-    keys = {"capture_output": True, "text": True, "timeout": 120}
-    return subprocess.run(command, cwd=tmp_path, env=environment, check=False, **keys)
+    return subprocess.run(
+        ["bash", str(next(tmp_path.glob("*/array.sbatch")))],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "SLURM_ARRAY_TASK_ID": index,
+            "SLURM_JOB_ID": "77",
+            "PATH": f"{tools}:{os.environ['PATH']}",
+        },
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys):
     out = tmp_path / "a sweep's"
     arguments = grid(corpus, out, ddl_value_channels="1,2,4", seed="0..1")
-    cells = cells_of(*arguments)
+    cells = make_cells(*arguments)
     for index in (0, 3, 4):
         finish(cells[index], val_loss=2.0)
     assert run(*arguments, "--mode=slurm", "--nproc_per_node=2") == 0
@@ -401,9 +450,9 @@ def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys)
         assert line in path.read_text()
     assert "gpus" not in path.read_text()
 
-    # What a task runs is the cell of that number in the full grid.
-    given = shlex.quote(str(tmp_path / "argv"))
-    result = run_array(tmp_path, "2", f'printf "%s\\n" "$@" > {given}')
+    # a task runs the cell with its number in the full grid
+    argv_file = shlex.quote(str(tmp_path / "argv"))
+    result = run_array(tmp_path, "2", f'printf "%s\\n" "$@" > {argv_file}')
     assert (result.returncode, result.stderr) == (0, "")
     python, file, *argv = (tmp_path / "argv").read_text().splitlines()
     assert (python, file) == (sys.executable, str(ROOT / "research/sweep.py"))
@@ -428,12 +477,15 @@ LOSSES = {(4, "adamw"): [3.1, 3.25, 3.02], (4, "muon"): [2.5, 2.75], (1, "adamw"
 
 @pytest.fixture
 def partly_finished(corpus, tmp_path):
-    """A grid of 2 x 2 settings and three seeds: three, two, one and no seed finished."""
-    keys = {"ddl_value_channels": "4,1", "optimizer": "adamw,muon", "seed": "0..2"}
-    arguments = grid(corpus, tmp_path, **keys)
-    for cell in cells_of(*arguments):
-        columns, optimizer, seed = (cell.values[key] for key in keys)
-        if seed < len(losses := LOSSES.get((columns, optimizer), ())):
+    """Return the arguments of 2 x 2 settings, of which three, two, one and no seed are finished."""
+    arguments = grid(
+        corpus, tmp_path, ddl_value_channels="4,1", optimizer="adamw,muon", seed="0..2"
+    )
+    for cell in make_cells(*arguments):
+        setting = (cell.values["ddl_value_channels"], cell.values["optimizer"])
+        losses = LOSSES.get(setting, [])
+        seed = cell.values["seed"]
+        if seed < len(losses):
             finish(cell, val_loss=losses[seed], val_bits_per_byte=losses[seed] / 2)
     return arguments
 
@@ -455,8 +507,8 @@ def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
         run(*partly_finished, "--mode=table", "--metric=val_los")
 
 
-def drawn(monkeypatch, run, arguments):
-    """(the axis, the errorbars drawn in it)."""
+def draw(monkeypatch, run, arguments):
+    """Return the axis of plot.png and its lines: x, y and the error bars of each."""
     figures = []
     monkeypatch.setattr(plots, "save", lambda figure, out: figures.append(figure))
     assert run(*arguments, "--mode=table") == 0
@@ -467,7 +519,7 @@ def drawn(monkeypatch, run, arguments):
 def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(
     partly_finished, run, monkeypatch, tmp_path
 ):
-    axis, [first, second] = drawn(monkeypatch, run, partly_finished)
+    axis, [first, second] = draw(monkeypatch, run, partly_finished)
     assert (list(first[0]), list(second[0])) == ([1, 4], [4])
     mean, half = by_hand(LOSSES[4, "adamw"])
     assert list(first[1]) == pytest.approx([4.125, mean])
@@ -488,8 +540,8 @@ def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(
 )
 def test_the_plots_axis(corpus, tmp_path, run, monkeypatch, swept, x, scale):
     arguments = grid(corpus, tmp_path, **swept, min_lr=0)
-    for cell in cells_of(*arguments):
+    for cell in make_cells(*arguments):
         finish(cell, val_loss=2.0 + cell.index)
-    axis, lines = drawn(monkeypatch, run, arguments)
+    axis, lines = draw(monkeypatch, run, arguments)
     for positions, *_ in lines:
         assert (list(positions), axis.get_xscale()) == (x, scale)
