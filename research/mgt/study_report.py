@@ -234,7 +234,9 @@ def draw_comparisons(verdicts: list[dict]) -> object:
     labels = [shorten_claim(result["hypothesis"]) for result in reversed(judged)]
     panel.set_yticks(range(len(judged)), labels)
     panel.axvline(0, color="black", linewidth=0.8)
-    panel.set_xlabel("nats; green: supported, red: refuted, gray: undecided")
+    panel.set_xlabel(
+        "difference of losses, or S (nats); green: supported, red: refuted, gray: undecided"
+    )
     return figure
 
 
@@ -265,7 +267,7 @@ def draw_tries(rows: list[dict], bigram: float) -> object:
             (entries[arm],) = panel.plot(
                 [rate for rate, _ in points],
                 [loss for _, loss in points],
-                marker="o",
+                marker="o" if number < len(plots.COLORS) else "s",
                 markersize=3,
                 color=plots.COLORS[number % len(plots.COLORS)],
                 linestyle="-" if is_post_norm(arm) else "--",
@@ -310,12 +312,13 @@ def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
     return figure
 
 
-# The findings of the figures; the last one is not of a finding, because experiment 1 has no runs yet.
+# The findings of the figures.
 TITLES = {
-    "study_losses": "Every arm that was trained is below the bigram, and the post-norm Transformer is the worst",
-    "study_comparisons": "Placing the norm before the sublayer gains as much as the paper's gate on its output",
-    "study_tries": "Post-norm arms learn with a long warm-up and a small rate only; pre-norm arms with all of them",
-    "study_ranks": "Effective rank over depth, trained (solid) and untrained (dashed)",
+    "study_losses": "Every arm learns; MGT is the best, and the post-norm Transformer is the worst",
+    "study_comparisons": "Both gates help, but together they gain less than the sum of their gains (S < 0)",
+    "study_tries": "Post-norm arms fail with a short warm-up or a high rate; pre-norm arms learn with all",
+    "study_ranks": "Training lowers the rank of the post-norm Transformer over depth (solid; dashed: untrained), "
+    "but not towards 0",
 }
 
 
