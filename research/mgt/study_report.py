@@ -316,7 +316,7 @@ def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
 TITLES = {
     "study_losses": "Every arm learns; MGT is the best, and the post-norm Transformer is the worst",
     "study_comparisons": "Both gates help, but together they gain less than the sum of their gains (S < 0)",
-    "study_tries": "Post-norm arms fail with a short warm-up or a high rate; pre-norm arms learn with all",
+    "study_tries": "Most post-norm arms fail with a short warm-up or a high rate; pre-norm arms learn with all",
     "study_ranks": "Training lowers the rank of the post-norm Transformer over depth (solid; dashed: untrained), "
     "but not towards 0",
 }
