@@ -132,10 +132,10 @@ class Registers(tasks.Task):
             if self.trained == "swaps":
                 labels[:, position + 2] = np.where(is_swap, second_contents, 0)
 
-        asked = rng.integers(self.registers, size=count)
+        asked_registers = rng.integers(self.registers, size=count)
         ids[:, -2] = self.ask_id
-        ids[:, -1] = self.first_register + asked
-        labels[:, -1] = contents[rows, asked]
+        ids[:, -1] = self.first_register + asked_registers
+        labels[:, -1] = contents[rows, asked_registers]
         return ids, labels
 
     def about(self) -> dict:

@@ -1,4 +1,4 @@
-"""The language model of the controlled comparison (PLAN2.md): the demo's depth and width.
+"""The language model of the controlled comparison: the demo's depth and width.
 
     python research/residual_streams/python_library.py
     python train.py research/residual_streams/demo_size.py --max_steps=800 --warmup_steps=80

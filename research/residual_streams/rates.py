@@ -1,4 +1,4 @@
-"""The search for the learning rates of an arm (PLAN2.md): the same number of tries for every arm.
+"""The search for the learning rates of an arm: the same number of tries for every arm.
 
 A point is a pair (Muon's rate, AdamW's rate), written as powers of two over START. The search tries
 a cross of five points, moves the cross to the best point until the best is in its middle, and

@@ -1,4 +1,4 @@
-"""The arms of the controlled comparison (PLAN2.md): names, and keys of train.py."""
+"""The arms of the controlled comparison: names, and keys of train.py."""
 
 BASELINE = "additive"
 

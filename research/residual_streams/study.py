@@ -1,4 +1,4 @@
-"""The runs of the controlled comparison (PLAN2.md), one stage a command.
+"""The runs of the controlled comparison, one stage a command.
 
     python research/residual_streams/python_library.py
     python research/residual_streams/study.py short         rates of every arm, and its runs of 0.8 million tokens
@@ -341,12 +341,23 @@ def read_options(argv: list[str]) -> tuple[str, list[str], dict[str, str]]:
     return names[0], [arm for arm in available if arm in wanted], options
 
 
+def check_corpus() -> None:
+    """Raise ValueError if the text of the comparison is not prepared."""
+    folder = ROOT / "data" / "python_library"
+    if not (folder / "meta.json").is_file():
+        raise ValueError(
+            f"{folder} is not prepared yet; run `python research/residual_streams/python_library.py`"
+        )
+
+
 def main() -> None:
     with errors.one_line_errors(ValueError, OSError, RuntimeError):
         stage, arms, options = read_options(sys.argv[1:])
         results = Path(options["results"])
         folder = Path(options["runs"])
         path = results / "language.jsonl"
+        if options["mode"] == "train":
+            check_corpus()
         if stage == "speed":
             measure_speeds(arms, results / "speeds.jsonl", folder)
         elif stage == "again":

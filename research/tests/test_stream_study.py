@@ -174,6 +174,7 @@ def small_study(monkeypatch, corpus):
     monkeypatch.setattr(study, "GROUP_SIZE", 4)
     monkeypatch.setattr(rates, "NUM_TRIES", 2)
     monkeypatch.setattr(study, "PLANNED_SEEDS", (0,))
+    monkeypatch.setattr(study, "check_corpus", lambda: None)
     make_arguments = study.make_arguments
     tiny = {
         "dataset": corpus,
@@ -205,8 +206,15 @@ def test_a_stage_trains_what_is_missing_and_repeats_have_the_same_bits(small_stu
     assert result.stdout == b""  # nothing is missing
     result = call(STUDY, "again", *options)
     assert b"same bits: True" in result.stdout
-    shown = call(STUDY, "short", "--arms=ddl_tc", "--mode=show", *options)
-    assert shown.stdout == b"short: 3 of 3 runs are finished\n"
+    result = call(STUDY, "short", "--arms=ddl_tc", "--mode=show", *options)
+    assert result.stdout == b"short: 3 of 3 runs are finished\n"
+
+
+def test_a_text_that_is_not_prepared_is_named_with_its_script(monkeypatch, tmp_path):
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    line = one_line_error(call(STUDY, "short", f"--results={tmp_path / 'results'}"))
+    assert "is not prepared yet; run `python research/residual_streams/python_library.py`" in line
+    assert not (tmp_path / "results").exists()
 
 
 MISTAKES = [
