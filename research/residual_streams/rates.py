@@ -79,3 +79,33 @@ def is_inside(losses: Mapping[Point, float]) -> bool:
     """Return whether the best whole step has been tried with all of its neighbors."""
     best = find_best_whole_step(losses)
     return math.isfinite(losses[best]) and all(point in losses for point in list_neighbors(best))
+
+
+# ---- one rate ----
+
+
+def find_best_power(losses: Mapping[float, float]) -> float:
+    """Return the power of two with the lowest loss; a run that diverged has the loss infinity."""
+    return min(losses, key=lambda power: losses[power])
+
+
+def next_power(losses: Mapping[float, float]) -> float:
+    """Return the next power of two that the search for a single rate tries.
+
+    The search moves by whole powers until the best of them has been tried with both neighbors, and
+    then halves the step around the best of all.
+
+    Args:
+        losses: of the powers that were tried, in the order of the tries
+    """
+    if not losses:
+        return 0.0
+    whole = {power: loss for power, loss in losses.items() if power.is_integer()}
+    best_whole = find_best_power(whole)
+    best = find_best_power(losses)
+    step = 1.0
+    candidates = [best_whole - step, best_whole + step]
+    while all(power in losses for power in candidates):
+        step /= 2
+        candidates = [best - step, best + step]
+    return next(power for power in candidates if power not in losses)

@@ -15,11 +15,8 @@ that was stopped resumes from its last checkpoint below --runs. Two processes ma
 they are given different arms.
 """
 
-import os
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,22 +32,16 @@ if __name__ == "__main__":
 import numpy as np
 
 import configurator
-from research.residual_streams import rates
+from research.residual_streams import rates, runner
 from research.residual_streams.rates import Point
 from research.residual_streams.streams import ARMS, PLANNED, TOLERANCE
 from research.rows import append_row, read_rows
-from training import metrics, stopping
+from training import metrics
 from training.provenance import collect_provenance
-from utils.units import format_duration
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "research/residual_streams/demo_size.py"
-OPTIONS = {
-    "results": "results/residual_streams",
-    "runs": "sweeps/residual_streams",
-    "arms": "",
-    "mode": "train",
-}
+DATASET = "python_library"
+DATASET_COMMAND = "research/residual_streams/python_library.py"
 STAGES = ("short", "long", "tolerance", "speed", "again")
 
 TOKENS_PER_STEP = 1024
@@ -62,8 +53,6 @@ PLANNED_SEEDS = (0, 1, 2, 3, 4)
 OTHER_SEEDS = (0, 1, 2)
 # what the best point of the shorter rung is multiplied by at the longer one, as powers of two
 CHECKED_POWERS = (0.0, -0.5, -1.0)
-# consecutive sequences whose mean loss is stored
-GROUP_SIZE = 32
 
 SPEED_ROUNDS = 3
 SPEED_STEPS = 80
@@ -143,13 +132,13 @@ def next_run(stage: str, arm: str, rows: list[dict]) -> Run | None:
     return next_report(rows, arm, "long", rates.find_best(checks))
 
 
-def list_arms(stage: str) -> tuple[str, ...]:
+def list_arms(stage: str) -> list[str]:
     """Return the arms of a stage."""
     if stage == "long":
-        return PLANNED
+        return list(PLANNED)
     if stage == "tolerance":
-        return TOLERANCE
-    return tuple(ARMS)
+        return list(TOLERANCE)
+    return list(ARMS)
 
 
 def count_runs(stage: str, arm: str) -> int:
@@ -181,56 +170,13 @@ def make_arguments(run: Run) -> list[str]:
         "eval_part": "second" if run.phase == "report" else "first",
         "resume": "auto",
     }
-    return [CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
-
-
-def call_train(arguments: list[str], folder: Path) -> bool:
-    """Run train.py with one thread, and return whether it finished; False if it diverged.
-
-    Args:
-        folder: of the run
-
-    Raises:
-        RuntimeError: it ended otherwise; the message has the last line that it printed
-    """
-    # more threads would sum products in another order, so that the bits would differ
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "train.py", *arguments, f"--out_dir={folder.resolve()}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if result.returncode == 0:
-        return True
-    if stopping.read_status(folder).ended == "failed":
-        return False
-    last_line = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1]
-    raise RuntimeError(f"{folder.name}: {last_line}")
-
-
-def read_group_losses(folder: Path) -> list[float]:
-    """Return the mean loss of every GROUP_SIZE consecutive sequences of the last evaluation."""
-    losses = np.load(folder / "losses.npz")["loss"].astype(np.float64)
-    num_groups = len(losses) // GROUP_SIZE
-    means = losses[: num_groups * GROUP_SIZE].reshape(num_groups, GROUP_SIZE).mean(1)
-    return [round(float(mean), 6) for mean in means]
+    return runner.format_arguments(CONFIG, keys)
 
 
 def train_run(run: Run, folder: Path) -> dict:
     """Train a run to its end, and return its row."""
-    start = time.perf_counter()
-    is_finished = call_train(make_arguments(run), folder)
-    row = {**asdict(run), "val_loss": None, "seconds": round(time.perf_counter() - start, 1)}
-    if is_finished:
-        records = list(metrics.read(folder / "metrics.jsonl"))
-        row["val_loss"] = [record["val_loss"] for record in records if "val_loss" in record][-1]
-        row["train_loss"] = [record["loss"] for record in records if "loss" in record][-1]
-        if run.phase == "report":
-            row["group_losses"] = read_group_losses(folder)
-    return row
+    result = runner.train(make_arguments(run), folder, is_reported=run.phase == "report")
+    return {**asdict(run), **result}
 
 
 # ---- the commands ----
@@ -253,22 +199,15 @@ def count_finished(stage: str, arms: list[str], rows: list[dict]) -> int:
 
 
 def train_missing(stage: str, arms: list[str], path: Path, folder: Path) -> None:
-    """Train what is missing, and say after each run how long the rest will take."""
+    """Train the runs of a stage that have no row."""
     total = sum(count_runs(stage, arm) for arm in arms)
-    seconds = []
-    for run in missing_runs(stage, arms, path):
-        row = train_run(run, folder / run.name)
-        append_row(path, {**row, **collect_provenance()})
-        shutil.rmtree(folder / run.name)
-        seconds.append(row["seconds"])
-        finished = count_finished(stage, arms, read_rows(path))
-        loss = "diverged" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
-        remaining = (total - finished) * sum(seconds) / len(seconds)
-        print(
-            f"{finished} of {total} | {run.name} | loss {loss} | {row['seconds']:.0f} s | "
-            f"{format_duration(remaining)} left",
-            flush=True,
-        )
+    runner.store_runs(
+        missing_runs(stage, arms, path),
+        train_run,
+        lambda: total - count_finished(stage, arms, read_rows(path)),
+        path=path,
+        folder=folder,
+    )
 
 
 def measure_speeds(arms: list[str], path: Path, folder: Path) -> None:
@@ -286,8 +225,7 @@ def measure_speeds(arms: list[str], path: Path, folder: Path) -> None:
                 "eval_full": False,
                 "eval_batches": 1,
             }
-            arguments = [CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
-            call_train(arguments, run_folder)
+            runner.call_train(runner.format_arguments(CONFIG, keys), run_folder)
             records = list(metrics.read(run_folder / "metrics.jsonl"))
             speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
             median = float(np.median(speeds[SPEED_WARMUP:]))
@@ -322,32 +260,9 @@ def read_options(argv: list[str]) -> tuple[str, list[str], dict[str, str]]:
         sys.exit(0)
     if len(names) != 1 or names[0] not in STAGES:
         raise ValueError(f"{' '.join(names) or 'no stage'}: give one of {', '.join(STAGES)}")
-    unknown = command_line.keys() - OPTIONS.keys()
-    if unknown:
-        raise ValueError(
-            f"--{min(unknown)} is no option of the study; give one of {', '.join(OPTIONS)}"
-        )
-    options = {**OPTIONS, **command_line}
-    if options["mode"] not in ("train", "show"):
-        raise ValueError(f"--mode={options['mode']}: give train or show")
-    available = list_arms(names[0])
-    wanted = options["arms"].split(",") if options["arms"] else available
-    for arm in wanted:
-        if arm not in available:
-            raise ValueError(
-                f"--arms={options['arms']}: the stage {names[0]} has no arm {arm}; give some of "
-                f"{','.join(available)}"
-            )
-    return names[0], [arm for arm in available if arm in wanted], options
-
-
-def check_corpus() -> None:
-    """Raise ValueError if the text of the comparison is not prepared."""
-    folder = ROOT / "data" / "python_library"
-    if not (folder / "meta.json").is_file():
-        raise ValueError(
-            f"{folder} is not prepared yet; run `python research/residual_streams/python_library.py`"
-        )
+    stage = names[0]
+    arms, options = runner.read_options(command_line, f"the stage {stage}", list_arms(stage))
+    return stage, arms, options
 
 
 def main() -> None:
@@ -357,7 +272,7 @@ def main() -> None:
         folder = Path(options["runs"])
         path = results / "language.jsonl"
         if options["mode"] == "train":
-            check_corpus()
+            runner.check_dataset(DATASET, DATASET_COMMAND)
         if stage == "speed":
             measure_speeds(arms, results / "speeds.jsonl", folder)
         elif stage == "again":

@@ -1,15 +1,18 @@
 """The runs of the controlled comparison: what is trained next, with which keys, and what is stored."""
 
+import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import one_line_error
+from helpers import ROOT, one_line_error
 from in_process import call
 
-from research.residual_streams import rates, streams, study
+from research.residual_streams import rates, runner, single_rate, streams, study
 from research.residual_streams.study import Run
 from research.rows import append_row, read_rows
 from training.settings import configure
@@ -127,7 +130,7 @@ def test_the_longer_rung_needs_the_rates_of_the_shorter():
 def test_group_losses_are_means_of_consecutive_sequences(tmp_path):
     losses = np.arange(100, dtype=np.float32)
     np.savez(tmp_path / "losses.npz", loss=losses, window=np.arange(100), step=1)
-    assert study.read_group_losses(tmp_path) == [15.5, 47.5, 79.5]
+    assert runner.read_group_losses(tmp_path) == [15.5, 47.5, 79.5]
 
 
 def test_a_line_that_was_not_written_to_its_end_is_left_out(tmp_path):
@@ -145,7 +148,7 @@ def start_training(monkeypatch, tmp_path, code: int, status: str | None) -> Path
     if status is not None:
         (folder / "status.json").write_text(json.dumps({"ended": status}))
     result = SimpleNamespace(returncode=code, stderr="train.py: a reason", stdout="")
-    monkeypatch.setattr(study.subprocess, "run", lambda *arguments, **keys: result)
+    monkeypatch.setattr(runner.subprocess, "run", lambda *arguments, **keys: result)
     return folder
 
 
@@ -154,40 +157,41 @@ def start_training(monkeypatch, tmp_path, code: int, status: str | None) -> Path
 )
 def test_a_run_is_finished_or_diverged(monkeypatch, tmp_path, code, status, is_finished):
     folder = start_training(monkeypatch, tmp_path, code, status)
-    assert study.call_train([], folder) is is_finished
+    assert runner.call_train([], folder) is is_finished
 
 
 @pytest.mark.parametrize(("code", "status"), [(2, None), (75, "stopped")])
 def test_a_run_that_ended_otherwise_is_an_error(monkeypatch, tmp_path, code, status):
     folder = start_training(monkeypatch, tmp_path, code, status)
     with pytest.raises(RuntimeError, match=r"^run: train.py: a reason$"):
-        study.call_train([], folder)
+        runner.call_train([], folder)
 
 
 # ---- the command ----
+
+
+TINY = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 8,
+    "hidden_size": 8,
+    "vocab_size": 320,
+    "block_size": 16,
+    "compile": False,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture
 def small_study(monkeypatch, corpus):
     """Let runs be three steps of a tiny model on bytes."""
     monkeypatch.setattr(study, "RUNGS", {"short": 3, "long": 4})
-    monkeypatch.setattr(study, "GROUP_SIZE", 4)
+    monkeypatch.setattr(runner, "GROUP_SIZE", 4)
     monkeypatch.setattr(rates, "NUM_TRIES", 2)
     monkeypatch.setattr(study, "PLANNED_SEEDS", (0,))
-    monkeypatch.setattr(study, "check_corpus", lambda: None)
+    monkeypatch.setattr(runner, "check_dataset", lambda name, command: None)
     make_arguments = study.make_arguments
-    tiny = {
-        "dataset": corpus,
-        "vocab_size": 320,
-        "block_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "head_dim": 8,
-        "hidden_size": 8,
-        "compile": False,
-        "dtype": "float32",
-    }
-    options = [f"--{key}={value}" for key, value in tiny.items()]
+    options = [f"--{key}={value}" for key, value in {**TINY, "dataset": corpus}.items()]
     monkeypatch.setattr(study, "make_arguments", lambda run: [*make_arguments(run), *options])
 
 
@@ -195,7 +199,9 @@ def test_a_stage_trains_what_is_missing_and_repeats_have_the_same_bits(small_stu
     options = [f"--results={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"]
     result = call(STUDY, "short", "--arms=ddl_tc", *options)
     assert result.returncode == 0, result.stderr.decode()
-    assert b"3 of 3 | ddl_tc-short-report-0" in result.stdout
+    last_line = result.stdout.decode().splitlines()[-1]
+    assert last_line.startswith("ddl_tc-short-report-0")
+    assert "| 0 runs left, 0:00" in last_line
     rows = read_rows(tmp_path / "results" / "language.jsonl")
     assert [row["phase"] for row in rows] == ["try", "try", "report"]
     report = rows[-1]
@@ -211,7 +217,7 @@ def test_a_stage_trains_what_is_missing_and_repeats_have_the_same_bits(small_stu
 
 
 def test_a_text_that_is_not_prepared_is_named_with_its_script(monkeypatch, tmp_path):
-    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
     line = one_line_error(call(STUDY, "short", f"--results={tmp_path / 'results'}"))
     assert "is not prepared yet; run `python research/residual_streams/python_library.py`" in line
     assert not (tmp_path / "results").exists()
@@ -229,3 +235,137 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES)
 def test_mistakes_end_in_one_line(arguments, message):
     assert message in one_line_error(call(STUDY, *arguments))
+
+
+# ---- problems with one learning rate ----
+
+
+def train_problem(problem: single_rate.Problem, arm: str, size: str, best: float) -> list:
+    """Return the runs of an arm whose loss is lowest at a power, in their order."""
+    rows = []
+    while (run := single_rate.next_run(problem, arm, size, rows)) is not None:
+        rows.append({**vars(run), "val_loss": abs(run.power - best)})
+    return rows
+
+
+@pytest.mark.parametrize("problem", single_rate.PROBLEMS.values(), ids=lambda problem: problem.name)
+def test_every_run_of_a_problem_is_a_model_and_a_data_set(problem):
+    for size in problem.sizes:
+        for arm in problem.seeds:
+            run = single_rate.Run(problem.name, size, arm, "report", 0, 1.0)
+            config, _ = configure(single_rate.make_arguments(run))
+            assert config.learning_rate == pytest.approx(2 * problem.start_rate)
+            assert config.min_lr == pytest.approx(config.learning_rate / 10)
+            assert config.dataset == problem.dataset
+            assert config.optimizer == "adamw"
+
+
+@pytest.mark.parametrize("best", [0.0, 1.0, -2.0])
+def test_every_arm_of_a_problem_gets_the_same_tries_and_then_its_seeds(best):
+    rows = train_problem(single_rate.REGISTERS, "ddl_tc", "deep", best)
+    tries = [row for row in rows if row["phase"] == "try"]
+    reports = [row for row in rows if row["phase"] == "report"]
+    assert len(tries) == single_rate.REGISTERS.num_tries
+    assert {row["seed"] for row in tries} == {single_rate.TUNING_SEED}
+    assert [row["seed"] for row in reports] == [0, 1, 2, 3, 4]
+    assert {row["power"] for row in reports} == {best}
+    assert single_rate.count_missing(single_rate.REGISTERS, ["ddl_tc"], rows) == 20
+
+
+def test_the_probe_is_trained_with_its_published_rate():
+    rows = train_problem(single_rate.PROBE, "hc", "16_layers", 0.0)
+    assert [(row["phase"], row["seed"], row["power"]) for row in rows] == [
+        ("report", 0, 0.0),
+        ("report", 1, 0.0),
+        ("report", 2, 0.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("best", "powers"),
+    [
+        (0.0, [0, -1, 1, -0.5, 0.5]),
+        (2.0, [0, -1, 1, 2, 3]),
+        (-1.0, [0, -1, -2, -1.5, -0.5]),
+    ],
+)
+def test_the_search_for_one_rate_moves_and_then_halves_its_step(best, powers):
+    losses = {}
+    while len(losses) < 5:
+        power = rates.next_power(losses)
+        losses[power] = abs(power - best)
+    assert list(losses) == powers
+
+
+@pytest.fixture
+def small_problem(monkeypatch, corpus):
+    """Let the Shakespeare problem be three steps of a tiny model on bytes."""
+    problem = dataclasses.replace(
+        single_rate.SHAKESPEARE,
+        keys={**TINY, "global_batch_size": 2, "micro_batch_size": 2, "eval_full": True}
+        | {"max_steps": 3, "warmup_steps": 1, "eval_interval": 3},
+        dataset=corpus,
+        num_tries=2,
+    )
+    monkeypatch.setitem(single_rate.PROBLEMS, "shakespeare", problem)
+    monkeypatch.setattr(runner, "check_dataset", lambda name, command: None)
+
+
+def test_a_problem_trains_what_is_missing(small_problem, tmp_path):
+    options = [f"--results={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"]
+    script = "research/residual_streams/single_rate.py"
+    result = call(script, "shakespeare", "--arms=additive", "--mode=show", *options)
+    assert result.stdout == b"shakespeare: 5 runs are missing\n"
+    result = call(script, "shakespeare", "--arms=additive", *options)
+    assert result.returncode == 0, result.stderr.decode()
+    rows = read_rows(tmp_path / "results" / "shakespeare.jsonl")
+    assert [row["phase"] for row in rows] == ["try", "try", "report", "report", "report"]
+    result = call(script, "shakespeare", "--arms=additive", *options)
+    assert result.stdout == b""  # nothing is missing
+
+
+def test_mistakes_in_a_problem_end_in_one_line():
+    script = "research/residual_streams/single_rate.py"
+    assert "text: give one of registers, shakespeare, probe" in one_line_error(call(script, "text"))
+    line = one_line_error(call(script, "probe", "--arms=wide"))
+    assert "the problem probe has no arm wide; give some of additive,ihc,hc" in line
+
+
+# ---- the plan ----
+
+PLAN = (ROOT / "research/residual_streams/PLAN2.md").read_text(encoding="utf-8")
+
+
+def list_sweeps() -> list[list[str]]:
+    """Return the arguments of every sweep of the plan, with its shell variable filled in."""
+    block_lines = "\n".join(re.findall(r"```bash\n(.*?)```", PLAN, flags=re.DOTALL))
+    lines = block_lines.replace("\\\n", " ").splitlines()
+    [size] = [line.removeprefix("SIZE=").strip('"') for line in lines if line.startswith("SIZE=")]
+    return [
+        shlex.split(line.replace("$SIZE", size))[2:]
+        for line in lines
+        if line.startswith("python research/sweep.py")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "num_runs"), [(0, 2), (1, 4), (2, 45), (3, 5)], ids=["10min", "1h", "rates", "seeds"]
+)
+def test_the_sweeps_for_gpus_write_their_runs(number, num_runs, tmp_path):
+    arguments = [*list_sweeps()[number], "--mode=slurm", f"--out={tmp_path}"]
+    result = call("research/sweep.py", *dict.fromkeys(arguments))
+    assert result.returncode == 0, result.stderr.decode()
+    assert f"{num_runs} tasks; submit them with" in result.stdout.decode()
+
+
+def test_the_plan_names_every_arm():
+    assert [arm for arm in streams.ARMS if f"`{arm}`" not in PLAN] == []
+
+
+def test_the_plan_counts_the_runs():
+    planned = len(streams.PLANNED)
+    runs_of_planned = study.count_runs("short", "additive")
+    assert f"{planned} x ({rates.NUM_TRIES} + {runs_of_planned - rates.NUM_TRIES})" in PLAN
+    others = len(streams.ARMS) - planned
+    assert f"{others} x ({rates.NUM_TRIES} + {study.count_runs('short', 'mudd') - 12})" in PLAN
+    assert f"{planned} x (3 + {study.count_runs('long', 'wide') - 3})" in PLAN

@@ -1,0 +1,31 @@
+"""The controlled comparison's model for GPUs, 6 blocks of width 384; PLAN2.md has the sweeps.
+
+AdamW and Muon have a learning rate each, and the weights decay by a rate of their own. No GPU has
+run this yet, so that the rates are those of small models on a CPU.
+"""
+
+model = "gpt-mha-rope"
+dataset = "fineweb_edu"
+block_size = 1024
+num_hidden_layers = 6
+num_attention_heads = 6
+head_dim = 64
+hidden_size = 384
+
+# 20 tokens for each of the 10.6 million parameters beside the embedding: 212 million
+max_steps = 810
+warmup_steps = 81
+global_batch_size = 256
+micro_batch_size = 32
+optimizer = "muon"
+muon_learning_rate = 2e-2
+learning_rate = 4e-3
+weight_decay_rate = 2e-2
+
+eval_interval = 100_000  # the last step alone
+eval_full = False
+eval_batches = 128
+eval_part = "second"
+log_interval = 20
+checkpoint_interval = 500
+keep_last = 1
