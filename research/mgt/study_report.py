@@ -212,7 +212,9 @@ def draw_comparisons(verdicts: list[dict]) -> object:
     labels = [shorten_claim(result["hypothesis"]) for result in reversed(judged)]
     panel.set_yticks(range(len(judged)), labels)
     panel.axvline(0, color="black", linewidth=0.8)
-    panel.set_xlabel("difference of losses, or S (nats); green: supported, red: refuted")
+    panel.set_xlabel(
+        "difference of losses (lower is better), or S (nats); green: supported, red: refuted"
+    )
     return figure
 
 
@@ -275,7 +277,7 @@ def draw_depth(settings: list[dict], bigram: float) -> object:
     panel.set(xscale="log", xlabel="blocks, at 300,000 parameters")
     panel.set_xticks(depths, [str(depth) for depth in depths])
     panel.set_xticks([], minor=True)
-    panel.set_ylabel("validation loss (nats)")
+    panel.set_ylabel("validation loss (nats; lower is better)")
     plots.add_legend(figure, entries)
     return figure
 
