@@ -311,6 +311,9 @@ def draw_figures(
 def main() -> None:
     with errors.one_line_errors():
         names, options = configurator.split_arguments(sys.argv[1:])
+        if "help" in options:
+            print((__doc__ or "").strip())
+            return
         if names or options.keys() - {"results"}:
             raise ValueError(f"{' '.join(sys.argv[1:])}: give --results=FOLDER or nothing")
         results = Path(options.get("results", "results/mgt"))

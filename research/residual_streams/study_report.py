@@ -166,9 +166,10 @@ def summarize_tolerance(rows: list[dict]) -> list[dict]:
     groups = []
     for arm in TOLERANCE:
         losses = study.select_losses(rows, arm, "short", "try")
-        if len(losses) < rates.NUM_TRIES:
+        corner_losses = study.select_losses(rows, arm, "short", "corner")
+        if len(corner_losses) < len(rates.CORNERS):
             continue
-        losses.update(study.select_losses(rows, arm, "short", "corner"))
+        losses.update(corner_losses)
         groups.append(
             {
                 "arm": arm,
@@ -514,6 +515,9 @@ def save_figures(report: dict, results: Path) -> None:
 def main() -> None:
     with errors.one_line_errors(ValueError, OSError):
         names, options = configurator.split_arguments(sys.argv[1:])
+        if "help" in options:
+            print((__doc__ or "").strip())
+            return
         if names or options.keys() - {"results"}:
             raise ValueError(f"{' '.join(sys.argv[1:])}: give --results=FOLDER or nothing")
         runner.check_dataset(study.DATASET, study.DATASET_COMMAND)

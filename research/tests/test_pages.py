@@ -188,8 +188,8 @@ def is_one_of(text: str, values: list[float]) -> bool:
 
 
 def is_compared_elsewhere(page) -> bool:
-    """Return whether test_mup.py or test_residual_streams_study.py compares the whole page."""
-    return page.name == "mup.md" or page.parent == STUDY
+    """Return whether test_mup.py compares the whole page."""
+    return page.name == "mup.md"
 
 
 @pytest.mark.parametrize(
