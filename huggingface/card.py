@@ -44,23 +44,23 @@ tags:
 
 # {name}
 
-A language model with {num_parameters:,} parameters (a tied embedding counts once), stored in \
-{dtype}. It is the variant `{stem}` of the training code for \
-[Deep Delta Learning](https://arxiv.org/abs/2601.00417); `stem.py` in this folder defines it. It is \
-a base model: it continues text, and does not follow instructions.
+This language model has {num_parameters:,} parameters, which are stored in {dtype}. A tied embedding is \
+counted once. The model is the variant `{stem}` of the training code for \
+[Deep Delta Learning](https://arxiv.org/abs/2601.00417), and `stem.py` in this folder defines it. It is \
+a base model, which continues text and does not follow instructions.
 
 ## Use
 
-With version 5 of transformers:
+With version 5 of transformers, load the model and generate text as follows:
 
 ```python
 {loading_code}
-ids = tokenizer(tokenizer.bos_token + "The", return_tensors="pt")  # every document began with this token
+ids = tokenizer(tokenizer.bos_token + "The", return_tensors="pt")  # every document in training began with this token
 print(tokenizer.decode(model.generate(**ids, do_sample=True, top_p=0.9, max_new_tokens=100)[0]))
 ```
 
-The model reads at most {block_size:,} tokens. `trust_remote_code` executes the Python files in this \
-folder; read them first.
+A sequence has at most {block_size:,} tokens. `trust_remote_code` executes the Python files in this folder, \
+so read them first.
 """
 
 
@@ -132,5 +132,5 @@ def write_card(
     model_rows = [(f"`{key}`", f"`{value}`") for key, value in vars(model.config).items()]
     sections.append(f"## Model\n\n{tables.format_markdown(('key', 'value'), model_rows)}\n")
     if commit:
-        sections.append(f"Exported by the training code at commit `{commit}`.\n")
+        sections.append(f"This folder was exported with the training code at commit `{commit}`.\n")
     return "\n".join(sections)
