@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import export
 import model.gpt
 from data import tokenizer
-from huggingface import flatten
+from huggingface import card, flatten
 from model import MODEL_NAMES, build
 from training import checkpoint
 
@@ -507,6 +507,35 @@ def test_the_card_tells_what_is_known_of_the_run(noisy_run, tmp_path):
     assert "min_lr" not in text
     assert "/some" not in text
     assert f"{build(CC, **TINY).num_parameters():,} parameters" in text
+
+
+# The papers that docs/variants.md names for the streams; the other variants are DDL's.
+PAPERS = {
+    "AttnRes-gpt-mha-rope": "2603.15031",
+    "DenseFormer-gpt-mha-rope": "2402.02622",
+    "GatedResidual-gpt-mha-rope": "2608.30320",
+    "HC-gpt-mha-rope": "2409.19606",
+    "LAuReL-gpt-mha-rope": "2411.07501",
+    "Lambdas-gpt-mha-rope": "2410.17897",
+    "MGT-gpt-mha": None,
+    "MUDD-gpt-mha-rope": "2502.12170",
+    "ReZero-gpt-mha-rope": "2003.04887",
+    "conv-gpt-mha-rope": "2512.17351",
+    "gpt-mha-rope": None,
+    "mHC-gpt-mha-rope": "2512.24880",
+    "wide-gpt-mha-rope": None,
+}
+
+
+@pytest.mark.parametrize("variant", MODEL_NAMES)
+def test_the_card_names_the_paper_of_its_variant_alone(variant):
+    text = card.write_card(
+        "name", variant, build(variant, **TINY), dtype="float32", commit=None, state={}, records=[]
+    )
+    paper = PAPERS.get(variant, "2601.00417")
+    expected = [] if paper is None else [paper]
+    assert re.findall(r"\(https://arxiv.org/abs/([\d.]+)\)", text) == expected
+    assert f"variant `{variant}`" in text
 
 
 def test_the_card_of_an_exported_folder_exported_again_says_nothing_of_training(

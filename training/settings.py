@@ -18,7 +18,7 @@ from training.config import TrainConfig, check_run, read_arguments
 from utils import errors, machine
 
 # Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
-KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds")
+KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")
 
 
 class Settings(NamedTuple):
