@@ -1,7 +1,5 @@
 """The model card of an exported folder, written from what the run has recorded."""
 
-import importlib
-import re
 from pathlib import Path
 
 from model.gpt import GPT
@@ -40,37 +38,30 @@ CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 tags:
+- deep-delta-learning
 - {stem}
 ---
 
 # {name}
 
-A language model with {num_parameters:,} parameters (a tied embedding counts once), stored in \
-{dtype}. It is a base model: it continues text, and does not follow instructions. Its residual \
-connections are those of the variant `{stem}`; `stem.py` in this folder defines them.
-
-{description}
+This language model has {num_parameters:,} parameters, which are stored in {dtype}. A tied embedding is \
+counted once. The model is the variant `{stem}` of the training code for \
+[Deep Delta Learning](https://arxiv.org/abs/2601.00417), and `stem.py` in this folder defines it. It is \
+a base model, which continues text and does not follow instructions.
 
 ## Use
 
-With version 5 of transformers:
+With version 5 of transformers, load the model and generate text as follows:
 
 ```python
 {loading_code}
-ids = tokenizer(tokenizer.bos_token + "The", return_tensors="pt")  # every document began with this token
+ids = tokenizer(tokenizer.bos_token + "The", return_tensors="pt")  # every document in training began with this token
 print(tokenizer.decode(model.generate(**ids, do_sample=True, top_p=0.9, max_new_tokens=100)[0]))
 ```
 
-The model reads at most {block_size:,} tokens. `trust_remote_code` executes the Python files in this \
-folder; read them first.
+A sequence has at most {block_size:,} tokens. `trust_remote_code` executes the Python files in this folder, \
+so read them first.
 """
-
-
-def describe_variant(variant: str) -> str:
-    """Return the first line of a variant's docstring, with links to the papers that it names."""
-    docstring = importlib.import_module(f"model.{variant}").__doc__ or ""
-    first_line = docstring.strip().partition("\n")[0]
-    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", first_line)
 
 
 def describe_training(state: dict, records: list[dict]) -> list[tuple[str, str]]:
@@ -128,7 +119,6 @@ def write_card(
         CARD.format(
             name=name,
             stem=variant,
-            description=describe_variant(variant),
             dtype=dtype,
             num_parameters=model.num_parameters(),
             block_size=model.config.block_size,
@@ -142,5 +132,5 @@ def write_card(
     model_rows = [(f"`{key}`", f"`{value}`") for key, value in vars(model.config).items()]
     sections.append(f"## Model\n\n{tables.format_markdown(('key', 'value'), model_rows)}\n")
     if commit:
-        sections.append(f"Exported by the training code at commit `{commit}`.\n")
+        sections.append(f"This folder was exported with the training code at commit `{commit}`.\n")
     return "\n".join(sections)

@@ -138,7 +138,14 @@ class Append(nn.Module):
             return *state, h
         return *state[:-1], state[-1] + h
 
-    def statistics(self, state, h, x_in, c, written) -> dict[str, torch.Tensor]:
+    def statistics(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: tuple[torch.Tensor, torch.Tensor],
+        c: torch.Tensor,
+        written: tuple[torch.Tensor, ...],
+    ) -> dict[str, torch.Tensor]:
         """Return, for each token (B, T), the embedding's weight and the effective number of sources.
 
         The latter is the exponential of the entropy of the weights.

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -288,7 +288,12 @@ class MixAndAdd(nn.Module):
         return (mixed + write[..., None] * h.unsqueeze(2)).to(state.dtype)
 
     def statistics(
-        self, state, h, connection: ConnectionOutput, c, written
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        connection: ConnectionOutput,
+        c: torch.Tensor,
+        written: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """Return, for each token (B, T), statistics of the mixing matrix.
 
@@ -504,12 +509,12 @@ def tokens_first(matrices: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return matrices.permute(2, 0, 1).reshape(like.shape).contiguous()
 
 
-def save_logits(ctx, inputs: tuple, output: torch.Tensor) -> None:
+def save_logits(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
     logits, ctx.iterations, ctx.eps = inputs
     ctx.save_for_backward(logits)
 
 
-def backward_of_sinkhorn_knopp(ctx, gradient: torch.Tensor) -> tuple:
+def backward_of_sinkhorn_knopp(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     (logits,) = ctx.saved_tensors
     return sinkhorn_knopp_backward(gradient, logits, ctx.iterations, ctx.eps), None, None
 

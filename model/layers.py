@@ -4,7 +4,7 @@ Notation in shapes: B batch, T tokens, d hidden_size, H heads.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,13 +93,14 @@ def _(x, weight, bias):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def save_factors(ctx, inputs: tuple, output: torch.Tensor) -> None:
+def save_factors(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
     x, weight, bias = inputs
     ctx.save_for_backward(x, weight)
     ctx.has_bias = bias is not None
 
 
-def linear_backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x, weight and bias; None where they are not needed."""
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
     grad_rows = grad_output.flatten(0, -2)

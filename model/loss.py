@@ -1,5 +1,7 @@
 """The cross-entropy of a linear layer, computed without all of its logits in memory at once."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -68,7 +70,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients in the forward pass; backward multiplies them by that of the loss."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, scale, chunk_size):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        chunk_size: int,
+    ) -> torch.Tensor:
         loss, hidden_grad, weight_grad = loss_and_gradients(
             hidden, weight, targets, scale, chunk_size, with_gradients=True
         )
@@ -77,7 +86,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, loss_grad):
+    def backward(ctx: Any, loss_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return (
             (hidden_grad * loss_grad).to(hidden_grad.dtype),

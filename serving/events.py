@@ -229,7 +229,7 @@ def generate_events(
     pieces = Pieces(tokenizer, stop)
     num_new_tokens = 0
     unread = prompt  # the tokens that the next pass reads for the first time
-    reason = "all new tokens made"
+    reason = "reached max_new_tokens"
     yield {"seed": seed}
     with model.through(recorder):
         for [token] in generation:
@@ -253,7 +253,7 @@ def generate_events(
             if num_new_tokens == max_new_tokens:
                 break
             if is_cancelled():
-                reason = "the server ends"
+                reason = "the server is shutting down"
                 break
             num_new_tokens += 1
             unread = [token]

@@ -52,9 +52,9 @@ export function shown(value) {
 // Fill the legend: #lowest, #middle, #highest and the stripe #scale.
 export function describeColors(colors, gate) {
   const text = (id, value) => (document.getElementById(id).textContent = value);
-  text("lowest", gate ? "0 keep" : shown(colors.lowest));
-  text("highest", gate ? "2 reflect" : shown(colors.highest));
-  text("middle", gate ? "1 overwrite" : colors.name === "gate" ? "0" : "");
+  text("lowest", gate ? "0: keeps the state" : shown(colors.lowest));
+  text("highest", gate ? "2: reflects it" : shown(colors.highest));
+  text("middle", gate ? "1 (white): replaces what it holds along k" : colors.name === "gate" ? "0" : "");
   const stops = [0, 1, 2, 3, 4].map((i) => `var(--${colors.name}-${i})`);
   document.getElementById("scale").style.background = `linear-gradient(to right, ${stops.join(", ")})`;
 }

@@ -11,6 +11,7 @@ let statistic = null; // of model.statistics: the one that is shown
 let rowNames = []; // of the heat map
 let tint = 0; // the row that colors the text
 let running = null; // an AbortController while text is generated
+const SUBLAYERS = { attn: "attention", mlp: "MLP" };
 
 function element(tag, text, properties = {}) {
   return Object.assign(document.createElement(tag), { textContent: text }, properties);
@@ -21,7 +22,6 @@ function element(tag, text, properties = {}) {
 async function describe() {
   model = await (await fetch("/model")).json();
   const facts = [
-    ["", model.model],
     ["parameters", model.parameters.toLocaleString("en")],
     ["step", model.step?.toLocaleString("en")],
     ["best validation loss", model.best_validation_loss?.toFixed(3)],
@@ -30,10 +30,11 @@ async function describe() {
   ];
   for (const [name, value] of facts.filter(([, value]) => value !== undefined)) {
     const pair = document.createElement("div");
-    pair.append(...(name ? [element("dt", name)] : []), element("dd", value));
+    pair.append(element("dt", name), element("dd", value));
     $("facts").append(pair);
   }
   document.title = `${model.model} · Deep Delta Learning`;
+  $("title").textContent = model.model;
   fillForm();
   if (model.statistics.length) {
     model.statistics.forEach(({ name }) => $("statistic").append(element("option", name, { value: name })));
@@ -60,7 +61,7 @@ function choose(name) {
   rowNames = statistic.sites.length > 1 ? ["mean", ...statistic.sites] : statistic.sites;
   tokens.forEach((token) => (token.rows = rowsOf(token)));
   map.setRows(rowNames.length);
-  $("map_title").replaceChildren(`${name} `, element("span", "of every token at every site", { className: "muted" }));
+  $("map_title").replaceChildren(`${name} `, element("span", "of each token at each sublayer", { className: "muted" }));
   setUpRows();
   color();
 }
@@ -84,20 +85,21 @@ function setUpRows() {
   $("sites").style.paddingTop = "64px";
   $("sites").replaceChildren(
     ...rowNames.map((name, row) => {
-      const button = element("button", name, { type: "button", title: `tint the text by ${rowTitle(row)}` });
+      const button = element("button", name, { type: "button", title: `color the text by ${rowTitle(row)}` });
       button.setAttribute("role", "radio");
       button.style.height = `${map.height}px`;
       button.addEventListener("click", () => setTint(row));
       return button;
     }),
   );
-  setTint(0);
+  // a single site: the mean over all of them is pale
+  setTint(rowNames.length - 1);
 }
 
 function place(row) {
-  if (rowNames[row] === "mean") return "mean of all sites";
+  if (rowNames[row] === "mean") return "mean of all sublayers";
   const [block, site, again] = rowNames[row].split(" ");
-  return `the ${site} site of block ${block}${again ? ` ${again}` : ""}`;
+  return `${SUBLAYERS[site] ?? site} of block ${block}${again ? ` ${again}` : ""}`;
 }
 
 function rowTitle(row) {
@@ -107,7 +109,7 @@ function rowTitle(row) {
 function setTint(row) {
   tint = row;
   [...$("sites").children].forEach((button, i) => button.setAttribute("aria-checked", String(i === row)));
-  $("tint_name").textContent = `tinted by ${rowTitle(row)}`;
+  $("tint_name").textContent = `colored by ${rowTitle(row)}`;
   tokens.forEach(paint);
 }
 
@@ -196,7 +198,9 @@ async function* lines(response) {
 function fail(message) {
   $("error").textContent = message;
   $("error").hidden = !message;
-  if (message) $("status").textContent = "";
+  if (!message) return;
+  $("status").textContent = "";
+  $("error").scrollIntoView({ block: "nearest" }); // on a phone it may be out of view
 }
 
 async function generate() {
@@ -213,7 +217,7 @@ async function generate() {
     await follow(response);
   } catch (error) {
     if (error.name === "AbortError") stopped();
-    else fail(error instanceof TypeError ? "the server does not respond; see its terminal" : error.message);
+    else fail(error instanceof TypeError ? "The server does not respond; see its terminal." : error.message);
   } finally {
     running = null;
     setRunning(false);
@@ -236,7 +240,7 @@ async function follow(response) {
       say(event.new_tokens, event.seconds, seed, event.end);
     }
   }
-  if (!ended) throw new Error("the server closed the connection before the end; see its terminal");
+  if (!ended) throw new Error("The server closed the connection before the text was complete; see its terminal.");
 }
 
 function say(made, seconds, seed, end) {
@@ -252,7 +256,7 @@ function setRunning(on) {
   $("generate").disabled = on;
   $("stop").disabled = !on;
   document.body.classList.toggle("running", on);
-  if (on) $("status").textContent = "reading the prompt";
+  if (on) $("status").textContent = "Processing the prompt…";
 }
 
 function stop() {
@@ -274,4 +278,4 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   map.redraw();
 });
 
-describe().catch(() => fail("the server does not respond; see its terminal"));
+describe().catch(() => fail("The server does not respond; see its terminal."));

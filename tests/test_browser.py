@@ -44,7 +44,7 @@ def chromium():
 def page(chromium, address):
     chromium.get_log("browser")  # forget what was said before
     chromium.get(address)
-    wait_for(lambda: "DDL-gpt-mha-rope" in text(chromium, "facts"))
+    wait_for(lambda: "DDL-gpt-mha-rope" in text(chromium, "title"))
     yield chromium
     assert chromium.get_log("browser") == []
 
@@ -137,7 +137,7 @@ def test_pointing_and_tinting(page, address):
     tokens = sent(address, prompt="ab", max_new_tokens=10, seed=1)
     point_at(page, 4, 3)
     assert tip_of(tokens[4], 2) in text(page, "tip")
-    assert "the attn site of block 1" in text(page, "tip")
+    assert "attention of block 1" in text(page, "tip")
     assert "token 4" in text(page, "tip")
     lit = page.find_elements("css selector", "#text .lit")
     assert [e.get_attribute("data-token") for e in lit] == ["4"]
@@ -161,7 +161,7 @@ def test_pointing_and_tinting(page, address):
                 sum(token["statistics"]["beta"]) / 4 if row == 0 else token["statistics"]["beta"][1]
             )
             assert tint[:3] == pytest.approx(color(beta), abs=1)
-    assert "tinted by beta, the mlp site of block 0" in page.find_element("id", "text_title").text
+    assert "colored by beta, MLP of block 0" in page.find_element("id", "text_title").text
     from selenium.webdriver import ActionChains
 
     ActionChains(page).move_to_element(
@@ -169,6 +169,34 @@ def test_pointing_and_tinting(page, address):
     ).perform()
     assert 'token 1 "a"' in text(page, "tip")
     assert tip_of(tokens[1], 1) in text(page, "tip")
+
+
+def test_the_last_sublayer_colors_the_text_at_first(page, address):
+    run(page, prompt="ab", max_new_tokens="3", seed="1")
+    assert "colored by beta, MLP of block 1" in text(page, "text_title")
+    gates = sent(address, prompt="ab", max_new_tokens=3, seed=1)[1]["statistics"]["beta"]
+    span = page.find_elements("css selector", "#text span")[1]
+    rgba = json.loads(
+        span.value_of_css_property("background-color").replace("rgba(", "[").replace(")", "]")
+    )
+    assert rgba[:3] == pytest.approx(color(gates[-1]), abs=1)
+
+
+def test_the_page_is_named_after_the_model(page):
+    assert page.title.startswith("DDL-gpt-mha-rope")
+    assert text(page, "title") == "DDL-gpt-mha-rope"
+
+
+def test_an_error_is_in_view_on_a_phone(page):
+    size = page.get_window_size()
+    page.set_window_size(500, 500)
+    try:
+        run(page, prompt="ab", temperature="-1")
+        top = page.execute_script("return error.getBoundingClientRect().bottom")
+        assert 0 < top <= page.execute_script("return innerHeight")
+    finally:
+        page.set_window_size(size["width"], size["height"])
+        page.get_log("browser")  # the answer 400 is expected
 
 
 def test_keys(page, address):
@@ -342,7 +370,8 @@ def test_a_model_without_statistics_says_so(chromium):
         assert not chromium.find_element("id", "map").is_displayed()
         assert text(chromium, "tint_name") == ""
         assert text(chromium, "facts").split("\n") == [
-            "gpt-mha-rope", "parameters", "7,052", "tokenizer", "bytes", "context", "16",
+            "parameters", "7,052", "tokenizer", "bytes", "context", "16",
         ]  # fmt: skip
+        assert text(chromium, "title") == "gpt-mha-rope"
     run(chromium)
-    assert text(chromium, "error") == "the server does not respond; see its terminal"
+    assert text(chromium, "error") == "The server does not respond; see its terminal."

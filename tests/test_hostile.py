@@ -1,5 +1,7 @@
-"""Folders that are damaged, foreign or hostile: one line that names file and fault, and nothing in
-them executed.
+"""Folders of models that are damaged, foreign or hostile.
+
+Loading one must raise an error of one line that names the folder and the fault, and must not execute
+anything in it.
 """
 
 import io
@@ -7,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,26 +24,35 @@ KINDS = ["checkpoint", "exported", "released"]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """One folder of each kind, of the same model."""
+def valid_folders(tmp_path_factory) -> Path:
+    """Return a folder with one folder of each kind, all of the same model."""
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("whole")
-    made = build_noisy(CC, {})
-    save_run(folder / "run", made, CC)
+    folder = tmp_path_factory.mktemp("valid")
+    model = build_noisy(CC, {})
+    save_run(folder / "run", model, CC)
     shutil.copytree(folder / "run" / "checkpoints" / "step_00000007", folder / "checkpoint")
     export_run(folder / "run", folder / "exported")
-    save_released(made, folder / "released", model_type="x", ddl_state_shortconv_kernel_size=4)
+    save_released(model, folder / "released", model_type="x", ddl_state_shortconv_kernel_size=4)
     shutil.copy(folder / "exported" / "tokenizer.json", folder / "released")
     return folder
 
 
 @pytest.fixture(params=KINDS)
-def folder(request, whole, tmp_path):
-    return Path(shutil.copytree(whole / request.param, tmp_path / request.param))
+def folder(request, valid_folders, tmp_path) -> Path:
+    """Return a copy of a valid folder, of each kind in turn."""
+    return Path(shutil.copytree(valid_folders / request.param, tmp_path / request.param))
 
 
-def refused(folder: Path) -> str:
-    """What loading says; a checkpoint's sums are right, as a hostile one's would be."""
+@pytest.fixture
+def exported_folder(valid_folders, tmp_path) -> Path:
+    return Path(shutil.copytree(valid_folders / "exported", tmp_path / "exported"))
+
+
+def read_refusal(folder: Path) -> str:
+    """Check that the folder cannot be loaded, and return the error.
+
+    The checksums of a checkpoint are made valid, as those of a hostile one would be.
+    """
     if (folder / "state.json").exists() and not (folder / "model.safetensors").is_symlink():
         write_checksums(folder)
     with pytest.raises(ValueError, match=r".+") as error:
@@ -51,100 +63,132 @@ def refused(folder: Path) -> str:
     return line
 
 
-def change_weights(folder: Path, change) -> None:
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def config_of(folder: Path) -> Path:
-    """The file with the model's keys."""
-    return folder / ("state.json" if (folder / "state.json").exists() else "config.json")
+def find_config(folder: Path) -> Path:
+    """Return the file with the model's config."""
+    state = folder / "state.json"
+    return state if state.exists() else folder / "config.json"
 
 
-def change_config(folder: Path, **keys) -> None:
-    content = json.loads(config_of(folder).read_text())
-    content.get("model_config", content).update(keys)
-    config_of(folder).write_text(json.dumps(content))
+def change_config(folder: Path, **settings) -> None:
+    content = json.loads(find_config(folder).read_text())
+    content.get("model_config", content).update(settings)
+    find_config(folder).write_text(json.dumps(content))
 
 
-def test_whole_folders_load(folder):
-    made, encoding, state = checkpoint.load_model(folder, "cpu")
+def change_tokenizer(folder: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change(content)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_valid_folders_load(folder):
+    model, encoding, state = checkpoint.load_model(folder, "cpu")
     assert state["model"] == CC
     assert encoding.n_vocab == 257
-    assert made.num_parameters() > 0
+    assert model.num_parameters() > 0
 
 
-def archive(trap: Trap) -> bytes:
-    """As torch.save pickles it."""
+# ---- pickles ----
+
+
+def pickle_with_torch(trap: Trap) -> bytes:
     content = io.BytesIO()
     torch.save({"ln_f.weight": trap}, content)
     return content.getvalue()
 
 
-@pytest.mark.parametrize("packed", [pickle.dumps, archive])
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "tokenizer.json", "config.json", "pytorch_model.bin"]
-)
-def test_pickles_are_not_executed(folder, name, packed, tmp_path):
+def test_the_trap_is_executed_by_unpickling(tmp_path):
+    """A pickle that is executed is seen by the tests below."""
+    pickle.loads(pickle.dumps(Trap(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("to_pickle", [pickle.dumps, pickle_with_torch])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_pickles_are_not_executed(folder, name, to_pickle, tmp_path):
     trap = tmp_path / "executed"
-    pickle.loads(pickle.dumps(Trap(trap)))
-    assert trap.exists()  # the payload works
-    trap.unlink()
-    name = config_of(folder).name if name == "config.json" else name
-    if name == "pytorch_model.bin":
-        (folder / "model.safetensors").unlink()
-    (folder / name).write_bytes(packed(Trap(trap)))
-    if folder.name == "checkpoint" and name == "pytorch_model.bin":
-        with pytest.raises(ValueError, match="is missing"):  # ours is safetensors or nothing
-            checkpoint.load_model(folder, "cpu")
-    else:
-        assert name in refused(folder)
+    if name == "config.json":
+        name = find_config(folder).name
+    (folder / name).write_bytes(to_pickle(Trap(trap)))
+    assert name in read_refusal(folder)
     assert not trap.exists()
+
+
+@pytest.mark.parametrize("to_pickle", [pickle.dumps, pickle_with_torch])
+def test_pickled_weights_are_not_executed(folder, to_pickle, tmp_path):
+    trap = tmp_path / "executed"
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(to_pickle(Trap(trap)))
+    # a checkpoint has its weights in model.safetensors only
+    message = "is missing" if folder.name == "checkpoint" else "pytorch_model.bin"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load_model(folder, "cpu")
+    assert not trap.exists()
+
+
+# ---- weights ----
 
 
 @pytest.mark.parametrize("cut", [0, 100, -1])
 def test_truncated_weights(folder, cut):
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:cut])
-    assert "model.safetensors is damaged or unreadable" in refused(folder)
+    assert "model.safetensors is damaged or unreadable" in read_refusal(folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_non_finite_weights(folder, value):
-    def spoil(tensors):
-        tensors["transformer.h.1.mlp.c_fc1.weight"][3, 2] = value
+    name = "transformer.h.1.mlp.c_fc1.weight"
 
-    change_weights(folder, spoil)
-    assert (
-        "model.safetensors: transformer.h.1.mlp.c_fc1.weight holds NaN or infinite numbers"
-        in refused(folder)
-    )
+    def set_value(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][3, 2] = value
+
+    change_weights(folder, set_value)
+    message = f"model.safetensors: {name} holds NaN or infinite numbers"
+    assert message in read_refusal(folder)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("transformer.h.0.ln_2.weight"), "transformer.h.0.ln_2.weight is missing"),
-        (lambda t: t.update({"extra": torch.ones(1)}), "'extra' is not one of its weights"),
-        (lambda t: t.update({"ln_f.weight": torch.ones(13)}), "ln_f.weight is (13,), needed (12,)"),
         (
-            lambda t: t.update({"ln_f.weight": torch.ones(12, dtype=torch.int64)}),
+            lambda tensors: tensors.pop("transformer.h.0.ln_2.weight"),
+            "transformer.h.0.ln_2.weight is missing",
+        ),
+        (
+            lambda tensors: tensors.update({"extra": torch.ones(1)}),
+            "'extra' is not one of its weights",
+        ),
+        (
+            lambda tensors: tensors.update({"ln_f.weight": torch.ones(13)}),
+            "ln_f.weight is (13,), needed (12,)",
+        ),
+        (
+            lambda tensors: tensors.update({"ln_f.weight": torch.ones(12, dtype=torch.int64)}),
             "'ln_f.weight' is not a tensor of",
         ),
         (
-            lambda t: t.update({"lm_head.weight": torch.ones(260, 12)}),
+            lambda tensors: tensors.update({"lm_head.weight": torch.ones(260, 12)}),
             "differs from transformer.wte.weight",
         ),
     ],
 )
 def test_weights_of_another_model(folder, change, message):
     change_weights(folder, change)
-    assert message in refused(folder)
+    assert message in read_refusal(folder)
+
+
+# ---- configs and states ----
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("settings", "message"),
     [
         (
             {"num_hidden_layers": 10**9},
@@ -160,9 +204,9 @@ def test_weights_of_another_model(folder, change, message):
         ({"rope_base": float("nan")}, "rope_base=nan: give a finite number"),
     ],
 )
-def test_configs_that_cannot_be(folder, keys, message):
-    change_config(folder, **keys)
-    assert message in refused(folder)
+def test_impossible_configs(folder, settings, message):
+    change_config(folder, **settings)
+    assert message in read_refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -170,113 +214,153 @@ def test_configs_that_cannot_be(folder, keys, message):
 )
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_files_that_are_not_json(folder, text, message, name):
-    name = config_of(folder).name if name == "config.json" else name
+    if name == "config.json":
+        name = find_config(folder).name
     (folder / name).write_text(text)
-    line = refused(folder)
+    line = read_refusal(folder)
     assert message in line
     assert name in line
 
 
 @pytest.mark.parametrize(("key", "value"), [("model", 5), ("step", "7"), ("corpus", None)])
-def test_states_of_wrong_types(whole, tmp_path, key, value):
-    folder = Path(shutil.copytree(whole / "checkpoint", tmp_path / "c"))
+def test_states_of_wrong_types(valid_folders, tmp_path, key, value):
+    folder = Path(shutil.copytree(valid_folders / "checkpoint", tmp_path / "checkpoint"))
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, key: value}))
-    assert f"state.json is damaged: {key} is not" in refused(folder)
+    assert f"state.json is damaged: {key} is not" in read_refusal(folder)
 
 
 @pytest.mark.parametrize("stem", [5, "../../evil-stem"])
-def test_unknown_variants(whole, tmp_path, stem):
-    folder = Path(shutil.copytree(whole / "exported", tmp_path / "e"))
-    change_config(folder, stem=stem)
+def test_unknown_models(exported_folder, stem):
+    change_config(exported_folder, stem=stem)
     with pytest.raises(ValueError, match=r"stem=|is not a model variant"):
-        checkpoint.load_model(folder, "cpu")
+        checkpoint.load_model(exported_folder, "cpu")
 
 
-def change_tokenizer(folder: Path, change) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    change(content)
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+# ---- tokenizers ----
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.pop("model"), "tokenizer.json"),
-        (lambda c: c["model"].update(vocab=5), "tokenizer.json"),
+        (lambda content: content.pop("model"), "tokenizer.json"),
+        (lambda content: content["model"].update(vocab=5), "tokenizer.json"),
         (
-            lambda c: c["model"]["vocab"].update(a=300),
+            lambda content: content["model"]["vocab"].update(a=300),
             "the tokenizer has 301 tokens, but the model",
         ),
-        (lambda c: c["model"]["vocab"].update(a=-1), "tokenizer.json"),
-        (lambda c: c.update(added_tokens=[]), "end-of-text"),
+        (lambda content: content["model"]["vocab"].update(a=-1), "tokenizer.json"),
+        (lambda content: content.update(added_tokens=[]), "end-of-text"),
     ],
 )
-def test_files_that_are_no_tokenizer(whole, tmp_path, change, message):
-    folder = Path(shutil.copytree(whole / "exported", tmp_path / "e"))
-    change_tokenizer(folder, change)
-    assert message in refused(folder)
+def test_files_that_are_no_tokenizer(exported_folder, change, message):
+    change_tokenizer(exported_folder, change)
+    assert message in read_refusal(exported_folder)
 
 
-def test_a_tokenizer_of_another_form_is_read_by_the_library(whole, tmp_path):
-    folder = Path(shutil.copytree(whole / "exported", tmp_path / "e"))
-    change_tokenizer(folder, lambda c: c.update(normalizer={"type": "NFC"}))
-    _, model_tokenizer, _ = checkpoint.load_model(folder, "cpu")
+def test_a_tokenizer_of_another_form_is_read_by_the_library(exported_folder):
+    change_tokenizer(exported_folder, lambda content: content.update(normalizer={"type": "NFC"}))
+    _, model_tokenizer, _ = checkpoint.load_model(exported_folder, "cpu")
     assert model_tokenizer.encode("e\u0301") == model_tokenizer.encode("\u00e9")
 
 
 def test_a_tokenizer_of_another_size(folder):
-    content = json.loads((folder / "tokenizer.json").read_text())
-    if "tokens" in content:
-        content["tokens"] += ["YWI=", "YWM=", "YWQ=", "YWU="]
-    else:
-        content["model"]["vocab"] |= {"ab": 256, "ac": 257, "ad": 258, "ae": 259}
-        content["added_tokens"][0]["id"] = 260
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert "the tokenizer has 261 tokens, but the model has only vocab_size=260" in refused(folder)
+    def add_tokens(content: dict) -> None:
+        if "tokens" in content:
+            content["tokens"] += ["YWI=", "YWM=", "YWQ=", "YWU="]
+        else:
+            content["model"]["vocab"].update({"ab": 256, "ac": 257, "ad": 258, "ae": 259})
+            content["added_tokens"][0]["id"] = 260
+
+    change_tokenizer(folder, add_tokens)
+    message = "the tokenizer has 261 tokens, but the model has only vocab_size=260"
+    assert message in read_refusal(folder)
 
 
-def sharded(folder: Path) -> dict:
-    """The weights as two files and an index, as transformers writes large models."""
+# ---- weights in several files ----
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.fixture(params=["exported", "released"])
+def sharded_folder(request, valid_folders, tmp_path) -> Path:
+    """Return a folder whose weights are two files, as transformers writes large models.
+
+    The index with the file of each tensor is not written.
+    """
+    folder = Path(shutil.copytree(valid_folders / request.param, tmp_path / request.param))
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    names, parts = (
-        sorted(tensors),
-        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
-    )
-    files = {name: parts[number % 2] for number, name in enumerate(names)}
-    for part in parts:
-        save_file({name: tensors[name] for name in names if files[name] == part}, folder / part)
-    return files
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[0::2]}, folder / SHARDS[0])
+    save_file({name: tensors[name] for name in names[1::2]}, folder / SHARDS[1])
+    return folder
 
 
-@pytest.mark.parametrize("kind", ["exported", "released"])
-def test_shards_are_read_by_their_index(whole, tmp_path, kind):
-    folder = Path(shutil.copytree(whole / kind, tmp_path / kind))
-    files, index = sharded(folder), folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    made, before = (
-        checkpoint.load_model(path, "cpu")[0].state_dict() for path in (folder, whole / kind)
-    )
-    assert all(torch.equal(made[name], before[name]) for name in before)
+def write_index(folder: Path, **changes) -> None:
+    """Write the index of a sharded folder, with the file of some tensors changed."""
+    weight_map = {name: shard for shard in SHARDS for name in load_file(folder / shard)}
+    weight_map.update(changes)
+    write_weight_map(folder, weight_map)
+
+
+def write_weight_map(folder: Path, weight_map: object) -> None:
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_shards_are_read_by_their_index(sharded_folder, valid_folders):
+    write_index(sharded_folder)
+    model, _, _ = checkpoint.load_model(sharded_folder, "cpu")
+    original, _, _ = checkpoint.load_model(valid_folders / sharded_folder.name, "cpu")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in original.state_dict().items())
+
+
+def test_a_shard_outside_the_folder_is_refused(sharded_folder, tmp_path):
     outside = tmp_path / "outside.safetensors"
-    shutil.copy(folder / "model-00001-of-00002.safetensors", outside)
-    for name in ("../outside.safetensors", str(outside), "config.json", 5):
-        index.write_text(json.dumps({"weight_map": {**files, "ln_f.weight": name}}))
-        assert "model.safetensors.index.json" in refused(folder)
-    index.write_text(json.dumps({"weight_map": []}))
-    assert "weight_map is [], needed the file of each tensor" in refused(folder)
-    index.write_text(json.dumps({"weight_map": {**files, "ln_f.weight": "model-3.safetensors"}}))
-    assert "model-3.safetensors is damaged or unreadable" in refused(folder)
-    index.write_text(json.dumps({"weight_map": {"a": files["transformer.wte.weight"]}}))
-    assert "is missing" in refused(folder)
-    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-3.safetensors")
-    index.write_text(json.dumps({"weight_map": {**files, "x": "model-3.safetensors"}}))
-    assert "is in another file as well" in refused(folder)
+    shutil.copy(sharded_folder / SHARDS[0], outside)
+    for name in ("../outside.safetensors", str(outside)):
+        write_index(sharded_folder, **{"ln_f.weight": name})
+        assert "model.safetensors.index.json" in read_refusal(sharded_folder)
 
 
-def test_pairs_that_do_not_fit(whole, tmp_path):
-    folder = Path(shutil.copytree(whole / "released", tmp_path / "r"))
+@pytest.mark.parametrize("name", ["config.json", 5])
+def test_a_shard_that_is_no_safetensors_file_is_refused(sharded_folder, name):
+    write_index(sharded_folder, **{"ln_f.weight": name})
+    assert "model.safetensors.index.json" in read_refusal(sharded_folder)
+
+
+def test_an_index_that_is_no_map_is_refused(sharded_folder):
+    write_weight_map(sharded_folder, [])
+    message = "weight_map is [], needed the file of each tensor"
+    assert message in read_refusal(sharded_folder)
+
+
+def test_a_shard_that_does_not_exist_is_refused(sharded_folder):
+    write_index(sharded_folder, **{"ln_f.weight": "model-3.safetensors"})
+    assert "model-3.safetensors is damaged or unreadable" in read_refusal(sharded_folder)
+
+
+def test_an_index_without_the_weights_is_refused(sharded_folder):
+    [shard] = [
+        shard for shard in SHARDS if "transformer.wte.weight" in load_file(sharded_folder / shard)
+    ]
+    write_weight_map(sharded_folder, {"a": shard})
+    assert "is missing" in read_refusal(sharded_folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(sharded_folder):
+    shutil.copy(sharded_folder / SHARDS[0], sharded_folder / "model-3.safetensors")
+    write_index(sharded_folder, x="model-3.safetensors")
+    assert "is in another file as well" in read_refusal(sharded_folder)
+
+
+# ---- releases and exports ----
+
+
+def test_pairs_that_do_not_fit(valid_folders, tmp_path):
+    folder = Path(shutil.copytree(valid_folders / "released", tmp_path / "released"))
     change_weights(folder, lambda tensors: tensors.update({"readout.read": torch.ones(3)}))
     with pytest.raises(
         ValueError, match=r"readout\.weight \(12, 4\) and readout\.read \(3,\) do not form a pair"
@@ -284,9 +368,8 @@ def test_pairs_that_do_not_fit(whole, tmp_path):
         checkpoint.load_model(folder, "cpu")
 
 
-def test_code_in_a_folder_is_not_executed(whole, tmp_path):
-    folder = Path(shutil.copytree(whole / "exported", tmp_path / "e"))
+def test_code_in_a_folder_is_not_executed(exported_folder, tmp_path):
     for name in ("stem.py", "modeling_ddl.py", "gpt.py"):
-        (folder / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    checkpoint.load_model(folder, "cpu")
-    assert os.listdir(tmp_path) == ["e"]
+        (exported_folder / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    checkpoint.load_model(exported_folder, "cpu")
+    assert os.listdir(tmp_path) == ["exported"]

@@ -22,9 +22,9 @@ def test_a_mistake_is_said_once_and_stands_at_the_end_of_torchruns_report(corpus
     lines = result.stderr.rstrip().splitlines()
     assert result.returncode == 1
     line = "train.py: error: unknown key --max_stepz, did you mean max_steps, "
-    said = [number for number, text in enumerate(lines) if text.startswith(line)]
-    assert len(said) == 2  # by the first process, and by torchrun
-    assert said[1] == len(lines) - 2  # only a ruler follows
+    error_lines = [number for number, text in enumerate(lines) if text.startswith(line)]
+    assert len(error_lines) == 2  # by the first process, and by torchrun
+    assert error_lines[1] == len(lines) - 2  # only a ruler follows
     assert set(lines[-1]) == {"="}
     assert "[rank 1]" not in result.stderr
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Your own tokenizer.json: ids as transformers computes them, uint32 shards, resuming, and errors."""
+"""A user's tokenizer.json makes the ids that transformers makes, in corpora, runs and exports."""
 
 import hashlib
 import json
@@ -31,12 +31,13 @@ EXTRA = ["👩‍👩‍👧", "🙂🙂", "  ", "\t", "\n\n", "   \n", "…", "
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts of one script each, in turn, with emoji and whitespace."""
-    draw = random.Random(seed)
+    """Return texts of one script each, in turn, with emoji and whitespace."""
+    generator = random.Random(seed)
     texts = []
     for index in range(count):
         words = list(SCRIPTS.values())[index % len(SCRIPTS)].split()
-        texts.append(" ".join(draw.choices([*words, *EXTRA], k=draw.randrange(1, 60))))
+        num_words = generator.randrange(1, 60)
+        texts.append(" ".join(generator.choices([*words, *EXTRA], k=num_words)))
     return texts
 
 
@@ -52,7 +53,7 @@ def save(folder: Path, library, eos_token: str | dict | None) -> Path:
 
 
 def train_byte_level(folder: Path) -> Path:
-    """GPT-2's kind, with a beginning-of-text token that its post-processor adds."""
+    """Train a tokenizer of GPT-2's kind, whose post-processor adds a beginning-of-text token."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -70,7 +71,7 @@ def train_byte_level(folder: Path) -> Path:
 
 
 def train_unigram(folder: Path) -> Path:
-    """SentencePiece's kind, with byte fallback."""
+    """Train a tokenizer of SentencePiece's kind, with byte fallback."""
     library = tokenizers.Tokenizer(tokenizers.models.Unigram())
     library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
@@ -139,26 +140,43 @@ def test_unigram_tokens_decode_to_the_text_after_a_space(folders):
         assert b"".join(map(encoding.decode_single_token_bytes, ids)).decode() == expected
 
 
-def test_special_tokens_in_a_document_are_text_and_in_a_prompt_are_tokens(folders):
+def test_special_tokens_in_a_document_are_text(folders):
     encoding = load(folders["byte-level"])
     assert 1 not in encoding.encode("a</s>b")
     assert encoding.decode(encoding.encode("a</s>b")) == "a</s>b"
+
+
+def test_special_tokens_in_a_prompt_are_tokens(folders):
+    encoding = load(folders["byte-level"])
     assert encoding.encode("a</s>b", allowed_special="all")[1] == 1
+
+
+def test_a_prompt_follows_end_of_text(folders):
+    encoding = load(folders["byte-level"])
     assert tokenizer.encode_prompt(encoding, "a") == [1, *encoding.encode("a")]
+
+
+def test_special_tokens_have_no_bytes(folders):
+    encoding = load(folders["byte-level"])
     assert encoding.special_tokens_set == {"<s>", "</s>"}
     assert encoding.bytes_by_token()[[0, 1]].tolist() == [0, 0]
 
 
-def test_a_description_rebuilds_it_from_a_checkpoint(folders, tmp_path):
-    for folder in folders.values():
-        encoding = load(folder)
-        stored = json.loads(json.dumps(tokenizer.to_json(encoding)))
-        (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-        assert tokenizer.describe(tmp_path) == stored
-        assert tokenizer.get_vocab_size(stored) == encoding.n_vocab
-        assert tokenizer.from_json(stored).encode(TEXTS[0]) == encoding.encode(TEXTS[0])
-        assert tokenizer.same_tokens(stored, tokenizer.to_json(encoding))
-    assert not tokenizer.same_tokens(stored, tokenizer.to_json(tokenizer.byte_tokenizer()))
+@pytest.mark.parametrize("kind", ["byte-level", "unigram"])
+def test_a_stored_description_rebuilds_the_tokenizer(folders, tmp_path, kind):
+    encoding = load(folders[kind])
+    stored = json.loads(json.dumps(tokenizer.to_json(encoding)))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    assert tokenizer.describe(tmp_path) == stored
+    assert tokenizer.get_vocab_size(stored) == encoding.n_vocab
+    assert tokenizer.from_json(stored).encode(TEXTS[0]) == encoding.encode(TEXTS[0])
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "unigram"])
+def test_tokenizers_are_compared_by_their_tokens(folders, kind):
+    description = tokenizer.to_json(load(folders[kind]))
+    assert tokenizer.same_tokens(description, json.loads(json.dumps(description)))
+    assert not tokenizer.same_tokens(description, tokenizer.to_json(tokenizer.byte_tokenizer()))
 
 
 # ---- corpora ----
@@ -166,7 +184,7 @@ def test_a_description_rebuilds_it_from_a_checkpoint(folders, tmp_path):
 
 @pytest.fixture
 def documents(tmp_path, monkeypatch):
-    """A .jsonl file of documents, which is read in small batches."""
+    """Return a .jsonl file of documents, which is read in small batches."""
     monkeypatch.setattr(sources, "BATCH_CHARACTERS", 300)
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -174,9 +192,15 @@ def documents(tmp_path, monkeypatch):
 
 
 def prepare(documents: Path, folder: Path, out: Path, *options: str):
-    keys = ["--val_tokens=500", "--shard_tokens=700", "--workers=2"]
     return call(
-        FINEWEB, f"--source={documents}", f"--tokenizer={folder}", f"--out={out}", *keys, *options
+        FINEWEB,
+        f"--source={documents}",
+        f"--tokenizer={folder}",
+        f"--out={out}",
+        "--val_tokens=500",
+        "--shard_tokens=700",
+        "--workers=2",
+        *options,
     )
 
 
@@ -184,7 +208,7 @@ def read_tokens(corpus) -> list[int]:
     return np.concatenate(corpus.val + corpus.train).tolist()
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
@@ -204,8 +228,8 @@ def test_a_corpus_holds_the_tokenizer_and_its_tokens(folders, documents, tmp_pat
     assert tokenizer.describe(out) == tokenizer.to_json(encoding)
     assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
     (out / "tokenizer.json").write_bytes(content + b" ")
-    refused = one_line_error(call(FINEWEB, "--verify", f"--out={out}"))
-    assert "is not the tokenizer that the corpus was prepared with" in refused
+    error = one_line_error(call(FINEWEB, "--verify", f"--out={out}"))
+    assert "is not the tokenizer that the corpus was prepared with" in error
 
 
 def test_a_killed_preparation_resumes_with_the_same_bytes(
@@ -213,31 +237,36 @@ def test_a_killed_preparation_resumes_with_the_same_bytes(
 ):
     folder = tmp_path / "tokenizer"
     shutil.copytree(folders["unigram"], folder)
-    assert prepare(documents, folder, tmp_path / "whole").returncode == 0
+    assert prepare(documents, folder, tmp_path / "uninterrupted").returncode == 0
     out = tmp_path / "out"
 
-    def killed(self, record):
+    def fail_at_shard_4(self, record):
         if record.file.endswith("000004.bin"):
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation.Preparation, "show", killed)
+        patch.setattr(preparation.Preparation, "show", fail_at_shard_4)
         with pytest.raises(MemoryError):
             prepare(documents, folder, out)
     assert not (out / "meta.json").exists()
     assert prepare(documents, folder, out, "--workers=1", "--max_tokens=4000").returncode == 0
     assert sum(map(len, open_corpus(str(out)).train)) == 3500
     assert prepare(documents, folder, out).returncode == 0
-    assert contents(out) == contents(tmp_path / "whole")
-    # another tokenizer under the same name is not taken for this one
+    assert read_contents(out) == read_contents(tmp_path / "uninterrupted")
+
+
+def test_another_tokenizer_of_the_same_name_is_refused(folders, documents, tmp_path):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(folders["unigram"], folder)
+    assert prepare(documents, folder, tmp_path / "out").returncode == 0
     shutil.copy(folders["byte-level"] / "tokenizer.json", folder)
-    refused = one_line_error(prepare(documents, folder, out))
-    assert "another preparation (tokenizer_sha256 was" in refused
+    error = one_line_error(prepare(documents, folder, tmp_path / "out"))
+    assert "another preparation (tokenizer_sha256 was" in error
 
 
 @pytest.fixture
 def large(tmp_path):
-    """A vocabulary of words of more than 16 bits: 70,000 of them, and added tokens after a gap."""
+    """Return a tokenizer of 70,000 words, whose ids need more than 16 bits, and an added token."""
     vocabulary = {"<unk>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -272,52 +301,52 @@ def test_a_vocabulary_above_65536_has_uint32_shards(large, tmp_path):
     assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
 
 
-def test_a_run_trains_and_samples_with_it(folders, documents, tmp_path):
-    out, run = tmp_path / "corpus", tmp_path / "run"
-    assert prepare(documents, folders["unigram"], out).returncode == 0
-    trained = call("train.py", *small_run(out, run, vocab_size=1216, max_steps=3))
-    assert trained.returncode == 0, trained.stderr.decode()
-    options = ["--prompt=fox", "--max_new_tokens=5", "--device=cpu"]
-    sampled = call("sample.py", run, *options)
-    assert sampled.returncode == 0, sampled.stderr.decode()
-    assert sampled.stdout.decode().startswith("fox")
-    exported = call("export.py", run, tmp_path / "exported")
-    assert exported.returncode == 0, exported.stderr.decode()
-    again = call("sample.py", tmp_path / "exported", *options)
-    assert again.stdout == sampled.stdout
-    words = ["--device=cpu", f"--val={out}", f"--out={tmp_path / 'eval'}"]
-    evaluated = call("eval.py", tmp_path / "exported", *words)
-    assert evaluated.returncode == 0, evaluated.stderr.decode()
+def test_runs_and_exports_use_the_tokenizer(folders, documents, tmp_path):
+    corpus = tmp_path / "corpus"
+    run = tmp_path / "run"
+    exported = tmp_path / "exported"
+
+    def run_script(*arguments) -> bytes:
+        result = call(*arguments)
+        assert result.returncode == 0, result.stderr.decode()
+        return result.stdout
+
+    def sample(folder: Path) -> bytes:
+        return run_script("sample.py", folder, "--prompt=fox", "--max_new_tokens=5", "--device=cpu")
+
+    assert prepare(documents, folders["unigram"], corpus).returncode == 0
+    run_script("train.py", *small_run(corpus, run, vocab_size=1216, max_steps=3))
+    assert sample(run).decode().startswith("fox")
+    run_script("export.py", run, exported)
+    assert sample(exported) == sample(run)
+    run_script("eval.py", exported, "--device=cpu", f"--val={corpus}", f"--out={tmp_path / 'eval'}")
 
 
 # ---- shards of others ----
 
 
-def version_7_shard(path: Path, ids: list[int]) -> None:
-    """llm.c's format for Llama 3: 256 int32, of which the first three count, then uint32 ids."""
+def write_version_7_shard(path: Path, ids: list[int]) -> None:
+    """Write llm.c's format for Llama 3: a header of 256 int32 and the ids as uint32.
+
+    The first three numbers of the header count.
+    """
     header = struct.pack("<256i", 20240801, 7, len(ids), *[0] * 253)
     path.write_bytes(header + struct.pack(f"<{len(ids)}I", *ids))
 
 
 @pytest.fixture
-def foreign(tmp_path):
+def llama_shards(tmp_path):
     folder = tmp_path / "foreign"
     folder.mkdir()
-    version_7_shard(folder / "x_val_000000.bin", [70_000, 1, 69_999])
-    version_7_shard(folder / "x_train_000001.bin", [70_000, 5, 65_536, 7])
+    write_version_7_shard(folder / "x_val_000000.bin", [70_000, 1, 69_999])
+    write_version_7_shard(folder / "x_train_000001.bin", [70_000, 5, 65_536, 7])
     (folder / "x_train_000002.bin").write_bytes(encode_shard([8, 9]))
     return folder
 
 
-def test_shards_of_version_7_are_read_with_their_tokenizer(large, foreign, tmp_path):
+def test_shards_of_version_7_are_read_with_their_tokenizer(large, llama_shards, tmp_path):
     out = tmp_path / "out"
-    words = [FINEWEB, f"--pretokenized={foreign}", f"--out={out}"]
-    refused = one_line_error(call(*words))
-    assert "name the tokenizer.json of these shards with --tokenizer" in refused
-    assert "cannot be the tokenizer of existing shards" in one_line_error(
-        call(*words, "--tokenizer=bytes")
-    )
-    result = call(*words, f"--tokenizer={large}")
+    result = call(FINEWEB, f"--pretokenized={llama_shards}", f"--out={out}", f"--tokenizer={large}")
     assert result.returncode == 0, result.stderr.decode()
     corpus = open_corpus(str(out))
     assert read_tokens(corpus) == [70_000, 1, 69_999, 70_000, 5, 65_536, 7, 8, 9]
@@ -327,10 +356,22 @@ def test_shards_of_version_7_are_read_with_their_tokenizer(large, foreign, tmp_p
     assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
 
 
-def test_a_damaged_id_of_32_bits_is_named_without_allocating_for_it(foreign, large, tmp_path):
-    version_7_shard(foreign / "x_train_000001.bin", [1, 4_000_000_000])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "name the tokenizer.json of these shards with --tokenizer"),
+        (["--tokenizer=bytes"], "cannot be the tokenizer of existing shards"),
+    ],
+)
+def test_shards_without_their_tokenizer_are_refused(llama_shards, tmp_path, options, message):
+    result = call(FINEWEB, f"--pretokenized={llama_shards}", f"--out={tmp_path / 'out'}", *options)
+    assert message in one_line_error(result)
+
+
+def test_a_damaged_id_of_32_bits_is_named_without_allocating_for_it(llama_shards, large, tmp_path):
+    write_version_7_shard(llama_shards / "x_train_000001.bin", [1, 4_000_000_000])
     result = call(
-        FINEWEB, f"--pretokenized={foreign}", f"--out={tmp_path / 'o'}", f"--tokenizer={large}"
+        FINEWEB, f"--pretokenized={llama_shards}", f"--out={tmp_path / 'o'}", f"--tokenizer={large}"
     )
     assert "x_train_000001.bin: token id 4000000000 is outside of the vocabulary" in (
         one_line_error(result)
@@ -351,7 +392,7 @@ def test_the_end_of_text_token_is_chosen_or_the_choices_are_named(folders, tmp_p
     assert load(tmp_path / "tokenizer.json").eot_token == 1
 
 
-WRONG = [
+INVALID_CONTENTS = [
     ({}, "it has no vocabulary"),
     ({"model": {}}, "it has no vocabulary"),
     ({"model": {"vocab": {"a": "0"}}}, "the id of 'a' is '0'"),
@@ -359,33 +400,43 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("content", "message"), WRONG)
-def test_what_is_not_a_tokenizer_json_is_refused(tmp_path, content, message):
+@pytest.mark.parametrize(("content", "message"), INVALID_CONTENTS)
+def test_another_json_file_is_refused(tmp_path, content, message):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=f"is not a tokenizer.json of the tokenizers .*{message}"):
         library_tokenizer.read_files(str(tmp_path), "a")
 
 
-MISTAKES = [
-    ("--tokenizer=nowhere", "--tokenizer=nowhere: there is no such file or folder"),
-    ("--tokenizer=EMPTY", "there is no tokenizer.json in it"),
-    ("--tokenizer=bytes --eot_token=</s>", "--eot_token=</s> has no effect with --tokenizer=bytes"),
-    ("--tokenizer=BROKEN", "is damaged: it is not valid JSON"),
-    ("--tokenizer=UNREADABLE --eot_token=a", "cannot be read by the tokenizers library"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), MISTAKES)
-def test_mistakes_end_in_one_line(documents, tmp_path, options, message):
-    for name, content in (("EMPTY", None), ("BROKEN", "{"), ("UNREADABLE", None)):
+@pytest.fixture
+def invalid_folders(tmp_path) -> dict[str, Path]:
+    """Return folders without a valid tokenizer.json."""
+    contents = {"EMPTY": None, "BROKEN": "{", "UNREADABLE": '{"model": {"vocab": {"a": 0}}}'}
+    for name, content in contents.items():
         (tmp_path / name).mkdir()
-        if content:
+        if content is not None:
             (tmp_path / name / "tokenizer.json").write_text(content)
-    (tmp_path / "UNREADABLE" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
-    words = [word.replace("tokenizer=", f"tokenizer={tmp_path}/", 1) for word in options.split()]
-    if "bytes" in options or "nowhere" in options:
-        words = options.split()
-    result = call(FINEWEB, f"--source={documents}", f"--out={tmp_path / 'out'}", *words)
+    return {name: tmp_path / name for name in contents}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokenizer=nowhere"], "--tokenizer=nowhere: there is no such file or folder"),
+        (["--tokenizer={EMPTY}"], "there is no tokenizer.json in it"),
+        (
+            ["--tokenizer=bytes", "--eot_token=</s>"],
+            "--eot_token=</s> has no effect with --tokenizer=bytes",
+        ),
+        (["--tokenizer={BROKEN}"], "is damaged: it is not valid JSON"),
+        (
+            ["--tokenizer={UNREADABLE}", "--eot_token=a"],
+            "cannot be read by the tokenizers library",
+        ),
+    ],
+)
+def test_mistakes_end_in_one_line(documents, invalid_folders, tmp_path, options, message):
+    options = [option.format(**invalid_folders) for option in options]
+    result = call(FINEWEB, f"--source={documents}", f"--out={tmp_path / 'out'}", *options)
     assert message in one_line_error(result)
     assert not list((tmp_path / "out").glob("*.bin"))
 
@@ -397,11 +448,11 @@ def test_a_repository_of_the_hub_is_read_with_retries_and_once(
     from huggingface_hub.errors import RemoteEntryNotFoundError
     from huggingface_hub.utils import httpx
 
-    asked = []
+    requests = []
 
     def download(repository, path):
-        asked.append((repository, path))
-        if len(asked) == 1:
+        requests.append((repository, path))
+        if len(requests) == 1:
             raise ConnectionError("down")
         if path == "special_tokens_map.json":
             request = httpx.Request("GET", "http://localhost")
@@ -414,9 +465,9 @@ def test_a_repository_of_the_hub_is_read_with_retries_and_once(
     assert result.returncode == 0, result.stderr.decode()
     assert b"org/name: ConnectionError: down; retrying in 0.01 s" in result.stderr
     assert open_corpus(str(tmp_path / "out")).meta["tokenizer"] == "hf:org/name"
-    asked.clear()
+    requests.clear()
     assert prepare(documents, Path("org/name"), tmp_path / "out").returncode == 0
-    assert asked == []
+    assert requests == []
 
 
 def test_shards_of_both_formats_follow_their_vocabulary():

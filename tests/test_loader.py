@@ -1,10 +1,12 @@
-"""Batches against plain slices of the concatenated stream.
+"""Batches are compared with plain slices of the concatenated shards.
 
-Tokens are distinct there, so a window shows its start.
+Their tokens are distinct, so that the first token of a sequence tells where it starts.
 """
 
+import itertools
+import math
 import threading
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -17,30 +19,31 @@ from training.distributed import World
 from training.setup import micro_batches
 
 
-def cut(stream, sizes):
-    """The stream as uint16 shards of the given sizes, the last one taking what is left."""
-    return [part.astype("<u2") for part in np.split(stream, np.cumsum(sizes))]
+def split_into_shards(tokens: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """Return uint16 shards of the given sizes and one with the remaining tokens."""
+    return [part.astype("<u2") for part in np.split(tokens, np.cumsum(sizes))]
 
 
-def distinct(count):
+def make_distinct_tokens(count: int) -> np.ndarray:
     return np.random.default_rng(count).permutation(np.arange(1, 2**16))[:count]
 
 
 @pytest.mark.parametrize("sizes", [(), (1, 1, 1), (3, 0, 1, 9), (0, 0, 2), (30,)])
-def test_stream_reads_what_the_concatenation_holds(sizes):
-    whole = distinct(30)
-    stream = JoinedShards(cut(whole, sizes))
+def test_joined_shards_read_as_their_concatenation(sizes):
+    tokens = make_distinct_tokens(30)
+    stream = JoinedShards(split_into_shards(tokens, sizes))
     assert len(stream) == 30
-    places = np.random.default_rng(0).permutation(31)
+    starts = np.random.default_rng(0).permutation(31)
     for count in range(33):
-        tokens = stream.read(places, count)
-        here = [whole[start : start + count].tolist() for start in places]
-        assert tokens.tolist() == [part + [0] * (count - len(part)) for part in here]
+        # the end is padded with zeros
+        slices = [tokens[start : start + count].tolist() for start in starts]
+        expected = [part + [0] * (count - len(part)) for part in slices]
+        assert stream.read(starts, count).tolist() == expected
 
 
-def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
-    for name, tokens in (("a_train_0.bin", [1, 2, 3]), ("a_train_1.bin", [4, 300, 5])):
-        write_shard(tmp_path / name, np.array(tokens))
+def test_a_token_outside_the_vocabulary_is_named(tmp_path):
+    write_shard(tmp_path / "a_train_0.bin", np.array([1, 2, 3]))
+    write_shard(tmp_path / "a_train_1.bin", np.array([4, 300, 5]))
     stream = JoinedShards([read_shard(path) for path in sorted(tmp_path.iterdir())], 300)
     assert stream.read(np.array([0]), 4).tolist() == [[1, 2, 3, 4]]
     message = r"a_train_1\.bin holds token id 300 at 1, but the vocabulary has 300 ids"
@@ -48,156 +51,277 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
         stream.read(np.array([0, 2]), 3)
 
 
-def test_permutation_is_a_bijection_that_looks_random():
-    for size in [*range(1, 71), 1000, 65_536, 65_537]:
-        image = keyed_permutation(np.arange(size), size, 2**64 - 1)
-        assert (np.sort(image) == np.arange(size)).all(), size
-    image = keyed_permutation(np.arange(1000), 1000, 5)
-    assert [keyed_permutation(np.array([i]), 1000, 5)[0] for i in range(40)] == image[:40].tolist()
-    assert abs(np.corrcoef(np.arange(1000), image)[0, 1]) < 0.1  # standard deviation 0.03
-    assert len(np.unique(np.diff(image) % 1000)) > 500  # 63% in a random order, 1 for a rotation
-    keys = [keyed_permutation(np.arange(20), 20, key).tolist() for key in range(200)]
-    assert len({tuple(order) for order in keys}) == 200
-    # A first element that is uniform over 20 misses no value in 200 draws, and none holds a fifth.
-    counts = np.bincount([order[0] for order in keys], minlength=20)
-    assert 0 < counts.min() <= counts.max() < 40
+# ---- permutation ----
 
+
+@pytest.mark.parametrize("size", [*range(1, 71), 1000, 65_536, 65_537])
+def test_permutation_is_a_bijection(size):
+    image = keyed_permutation(np.arange(size), size, 2**64 - 1)
+    assert (np.sort(image) == np.arange(size)).all()
+
+
+def test_permutation_of_one_index_is_that_of_all():
+    image = keyed_permutation(np.arange(1000), 1000, 5)
+    alone = [keyed_permutation(np.array([index]), 1000, 5)[0] for index in range(40)]
+    assert alone == image[:40].tolist()
+
+
+def test_permutation_looks_random():
+    image = keyed_permutation(np.arange(1000), 1000, 5)
+    assert abs(np.corrcoef(np.arange(1000), image)[0, 1]) < 0.1  # standard deviation 0.03
+    # 63% of the differences are distinct in a random order, and one alone in a rotation
+    assert len(np.unique(np.diff(image) % 1000)) > 500
+
+
+def test_each_key_permutes_in_another_way():
+    orders = [keyed_permutation(np.arange(20), 20, key).tolist() for key in range(200)]
+    assert len({tuple(order) for order in orders}) == 200
+    # a first element that is uniform over 20 values has none of them 0 or 40 times in 200 draws
+    counts = np.bincount([order[0] for order in orders], minlength=20)
+    assert counts.min() > 0
+    assert counts.max() < 40
+
+
+# ---- training sequences ----
 
 SEQ_LEN = 4
-# One window, one more token, whole windows, one token past, and one short of another window.
+# one sequence, one more token, several sequences and a target, one token more, and one token less
+# than another sequence needs
 LENGTHS = [5, 6, 8, 9, 12, 13, 40, 41, 43]
 
 
-def epochs_of(tokens, number, seed=1, batch=3):
-    """Starts by epoch, found by first tokens; every window's ids and targets are checked. An epoch
-    has one window fewer than fit, or the only one.
+def make_train_batches(num_tokens: int, seed: int = 1) -> TrainBatches:
+    """Return batches of 3 sequences of distinct tokens in several shards."""
+    sizes = (7, 1, 2, 11) if num_tokens > 25 else (1, 2)
+    shards = split_into_shards(make_distinct_tokens(num_tokens), sizes)
+    return TrainBatches(shards, SEQ_LEN, 3, seed)
+
+
+def find_starts(batches: TrainBatches, num_tokens: int, num_epochs: int) -> np.ndarray:
+    """Return where the sequences of each epoch start: (epochs, sequences).
+
+    An epoch has one sequence fewer than would fit, or the only one. All ids and targets are checked.
     """
-    windows, stream = max((tokens - 1) // SEQ_LEN - 1, 1), distinct(tokens)
-    place = {token: index for index, token in enumerate(stream.tolist())}
-    shards = cut(stream, (7, 1, 2, 11) if tokens > 25 else (1, 2))
-    batches, starts = TrainBatches(shards, SEQ_LEN, batch, seed), []
-    for step in range(-(-number * windows // batch)):
-        ids, targets = batches.get(step, 0, batch)
+    tokens = make_distinct_tokens(num_tokens).tolist()
+    position = {token: index for index, token in enumerate(tokens)}
+    num_sequences = max((num_tokens - 1) // SEQ_LEN - 1, 1)
+    starts = []
+    for step in range(math.ceil(num_epochs * num_sequences / 3)):
+        ids, targets = batches.get(step, 0, 3)
         assert ids.dtype == targets.dtype == torch.int64
-        for row, target in zip(ids.tolist(), targets.tolist()):
-            first = place[row[0]]
-            assert [*row, target[-1]] == stream[first : first + SEQ_LEN + 1].tolist()
-            assert target[:-1] == row[1:]
-            starts.append(first)
-    return batches, np.reshape(starts[: number * windows], (number, windows))
+        for sequence_ids, sequence_targets in zip(ids.tolist(), targets.tolist()):
+            start = position[sequence_ids[0]]
+            assert sequence_ids == tokens[start : start + SEQ_LEN]
+            assert sequence_targets == tokens[start + 1 : start + SEQ_LEN + 1]
+            starts.append(start)
+    return np.reshape(starts[: num_epochs * num_sequences], (num_epochs, num_sequences))
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_every_epoch_serves_every_window_once_at_any_offset_that_fits(tokens):
-    batches, epochs = epochs_of(tokens, 80)
-    for epoch in epochs:
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_every_epoch_serves_every_sequence_once(num_tokens):
+    starts = find_starts(make_train_batches(num_tokens), num_tokens, 80)
+    for epoch in starts:
         offset = epoch.min()
         assert sorted(epoch) == list(range(offset, offset + SEQ_LEN * len(epoch), SEQ_LEN))
-    last = tokens - 1 - SEQ_LEN * epochs.shape[1]
-    assert set(epochs.min(axis=1)) == set(range(last + 1))
-    touched = {token for start in epochs[0] for token in range(start, start + SEQ_LEN + 1)}
-    assert batches.num_dropped_tokens == tokens - len(touched)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_epochs_begin_at_every_offset_that_fits(num_tokens):
+    starts = find_starts(make_train_batches(num_tokens), num_tokens, 80)
+    num_sequences = starts.shape[1]
+    last_offset = num_tokens - 1 - SEQ_LEN * num_sequences
+    assert set(starts.min(axis=1)) == set(range(last_offset + 1))
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_dropped_tokens_are_those_of_no_sequence(num_tokens):
+    batches = make_train_batches(num_tokens)
+    [starts] = find_starts(batches, num_tokens, 1)
+    used = {position for start in starts for position in range(start, start + SEQ_LEN + 1)}
+    assert batches.num_dropped_tokens == num_tokens - len(used)
 
 
 def test_order_and_offset_change_with_epoch_and_with_seed():
-    runs = [epochs_of(103, 30, seed)[1] for seed in (1, 2)]
-    orders = [tuple((epoch - epoch.min()) // SEQ_LEN) for run in runs for epoch in run]
-    assert len(set(orders)) == 60
-    offsets = [run.min(axis=1).tolist() for run in runs]
-    assert all(len(set(values)) > 3 for values in offsets)
+    starts = [find_starts(make_train_batches(103, seed), 103, 30) for seed in (1, 2)]
+    orders = {tuple((epoch - epoch.min()) // SEQ_LEN) for run in starts for epoch in run}
+    assert len(orders) == 60
+    offsets = [run.min(axis=1).tolist() for run in starts]
+    assert len(set(offsets[0])) > 3
+    assert len(set(offsets[1])) > 3
     assert offsets[0] != offsets[1]
 
 
-def test_a_split_without_a_window_or_a_target_is_refused():
-    for tokens in (0, SEQ_LEN):
-        message = (
-            f"training split has {tokens} tokens, but block_size={SEQ_LEN} needs {SEQ_LEN + 1}"
-        )
-        with pytest.raises(ValueError, match=message):
-            TrainBatches([distinct(tokens).astype("<u2")], SEQ_LEN, 2, 0)
+@pytest.mark.parametrize("num_tokens", [0, SEQ_LEN])
+def test_a_training_split_without_a_sequence_is_refused(num_tokens):
+    message = (
+        f"training split has {num_tokens} tokens, but block_size={SEQ_LEN} needs {SEQ_LEN + 1}"
+    )
+    with pytest.raises(ValueError, match=message):
+        TrainBatches(split_into_shards(make_distinct_tokens(num_tokens), ()), SEQ_LEN, 2, 0)
+
+
+# ---- validation sequences ----
+
+
+def test_a_validation_split_without_a_target_is_refused():
+    shards = split_into_shards(make_distinct_tokens(1), ())
     with pytest.raises(ValueError, match="validation split has 1 tokens, but needs 2"):
-        ValidationBatches([distinct(1).astype("<u2")], SEQ_LEN)
+        ValidationBatches(shards, SEQ_LEN)
 
 
-@pytest.mark.parametrize("tokens", [2, 4, 5, 6, 41, 45])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_validation_predicts_every_token_but_the_first_once(tokens, rows):
-    stream = distinct(tokens)
-    batches = ValidationBatches(cut(stream, (1, 2) if tokens > 3 else ()), SEQ_LEN)
-    windows, predicted = list(range(batches.num_sequences)), []
-    for first in range(0, len(windows), rows):
-        chunk = windows[first : first + rows]
-        ids, targets = batches.get(chunk, rows)
-        assert ids.shape == targets.shape == (rows, SEQ_LEN)
-        for row in range(rows):
-            begin = chunk[row] * SEQ_LEN if row < len(chunk) else tokens
-            here = list(zip(stream[begin:-1].tolist(), stream[begin + 1 :].tolist()))[:SEQ_LEN]
-            expected = here + [(0, -1)] * (SEQ_LEN - len(here))
-            assert list(zip(ids[row].tolist(), targets[row].tolist())) == expected
-            predicted += [target for _, target in here]
-    assert predicted == stream[1:].tolist()
+@pytest.mark.parametrize("num_tokens", [2, 4, 5, 6, 41, 45])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_validation_predicts_every_token_but_the_first_once(num_tokens, batch_size):
+    tokens = make_distinct_tokens(num_tokens)
+    sizes = (1, 2) if num_tokens > 3 else ()
+    batches = ValidationBatches(split_into_shards(tokens, sizes), SEQ_LEN)
+    predicted = []
+    for first in range(0, batches.num_sequences, batch_size):
+        sequences = list(range(first, min(first + batch_size, batches.num_sequences)))
+        ids, targets = batches.get(sequences, batch_size)
+        assert ids.shape == targets.shape == (batch_size, SEQ_LEN)
+        # the last sequence is padded, and the last batch has padding alone after it
+        for row in range(batch_size):
+            start = (first + row) * SEQ_LEN
+            pairs = list(zip(tokens[start:-1].tolist(), tokens[start + 1 :].tolist()))[:SEQ_LEN]
+            padding = [(0, -1)] * (SEQ_LEN - len(pairs))
+            assert list(zip(ids[row].tolist(), targets[row].tolist())) == pairs + padding
+            predicted += [target for _, target in pairs]
+    assert predicted == tokens[1:].tolist()
 
 
-@pytest.mark.parametrize("windows", [1, 2, 10, 37])
-def test_spread_is_even_and_holds_both_ends(windows):
-    batches = ValidationBatches([distinct(1 + windows * SEQ_LEN).astype("<u2")], SEQ_LEN)
+def make_validation_batches(num_sequences: int) -> ValidationBatches:
+    tokens = make_distinct_tokens(1 + num_sequences * SEQ_LEN)
+    return ValidationBatches(split_into_shards(tokens, ()), SEQ_LEN)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 10, 37])
+def test_spread_is_even_and_holds_both_ends(num_sequences):
+    batches = make_validation_batches(num_sequences)
     for count in range(2, 45):
-        chosen = batches.spread(count)
-        assert len(chosen) == min(count, windows)
-        assert (chosen[0], chosen[-1]) == (0, windows - 1)
-        assert all(before < after for before, after in pairwise(chosen))
-        gap = (windows - 1) / max(len(chosen) - 1, 1)
-        assert all(abs(window - i * gap) <= 0.5 + 1e-9 for i, window in enumerate(chosen))
-    assert len(batches.spread(1)) == 1
-    if windows > 1:
-        first, second = (batches.spread(part=part) for part in ("first", "second"))
-        assert first == list(range(windows // 2))
-        assert first + second == batches.spread() == list(range(windows))
-        assert batches.spread(2, "second") == sorted({windows // 2, windows - 1})
+        selected = batches.spread(count)
+        assert len(selected) == min(count, num_sequences)
+        assert selected[0] == 0
+        assert selected[-1] == num_sequences - 1
+        assert selected == sorted(set(selected))
+        spacing = (num_sequences - 1) / max(len(selected) - 1, 1)
+        for index, sequence in enumerate(selected):
+            assert abs(sequence - index * spacing) <= 0.5 + 1e-9
 
 
-def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, steps=20):
-    """Batch by step, as all processes of a run serve it: rows of ids with their last target."""
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    config = TrainConfig(global_batch_size=batch, micro_batch_size=micro, max_steps=steps)
-    parts = []
+@pytest.mark.parametrize("num_sequences", [1, 2, 10, 37])
+def test_spread_selects_a_single_sequence(num_sequences):
+    assert len(make_validation_batches(num_sequences).spread(1)) == 1
+
+
+@pytest.mark.parametrize("num_sequences", [2, 10, 37])
+def test_both_halves_of_the_sequences_are_all(num_sequences):
+    batches = make_validation_batches(num_sequences)
+    first = batches.spread(part="first")
+    second = batches.spread(part="second")
+    assert first == list(range(num_sequences // 2))
+    assert first + second == batches.spread() == list(range(num_sequences))
+
+
+@pytest.mark.parametrize("num_sequences", [2, 10, 37])
+def test_spread_over_a_half_holds_both_of_its_ends(num_sequences):
+    batches = make_validation_batches(num_sequences)
+    assert batches.spread(2, "second") == sorted({num_sequences // 2, num_sequences - 1})
+
+
+# ---- several processes ----
+
+
+def list_global_batches(
+    world_size: int, micro_batch_size: int, first_step: int = 1
+) -> list[torch.Tensor]:
+    """Return the batch of each step that all processes of a run use together.
+
+    A row holds the ids of a sequence and its last target.
+    """
+    config = TrainConfig(global_batch_size=24, micro_batch_size=micro_batch_size, max_steps=20)
+    shards = split_into_shards(make_distinct_tokens(2003), (1, 700, 3, 0, 999))
+    batches_by_rank = []
     for rank in range(world_size):
-        batches = TrainBatches(cut(distinct(tokens), (1, 700, 3, 0, 999)), SEQ_LEN, batch, seed=5)
+        batches = TrainBatches(shards, SEQ_LEN, 24, seed=5)
         world = World(rank, world_size, torch.device("cpu"))
-        made = micro_batches(config, batches, first_step, world)
-        parts.append([torch.cat([batch.ids, batch.targets[:, -1:]], 1) for batch in made])
-    per_step = batch // world_size // min(micro, batch // world_size)
-    assert {len(part) for part in parts} == {per_step * (steps + 1 - first_step)}
-    # Micro-batch m of rank r holds the rows (m * world_size + r) * rows of the global batch.
-    rounds = [torch.cat([part[i] for part in parts]) for i in range(len(parts[0]))]
-    return [torch.cat(rounds[i : i + per_step]) for i in range(0, len(rounds), per_step)]
+        batches_by_rank.append(
+            [
+                torch.cat([batch.ids, batch.targets[:, -1:]], 1)
+                for batch in micro_batches(config, batches, first_step, world)
+            ]
+        )
+    local_batch_size = 24 // world_size
+    grad_accum_steps = local_batch_size // min(micro_batch_size, local_batch_size)
+    num_micro_batches = grad_accum_steps * (21 - first_step)
+    assert {len(batches) for batches in batches_by_rank} == {num_micro_batches}
+    # the micro-batches of all ranks, rank by rank, are a contiguous part of the global batch
+    rounds = [torch.cat(parts) for parts in zip(*batches_by_rank)]
+    return [
+        torch.cat(rounds[index : index + grad_accum_steps])
+        for index in range(0, num_micro_batches, grad_accum_steps)
+    ]
 
 
-def test_global_batches_are_the_same_for_any_world_and_after_resuming(monkeypatch):
-    whole = served(monkeypatch, 1, 24)
-    for world_size, micro in ((1, 4), (2, 12), (3, 2), (8, 20)):
-        for first in (1, 18):
-            again = served(monkeypatch, world_size, micro, first)
-            assert all(torch.equal(a, b) for a, b in zip(whole[first - 1 :], again, strict=True))
+@pytest.mark.parametrize("first_step", [1, 18])
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 4), (2, 12), (3, 2), (8, 20)])
+def test_global_batches_are_the_same_for_any_world_and_after_resuming(
+    world_size, micro_batch_size, first_step, monkeypatch
+):
+    expected = list_global_batches(1, 24)[first_step - 1 :]
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    batches = list_global_batches(world_size, micro_batch_size, first_step)
+    assert all(torch.equal(a, b) for a, b in zip(batches, expected, strict=True))
 
 
-def test_prefetching_keeps_the_order_and_works_ahead():
-    made, cpu = [], torch.device("cpu")
+# ---- prefetching ----
 
-    def make(request):
-        made.append((request, threading.current_thread() is threading.main_thread()))
-        if request == 9:
+
+def make_pair(request: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(request), torch.tensor(-request)
+
+
+def test_prefetching_keeps_the_order():
+    results = prefetched(make_pair, range(1, 9), torch.device("cpu"), ahead=3)
+    assert [(a.item(), b.item()) for a, b in results] == [(i, -i) for i in range(1, 9)]
+
+
+def test_prefetching_works_in_another_thread():
+    threads = []
+
+    def record_thread(request: int) -> tuple[torch.Tensor]:
+        threads.append(threading.current_thread())
+        return (torch.tensor(request),)
+
+    list(prefetched(record_thread, range(4), torch.device("cpu")))
+    assert len(threads) == 4
+    assert threading.main_thread() not in threads
+
+
+def test_an_error_of_prefetching_is_raised_where_its_result_is_due():
+    def fail_at_3(request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if request == 3:
             raise DamagedShard("shard 7")
-        return torch.tensor(request), torch.tensor(-request)
+        return make_pair(request)
 
-    results = prefetched(make, range(1, 10), cpu, ahead=3)
-    assert [[a.item(), b.item()] for a, b in islice(results, 8)] == [[i, -i] for i in range(1, 9)]
-    with pytest.raises(DamagedShard, match="shard 7"):  # where it was due
+    results = prefetched(fail_at_3, range(1, 4), torch.device("cpu"), ahead=3)
+    assert len(list(islice(results, 2))) == 2
+    with pytest.raises(DamagedShard, match="shard 7"):
         next(results)
-    assert made == [(i, False) for i in range(1, 10)]
-    assert list(prefetched(make, [], cpu)) == []
-    made.clear()
-    endless = prefetched(make, iter(int, 1), cpu, ahead=3)
-    list(islice(endless, 5))
-    endless.close()
-    assert 5 <= len(made) <= 8
+
+
+def test_prefetching_of_no_requests_ends():
+    assert list(prefetched(make_pair, [], torch.device("cpu"))) == []
+
+
+def test_prefetching_prepares_few_results_ahead():
+    requests = []
+
+    def record_request(request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        requests.append(request)
+        return make_pair(request)
+
+    results = prefetched(record_request, itertools.count(), torch.device("cpu"), ahead=3)
+    list(islice(results, 5))
+    results.close()
+    assert 5 <= len(requests) <= 8

@@ -1,127 +1,203 @@
-"""The chunked loss against F.cross_entropy on all logits at once."""
+"""The chunked loss equals F.cross_entropy on all logits at once."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from model import build, loss
+from model.gpt import GPT
 from model.loss import LinearCrossEntropy, linear_cross_entropy
 
 
-def inputs(tokens=23, vocabulary=37, width=5, dtype=torch.float64):
+def make_inputs(
+    num_tokens: int = 23, vocab_size: int = 37, width: int = 5
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random hidden states, weights of the output layer, and targets, in float64."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, width, generator=generator, dtype=dtype, requires_grad=True)
-    weight = torch.randn(vocabulary, width, generator=generator, dtype=dtype, requires_grad=True)
-    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    hidden = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab_size, width, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     targets[[0, 4, 5, 6, 22]] = -1
-    return hidden, weight, targets
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def whole(hidden, weight, targets, scale):
+def compute_whole_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scale: float
+) -> torch.Tensor:
     return F.cross_entropy(scale * hidden @ weight.T, targets, ignore_index=-1)
 
 
+# of chunks of 8 tokens, the last has 7; of chunks of 3, one has no targets
+CHUNK_SIZES = [1, 3, 8, 22, 23, 100]
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-# of 8 tokens: the last has 7; of 3: one counts for nothing
-@pytest.mark.parametrize("chunk", [1, 3, 8, 22, 23, 100])
-def test_loss_and_gradients_equal_those_of_the_whole(chunk, scale):
-    hidden, weight, targets = inputs()
-    chunked = linear_cross_entropy(hidden, weight, targets, scale, chunk)
-    expected = whole(hidden, weight, targets, scale)
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+def test_loss_and_gradients_equal_those_of_the_whole(chunk_size, scale):
+    hidden, weight, targets = make_inputs()
+    chunked = linear_cross_entropy(hidden, weight, targets, scale, chunk_size)
+    expected = compute_whole_loss(hidden, weight, targets, scale)
     torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=1e-12)
-    got, right = (torch.autograd.grad(3 * value, (hidden, weight)) for value in (chunked, expected))
-    torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
-    with torch.no_grad():
-        assert not linear_cross_entropy(hidden, weight, targets, scale, chunk).requires_grad
-        torch.testing.assert_close(
-            linear_cross_entropy(hidden, weight, targets, scale, chunk), expected
-        )
+    gradients = torch.autograd.grad(3 * chunked, (hidden, weight))
+    expected_gradients = torch.autograd.grad(3 * expected, (hidden, weight))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+def test_the_loss_without_gradients_equals_that_of_the_whole(chunk_size, scale):
+    hidden, weight, targets = make_inputs()
+    chunked = linear_cross_entropy(hidden, weight, targets, scale, chunk_size)
+    expected = compute_whole_loss(hidden, weight, targets, scale)
+    assert not chunked.requires_grad
+    torch.testing.assert_close(chunked, expected)
 
 
 def test_gradcheck():
-    hidden, weight, targets = inputs(tokens=23, vocabulary=6, width=3)
-    targets = targets.clamp_max(5)
+    hidden, weight, targets = make_inputs(vocab_size=6, width=3)
     assert torch.autograd.gradcheck(
         lambda h, w: LinearCrossEntropy.apply(h, w, targets, 0.5, 10), (hidden, weight)
     )
 
 
-@pytest.mark.parametrize("chunk", [4, 100])
-def test_no_target_that_counts(chunk):
-    hidden, weight, targets = inputs()
-    value = linear_cross_entropy(hidden, weight, torch.full_like(targets, -1), 1.0, chunk)
+@pytest.mark.parametrize("chunk_size", [4, 100])
+def test_the_loss_without_targets_is_nan_and_its_gradients_are_zero(chunk_size):
+    hidden, weight, targets = make_inputs()
+    value = linear_cross_entropy(hidden, weight, torch.full_like(targets, -1), 1.0, chunk_size)
     assert value.isnan()
-    assert all((g == 0).all() for g in torch.autograd.grad(value, (hidden, weight)))
+    gradients = torch.autograd.grad(value, (hidden, weight))
+    assert all((gradient == 0).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_in_one_graph(backend):
-    hidden, weight, targets = inputs()
+    hidden, weight, targets = make_inputs()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
-    value, expected = compiled(hidden, weight, targets, 0.5, 8), whole(hidden, weight, targets, 0.5)
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    got, right = (torch.autograd.grad(v, (hidden, weight)) for v in (value, expected))
-    torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+    chunked = compiled(hidden, weight, targets, 0.5, 8)
+    expected = compute_whole_loss(hidden, weight, targets, 0.5)
+    torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(chunked, (hidden, weight))
+    expected_gradients = torch.autograd.grad(expected, (hidden, weight))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-12, atol=1e-12)
 
 
-def test_half_precision_is_as_close_as_the_whole():
-    """Products in bfloat16, softmax and the weight's gradient in float32, though summed over eight
-    chunks.
-    """
-    hidden, weight, targets = inputs(tokens=512, vocabulary=300, width=64)
-    exact = whole(hidden, weight, targets, 0.3)
-    right = torch.autograd.grad(exact, (hidden, weight))
-    rounded, single = (
-        hidden.detach().bfloat16().requires_grad_(),
-        weight.detach().float().requires_grad_(),
-    )
+# ---- half precision ----
+
+
+class AutocastErrors(NamedTuple):
+    """Relative errors of a loss under bfloat16 autocast, and of its gradients."""
+
+    loss: float
+    hidden_grad: float
+    weight_grad: float
+
+
+def measure_autocast_errors(chunk_size: int) -> AutocastErrors:
+    """Compare 512 tokens in chunks with the exact loss, and check the dtypes."""
+    hidden, weight, targets = make_inputs(num_tokens=512, vocab_size=300, width=64)
+    exact = compute_whole_loss(hidden, weight, targets, 0.3)
+    exact_gradients = torch.autograd.grad(exact, (hidden, weight))
+
+    bfloat16_hidden = hidden.detach().bfloat16().requires_grad_()
+    float32_weight = weight.detach().float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        values = [linear_cross_entropy(rounded, single, targets, 0.3, chunk) for chunk in (512, 64)]
-    errors = []
-    for value in values:
-        assert value.dtype == torch.float32
-        got = torch.autograd.grad(value, (rounded, single))
-        assert [g.dtype for g in got] == [torch.bfloat16, torch.float32]
-        errors.append([((g.double() - r).norm() / r.norm()).item() for g, r in zip(got, right)])
-        errors[-1].append(abs(value.item() / exact.item() - 1))
-    assert max(errors[0]) < 0.01
-    assert all(chunked < 1.1 * once + 1e-5 for once, chunked in zip(*errors))
+        value = linear_cross_entropy(bfloat16_hidden, float32_weight, targets, 0.3, chunk_size)
+    gradients = torch.autograd.grad(value, (bfloat16_hidden, float32_weight))
+    assert value.dtype == torch.float32
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32]
+
+    hidden_error, weight_error = (
+        ((gradient.double() - exact_gradient).norm() / exact_gradient.norm()).item()
+        for gradient, exact_gradient in zip(gradients, exact_gradients)
+    )
+    return AutocastErrors(abs(value.item() / exact.item() - 1), hidden_error, weight_error)
+
+
+def test_half_precision_has_small_errors():
+    assert max(measure_autocast_errors(chunk_size=512)) < 0.01
+
+
+def test_eight_chunks_in_half_precision_are_as_close_as_one():
+    """Softmax and the sum of the weight's gradients over chunks are in float32."""
+    one = measure_autocast_errors(chunk_size=512)
+    eight = measure_autocast_errors(chunk_size=64)
+    assert eight.loss < 1.1 * one.loss + 1e-5
+    assert eight.hidden_grad < 1.1 * one.hidden_grad + 1e-5
+    assert eight.weight_grad < 1.1 * one.weight_grad + 1e-5
+
+
+# ---- sizes of chunks ----
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cpu", "cuda"), [(16384, 2560, 8192), (8192, 2560, 8192), (300, 2560, 512)]
+    ("num_tokens", "device", "chunk_size"),
+    [
+        (16384, "cpu", 2560),
+        (8192, "cpu", 2560),
+        (300, "cpu", 2560),
+        (16384, "cuda", 8192),
+        (8192, "cuda", 8192),
+        (300, "cuda", 512),
+    ],
 )
-def test_few_chunks_on_a_gpu_and_of_one_size(tokens, cpu, cuda):
-    for device, chunk in (("cpu", cpu), ("cuda", cuda)):
-        weight = SimpleNamespace(shape=(50304, 768), device=torch.device(device))
-        assert loss.default_chunk_size(tokens, weight) == chunk
-        assert chunk * 50304 <= loss.MAX_LOGITS[device]
+def test_chunks_have_few_sizes_and_fit_the_memory(num_tokens, device, chunk_size):
+    # stands for a tensor on a device that this machine may lack
+    weight = SimpleNamespace(shape=(50304, 768), device=torch.device(device))
+    assert loss.default_chunk_size(num_tokens, weight) == chunk_size
+    assert chunk_size * 50304 <= loss.MAX_LOGITS[device]
+
+
+# ---- the model ----
+
+
+def build_mup_model() -> GPT:
+    return build(
+        "DDL-gpt-mha-rope-CC-EC",
+        vocab_size=29,
+        block_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=6,
+        hidden_size=10,
+        mup=True,
+    ).double()
+
+
+def make_sequences() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and targets of 640 tokens, some of which have no target."""
+    ids, targets = torch.randint(0, 29, (2, 40, 16))
+    targets[:, 3] = -1
+    return ids, targets
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_model_gives_the_same_gradients_by_chunks(monkeypatch, checkpointing):
-    """Through the tied weight, which learns from the embedding as well, and muP's factor."""
-    size = {
-        "vocab_size": 29,
-        "block_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 6,
-    }
-    model = build("DDL-gpt-mha-rope-CC-EC", hidden_size=10, mup=True, **size).double()
-    ids, targets = torch.randint(0, 29, (2, 40, 16))  # 640 tokens: chunks of 256
-    targets[:, 3] = -1
-    results = []
-    for logits in (2**27, 29 * 256):
-        monkeypatch.setitem(loss.MAX_LOGITS, "cpu", logits)
-        model.activation_checkpointing = checkpointing
+    """The weight of the output layer is tied to the embedding and scaled by muP."""
+    model = build_mup_model()
+    model.activation_checkpointing = checkpointing
+    ids, targets = make_sequences()
+
+    def compute_loss_and_gradients(max_logits: int) -> list[torch.Tensor]:
+        monkeypatch.setitem(loss.MAX_LOGITS, "cpu", max_logits)
         model.zero_grad()
         _, value = model(ids, targets)
         value.backward()
-        results.append([value.detach(), *(p.grad.clone() for p in model.parameters())])
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+        return [value.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    expected = compute_loss_and_gradients(2**27)
+    in_chunks = compute_loss_and_gradients(29 * 256)
+    torch.testing.assert_close(in_chunks, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_loss_with_logits_is_the_loss_by_chunks(monkeypatch):
+    monkeypatch.setitem(loss.MAX_LOGITS, "cpu", 29 * 256)
+    model = build_mup_model()
+    ids, targets = make_sequences()
     logits, value = model(ids, targets, return_logits=True)
+    _, expected = model(ids, targets)
     assert logits.shape == (40, 16, 29)
-    torch.testing.assert_close(value, results[0][0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)

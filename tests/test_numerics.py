@@ -14,7 +14,7 @@ SIZE = {"vocab_size": 128, "block_size": 64, "num_hidden_layers": 12, "head_dim"
 
 
 def outputs(model, ids, targets, autocast=False):
-    """(logits, the whole gradient as one vector), float64."""
+    """Return the logits, and the whole gradient as one vector, in float64."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits, loss = model(ids, targets, return_logits=True)
     parameters = list(model.parameters())
@@ -23,7 +23,7 @@ def outputs(model, ids, targets, autocast=False):
 
 
 def rounded(model):
-    """A copy whose parameters are the nearest bfloat16 numbers, which is where autocast begins."""
+    """Return a copy whose parameters are rounded to bfloat16, as autocast rounds them first."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,10 +52,8 @@ def test_bfloat16_adds_little_to_what_rounded_weights_do(stem, width):
     )
     exact = copy.deepcopy(model).double()
     batch = torch.randint(0, 128, (2, 4, 64))
-    wanted, moved, found = (
-        outputs(exact, *batch),
-        outputs(rounded(exact), *batch),
-        outputs(model, *batch, True),
-    )
-    for true, unit, low in zip(wanted, moved, found):
+    expected = outputs(exact, *batch)
+    of_rounded_weights = outputs(rounded(exact), *batch)
+    of_autocast = outputs(model, *batch, autocast=True)
+    for true, unit, low in zip(expected, of_rounded_weights, of_autocast):
         assert 0 < (low - true).norm() < 2.1 * (unit - true).norm()

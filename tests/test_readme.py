@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ show is what the repository does."""
+"""The README and the pages of docs/ agree with the repository."""
 
 import re
 
@@ -28,18 +28,25 @@ def test_the_pictures_are_there():
         assert (ROOT / picture).read_bytes().startswith((b"\x89PNG", b"<svg"))
 
 
-def test_the_variant_table_names_files_that_fit():
-    rows = re.findall(r"^\|.*`([\w-]+)\.py` \| (`[^|]*`)", README, flags=re.M)
-    assert [stem for stem, _ in rows][: len(PAPER)] == PAPER
-    assert {stem for stem, _ in rows} <= set(
-        model.MODEL_NAMES
-    )  # a newcomer's own file is in no table
-    for stem, configs in rows:
-        for config in re.findall(r"`(\w+)\.py`", configs):
-            assert (
-                configurator.read_config_file(str(ROOT / "config" / f"{config}.py"))["model"]
-                == stem
-            )
+# ---- models and runs ----
+
+
+def read_model_rows() -> list[tuple[str, str]]:
+    """Return the model name and the cell of config files of each row of the table of models."""
+    return re.findall(r"^\|.*`([\w-]+)\.py` \| (`[^|]*`)", README, flags=re.M)
+
+
+def test_the_table_of_models_begins_with_those_of_the_paper():
+    model_names = [model_name for model_name, _ in read_model_rows()]
+    assert model_names[: len(PAPER)] == PAPER
+
+
+@pytest.mark.parametrize(("model_name", "config_files"), read_model_rows())
+def test_the_table_of_models_names_files_that_fit(model_name, config_files):
+    assert model_name in model.MODEL_NAMES
+    for config_name in re.findall(r"`(\w+)\.py`", config_files):
+        path = ROOT / "config" / f"{config_name}.py"
+        assert configurator.read_config_file(str(path))["model"] == model_name
 
 
 def read_reproduction_rows() -> list[list[str]]:
@@ -71,92 +78,116 @@ def test_a_row_of_the_papers_runs_is_computed_and_published(row):
     assert own_loss == "pending"
 
 
+# ---- code and commands ----
+
+
 @pytest.mark.usefixtures("example_streams")
 @pytest.mark.parametrize("command", commands_of(README))
 def test_commands_exist(command, monkeypatch):
     check_command(command, monkeypatch)
 
 
-def test_the_example_stream_is_that_of_the_contract():
-    """tests/test_contract.py trains it, among much else."""
-    source = next(text for language, text in BLOCKS if language == "python")
-    assert source == (ROOT / "tests" / "streams" / "gated-gpt-mha-rope.py").read_text(
-        encoding="utf-8"
-    )
-
-
-def test_the_code_on_the_variants_page_is_the_models():
-    page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "model").glob("*.py"))
-    lines = {line.strip() for line in sources.splitlines()}
-    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    assert len(blocks) == 4
-    for block in blocks:
-        assert {line.strip() for line in block.splitlines()} <= lines
-
-
-def test_parameter_formulas_of_the_variants_page():
-    page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
-    d, v, L, K, K_e = 10, 4, 2, 4, 4
-    ddl = 2 * L * (d + 1 + d * v + v)
-    token, column = (L + 1) * (d * v * K + v), (L + 1) * (d * v + v)
-    extra = {
-        "gpt-mha-rope": 0,
-        "DDL-vdim1-gpt-mha-rope": 2 * L * (2 * d + 2),
-        "DDL-gpt-mha-rope": ddl + token,
-    }
-    extra |= {"DDL-gpt-mha-rope-EC": ddl + token + d * v * K_e, "DDL-gpt-mha-rope-CC": ddl + column}
-    extra |= {"DDL-gpt-mha-rope-CC-EC": ddl + column + d * v * K_e}
-    size = {**SMALL, "hidden_size": d, "num_hidden_layers": L}
-    baseline = model.build("gpt-mha-rope", **size).num_parameters()
-    for stem in PAPER:
-        assert f"| `{stem}` |" in page
-        assert model.build(stem, **size).num_parameters() - baseline == extra[stem]
-
-
 @pytest.mark.parametrize("page", ["cluster", "data", "evaluation", "export", "runs", "serving"])
 def test_commands_of_the_pages_exist(page, monkeypatch):
-    commands = commands_of((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    commands = commands_of(read_page(page))
     assert commands
     for command in commands:
         check_command(command, monkeypatch)
 
 
-def recipe_keys() -> dict[str, set]:
-    """{key: its defaults} of the run and of the paper's variants."""
-    found: dict[str, set] = {}
-    for schema in (TrainConfig, *(model.model_class(stem).Config for stem in PAPER)):
-        for name, knob in collect_options(schema).items():
-            found.setdefault(name, set()).add(knob.default)
-    return found
+def test_the_example_stream_is_that_of_the_contract():
+    """The README shows the file that tests/test_contract.py trains."""
+    source = next(text for language, text in BLOCKS if language == "python")
+    path = ROOT / "tests" / "streams" / "gated-gpt-mha-rope.py"
+    assert source == path.read_text(encoding="utf-8")
 
 
-def test_the_recipe_page_has_every_key_and_its_default():
-    page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
-    schema = every_option()
-    for name, text in re.findall(r"`(\w+)=([^`]+)`", page):
-        configurator.parse(schema[name], text)  # ValueError: no such value
-    columns = [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| ")]
-    stated = dict(re.findall(r"`(\w+)=([^`]+)`", " ".join(columns)))
-    defaults = recipe_keys()
-    for name, text in stated.items():
-        assert configurator.parse(schema[name], text) in defaults[name], name
-    of_run = {name for name, key in collect_options(TrainConfig).items() if not key.changeable}
-    of_model = defaults.keys() - collect_options(TrainConfig).keys()
-    assert stated.keys() >= of_run | of_model | {"max_steps"}
+# ---- pages of docs/ ----
+
+
+def read_page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_the_code_on_the_variants_page_is_the_models():
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "model").glob("*.py"))
+    lines = {line.strip() for line in sources.splitlines()}
+    blocks = re.findall(r"```python\n(.*?)```", read_page("variants"), flags=re.S)
+    assert len(blocks) == 4
+    for block in blocks:
+        assert {line.strip() for line in block.splitlines()} <= lines
+
+
+# number of parameters that a model has besides those of the baseline, as the variants page states it
+d, v, L, K, K_e = 10, 4, 2, 4, 4
+DDL_PARAMETERS = 2 * L * (d + 1 + d * v + v)
+TOKEN_READ_PARAMETERS = (L + 1) * (d * v * K + v)
+COLUMN_READ_PARAMETERS = (L + 1) * (d * v + v)
+EXTRA_PARAMETERS = {
+    "gpt-mha-rope": 0,
+    "DDL-vdim1-gpt-mha-rope": 2 * L * (2 * d + 2),
+    "DDL-gpt-mha-rope": DDL_PARAMETERS + TOKEN_READ_PARAMETERS,
+    "DDL-gpt-mha-rope-EC": DDL_PARAMETERS + TOKEN_READ_PARAMETERS + d * v * K_e,
+    "DDL-gpt-mha-rope-CC": DDL_PARAMETERS + COLUMN_READ_PARAMETERS,
+    "DDL-gpt-mha-rope-CC-EC": DDL_PARAMETERS + COLUMN_READ_PARAMETERS + d * v * K_e,
+}
+
+
+@pytest.mark.parametrize("model_name", PAPER)
+def test_parameter_formulas_of_the_variants_page(model_name):
+    assert f"| `{model_name}` |" in read_page("variants")
+    size = {**SMALL, "hidden_size": d, "num_hidden_layers": L}
+    baseline = model.build("gpt-mha-rope", **size).num_parameters()
+    num_parameters = model.build(model_name, **size).num_parameters()
+    assert num_parameters - baseline == EXTRA_PARAMETERS[model_name]
+
+
+def collect_defaults() -> dict[str, set]:
+    """Return the defaults that each option has in train.py and in the paper's models."""
+    defaults: dict[str, set] = {}
+    for config_class in (TrainConfig, *(model.model_class(name).Config for name in PAPER)):
+        for key, declared in collect_options(config_class).items():
+            defaults.setdefault(key, set()).add(declared.default)
+    return defaults
+
+
+def test_every_value_on_the_recipe_page_is_valid():
+    options = every_option()
+    for key, text in re.findall(r"`(\w+)=([^`]+)`", read_page("recipe")):
+        configurator.parse(options[key], text)  # raises ValueError if the option refuses the value
+
+
+def read_recipe_defaults() -> dict[str, str]:
+    """Return the defaults in the last columns of the tables of the recipe page."""
+    rows = [line for line in read_page("recipe").splitlines() if line.startswith("| ")]
+    last_columns = " ".join(row.split(" | ")[-1] for row in rows)
+    return dict(re.findall(r"`(\w+)=([^`]+)`", last_columns))
+
+
+def test_defaults_on_the_recipe_page_are_those_of_the_options():
+    options = every_option()
+    defaults = collect_defaults()
+    for key, text in read_recipe_defaults().items():
+        assert configurator.parse(options[key], text) in defaults[key], key
+
+
+def test_the_recipe_page_has_every_option_that_changes_training():
+    train_options = collect_options(TrainConfig)
+    fixed = {key for key, declared in train_options.items() if not declared.changeable}
+    model_keys = collect_defaults().keys() - train_options.keys()
+    assert read_recipe_defaults().keys() >= fixed | model_keys | {"max_steps"}
+
+
+def list_headings(page: str) -> set[str]:
+    """Return the anchors of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", read_page(page), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", ["cluster", "evaluation", "recipe", "runs", "variants"])
 def test_links_between_pages_lead_to_headings(page):
-    folder = ROOT / "docs"
-    links = re.findall(
-        r"\]\((\w+\.md)(?:#([\w-]+))?\)", (folder / f"{page}.md").read_text(encoding="utf-8")
-    )
+    links = re.findall(r"\]\((\w+)\.md(?:#([\w-]+))?\)", read_page(page))
     assert links
     for target, heading in links:
-        headings = re.findall(
-            r"^#+ (.*)$", (folder / target).read_text(encoding="utf-8"), flags=re.M
-        )
-        assert not heading or heading in {
-            re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings
-        }
+        headings = list_headings(target)
+        assert not heading or heading in headings

@@ -125,7 +125,7 @@ def test_compiled_runs_on_all_threads_end_with_the_same_bits(corpus, tmp_path, n
 
 @pytest.fixture
 def two_threads():
-    """Code for one thread has no atomic additions."""
+    """Use two threads, because code for one thread has no atomic additions."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -135,10 +135,10 @@ def two_threads():
 @pytest.fixture
 def algorithms_as_before(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
+    previous_setting = torch.are_deterministic_algorithms_enabled()
     fill_memory = torch.utils.deterministic.fill_uninitialized_memory
     yield
-    torch.use_deterministic_algorithms(before)
+    torch.use_deterministic_algorithms(previous_setting)
     torch.utils.deterministic.fill_uninitialized_memory = fill_memory
 
 

@@ -1,35 +1,73 @@
-"""sample.py as a user runs it; tests/test_generation.py has how texts are made."""
+"""sample.py as a user runs it; tests/test_generation.py tests how texts are generated."""
+
+from pathlib import Path
 
 import pytest
 from helpers import one_line_error, run_script, small_run
 from in_process import call
 
+SEPARATOR = b"-" * 80 + b"\n"  # between samples
+
 
 @pytest.fixture(scope="module")
-def run(corpus, tmp_path_factory):
+def run(corpus, tmp_path_factory) -> Path:
+    """Return the folder of a trained run."""
     out = tmp_path_factory.mktemp("runs") / "sampled"
     assert call("train.py", *small_run(corpus, out, eval_full=False)).returncode == 0
     return out
 
 
-def test_prompt_from_argument_file_and_standard_input(run, tmp_path):
-    prompt = "def ü(x):\n"
+def sample(*arguments) -> bytes:
+    """Return what sample.py prints."""
+    result = call("sample.py", *arguments)
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout
+
+
+# ---- prompts ----
+
+PROMPT = "def ü(x):\n"
+OPTIONS = ("--max_new_tokens=20", "--seed=3", "--temperature=1.2")
+
+
+@pytest.fixture(scope="module")
+def sampled(run) -> bytes:
+    """Return the sample for a prompt from the command line."""
+    return sample(run, f"--prompt={PROMPT}", *OPTIONS)
+
+
+def test_a_sample_is_the_prompt_and_more(sampled):
+    assert sampled.startswith(PROMPT.encode())
+    assert len(sampled) > len(PROMPT.encode()) + 1  # a line break ends the output
+
+
+def test_a_prompt_from_a_file(run, sampled, tmp_path):
     file = tmp_path / "prompt.txt"
-    file.write_bytes(prompt.encode())
-    keys = ["--max_new_tokens=20", "--seed=3", "--temperature=1.2"]
-    saved = run / "checkpoints" / "step_00000006"
-    outputs = [call("sample.py", run, f"--prompt={prompt}", *keys).stdout]
-    outputs.append(call("sample.py", saved, f"--prompt=FILE:{file}", *keys).stdout)
-    outputs.append(run_script("sample.py", run, "--prompt=-", *keys, stdin=prompt.encode()).stdout)
-    assert outputs[0] == outputs[1] == outputs[2]
-    assert outputs[0].startswith(prompt.encode())
-    assert len(outputs[0]) > len(prompt.encode()) + 1  # and the line break
-    assert call("sample.py", run, f"--prompt={prompt}", *keys[:1], "--seed=4").stdout != outputs[0]
+    file.write_bytes(PROMPT.encode())
+    assert sample(run, f"--prompt=FILE:{file}", *OPTIONS) == sampled
+
+
+def test_a_prompt_from_standard_input(run, sampled):
+    result = run_script("sample.py", run, "--prompt=-", *OPTIONS, stdin=PROMPT.encode())
+    assert result.stdout == sampled
+
+
+def test_a_checkpoint_samples_as_its_run(run, sampled):
+    checkpoint = run / "checkpoints" / "step_00000006"
+    assert sample(checkpoint, f"--prompt={PROMPT}", *OPTIONS) == sampled
+
+
+def test_another_seed_gives_another_sample(run, sampled):
+    options = ("--max_new_tokens=20", "--seed=4", "--temperature=1.2")
+    assert sample(run, f"--prompt={PROMPT}", *options) != sampled
 
 
 def test_several_samples_differ(run):
-    output = call("sample.py", run, "--num_samples=3", "--max_new_tokens=30").stdout
-    assert len({part.strip() for part in output.split(b"-" * 80)}) == 3
+    output = sample(run, "--num_samples=3", "--max_new_tokens=30")
+    assert len({text.strip() for text in output.split(SEPARATOR)}) == 3
+
+
+# ---- mistakes ----
 
 
 @pytest.mark.parametrize(
@@ -57,43 +95,78 @@ def test_mistakes_end_in_one_line(run, arguments, message):
 def test_a_prompt_that_is_no_text_ends_in_one_line(run):
     result = call("sample.py", run, "--prompt=-", stdin=b"\xff\xfe")
     assert "the prompt is not UTF-8" in one_line_error(result)
+
+
+def test_a_folder_without_a_checkpoint_ends_in_one_line(run):
     assert "holds no checkpoint" in one_line_error(call("sample.py", run.parent))
 
 
-def test_prompts_together_are_as_each_alone(run):
-    keys = ["--max_new_tokens=25", "--temperature=1.2"]
-    prompts = [f"--prompt={prompt}" for prompt in ("def f(", "", "class Reader:\n    ")]
-    together = [run, *prompts, "--num_samples=2", "--seed=3", *keys]
-    outputs = [call("sample.py", *together, f"--batch_size={rows}").stdout for rows in (6, 4, 1)]
-    assert outputs[1] == outputs[0]
-    assert outputs[2] == outputs[0]
-    texts = outputs[0].split(b"-" * 80 + b"\n")
-    assert len(set(texts)) == 6
-    assert texts[1] == call("sample.py", run, prompts[0], "--seed=4", *keys).stdout
+# ---- several prompts ----
+
+PROMPTS = ("--prompt=def f(", "--prompt=", "--prompt=class Reader:\n    ")
+SAMPLING = ("--max_new_tokens=25", "--temperature=1.2")
+
+
+@pytest.fixture(scope="module")
+def samples_of_prompts(run) -> bytes:
+    """Return two samples of each prompt, generated in one batch."""
+    return sample(run, *PROMPTS, "--num_samples=2", "--seed=3", *SAMPLING, "--batch_size=6")
+
+
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_samples_do_not_depend_on_the_batch_size(run, samples_of_prompts, batch_size):
+    options = ("--num_samples=2", "--seed=3", *SAMPLING, f"--batch_size={batch_size}")
+    assert sample(run, *PROMPTS, *options) == samples_of_prompts
+
+
+def test_each_prompt_and_sample_gives_another_text(samples_of_prompts):
+    assert len(set(samples_of_prompts.split(SEPARATOR))) == 6
+
+
+def test_the_second_sample_is_that_of_the_next_seed(run, samples_of_prompts):
+    second = samples_of_prompts.split(SEPARATOR)[1]
+    assert second == sample(run, PROMPTS[0], "--seed=4", *SAMPLING)
 
 
 def test_stop_strings_end_texts(run):
-    keys = ["--prompt=def ", "--max_new_tokens=60", "--temperature=2", "--top_p=1"]
-    text = call("sample.py", run, *keys).stdout.decode(errors="replace")[4:-1]
+    options = ("--prompt=def ", "--max_new_tokens=60", "--temperature=2", "--top_p=1")
+    text = sample(run, *options).decode(errors="replace")[4:-1]
     stop = text[30:33]
-    cut = call("sample.py", run, *keys, f"--stop={stop}", "--stop=zzzzzz").stdout
-    assert cut.decode(errors="replace")[4:-1] == text[: text.index(stop)]
+    stopped = sample(run, *options, f"--stop={stop}", "--stop=zzzzzz").decode(errors="replace")
+    assert stopped[4:-1] == text[: text.index(stop)]
+
+
+# ---- conversations ----
+
+CONVERSATION = """\
+def f(x):
+def f(x):
+/seed=7
+/temperature=1.5
+class A\\
+
+/top_k=0
+/stop=
+/stop
+/sead=1
+
+/quit
+x"""
 
 
 def test_a_conversation(run):
     """Prompts, settings and mistakes from a pipe give the same texts as command-line arguments."""
-    lines = ["def f(x):", "def f(x):", "/seed=7", "/temperature=1.5", "class A\\", ""]
-    lines += ["/top_k=0", "/stop=", "/stop", "/sead=1", "", "/quit", "x"]
-    keys = ["--max_new_tokens=12", "--temperature=0.7"]
-    result = call("sample.py", run, "--interactive", *keys, stdin="\n".join(lines).encode())
+    options = ("--max_new_tokens=12", "--temperature=0.7")
+    result = call("sample.py", run, "--interactive", *options, stdin=CONVERSATION.encode())
     assert result.returncode == 0, result.stderr.decode()
-    same = [run, "--prompt=def f(x):", *keys]
-    first = b"".join(call("sample.py", *same, f"--seed={seed}").stdout for seed in (0, 1))
-    other = [run, "--prompt=class A\n", keys[0], "--temperature=1.5", "--seed=7"]
-    second = call("sample.py", *other).stdout
-    assert result.stdout.startswith(first + second)
-    rest = result.stdout[len(first + second) :]
-    assert rest.startswith(second[:-1])  # the empty line continues the last text
+    function = [sample(run, "--prompt=def f(x):", *options, f"--seed={seed}") for seed in (0, 1)]
+    changed_options = ("--max_new_tokens=12", "--temperature=1.5", "--seed=7")
+    cls = sample(run, "--prompt=class A\n", *changed_options)
+    prompted = b"".join([*function, cls])
+    assert result.stdout.startswith(prompted)
+    # the empty line continues the last text
+    continued = result.stdout.removeprefix(prompted)
+    assert continued.startswith(cls[:-1])
     errors = [line for line in result.stderr.decode().splitlines() if line.startswith("error:")]
     assert errors == [
         "error: top_k=0: give 1 or more",

@@ -1,6 +1,7 @@
-"""Windows of documents of one length: which targets they have, and which count and are scored."""
+"""Sequences of documents of one length: their targets, and which of them are trained and scored."""
 
 import contextlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,152 +15,69 @@ from model.loss import MAX_LOGITS
 from training.distributed import World
 from training.validation import evaluate
 
-# five tokens and their labels, 0 for none
-LABELLED = np.random.default_rng(0).integers(0, 4, (9, 10))
+# documents of five tokens and their labels, of which 0 is none
+LABELED = np.random.default_rng(0).integers(0, 4, (9, 10)).astype(np.uint16)
+
+WITH_LABELS = SequenceLayout(10, labels=True)
 
 
-def expected(document) -> tuple[list, list]:
-    ids, labels = document[:5].tolist(), document[5:].tolist()
-    return ids, [label if label else -1 for label in labels]
+def read_labels(document: np.ndarray) -> list[int]:
+    """Return the labels of a document, -1 for none."""
+    return [label if label else -1 for label in document[5:].tolist()]
 
 
-@pytest.mark.parametrize("trained", [[[0, 5]], [[2, 4]], [[0, 1], [4, 5]], None])
-def test_labels_are_the_second_half_and_only_trained_positions_have_targets(trained):
-    kept = [any(first <= i < end for first, end in trained or [[0, 5]]) for i in range(5)]
-    layout, plain = (
-        SequenceLayout(10, labels=True, trained=trained),
-        SequenceLayout(6, trained=trained),
-    )
-    assert layout.seq_len == plain.seq_len == 5
-    for document in LABELLED:
-        found = layout.ids_and_targets(document[None].astype(np.uint16))
-        assert {part.dtype for part in found} == {torch.int64}
-        ids, labels = expected(document)
-        targets = [label if keep else -1 for label, keep in zip(labels, kept)]
-        assert [part[0].tolist() for part in found] == [ids, targets]
-        targets = [token if keep else -1 for token, keep in zip(document[1:6].tolist(), kept)]
-        found = plain.ids_and_targets(document[None, :6])
-        assert [part[0].tolist() for part in found] == [ids, targets]
+# ---- layouts ----
 
 
-@pytest.mark.parametrize("labels", [True, False])
-def test_batches_hold_whole_documents(labels):
-    cuts = [part.astype(np.uint16) for part in np.split(LABELLED.ravel(), [37])]
-    layout, length = SequenceLayout(10, labels), 5 if labels else 9
-    wanted = [expected(document) for document in LABELLED]
-    if not labels:
-        wanted = [(row[:-1], row[1:]) for row in LABELLED.tolist()]
-    train = TrainBatches(cuts, length, 3, 0, layout=layout)
-    val = ValidationBatches(cuts, length, layout=layout)
-    assert (train.num_sequences, train.num_dropped_tokens, val.num_sequences) == (9, 0, 9)
-    epoch = [train.get(step, 0, 3) for step in range(3)]
-    rows = [(ids.tolist(), targets.tolist()) for batch in epoch for ids, targets in zip(*batch)]
-    assert sorted(rows) == sorted(wanted)
-    rows = [(i.tolist(), t.tolist()) for i, t in zip(*val.get([8, 2], 3))]
-    assert rows == [wanted[8], wanted[2], ([0] * length, [-1] * length)]
-    message = rf"block_size=6, but .* 10 tokens each, .* give --block_size={length}"
-    with pytest.raises(ValueError, match=message):
-        TrainBatches(cuts, 6, 3, 0, layout=layout)
-    with pytest.raises(ValueError, match="validation split has 4 tokens"):
-        ValidationBatches([cuts[0][:4]], length, layout=layout)
+# ranges of positions that are trained, and all of these positions
+TRAINED = [
+    ([[0, 5]], {0, 1, 2, 3, 4}),
+    ([[2, 4]], {2, 3}),
+    ([[0, 1], [4, 5]], {0, 4}),
+    (None, {0, 1, 2, 3, 4}),
+]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 6])
-def test_a_micro_batch_counts_by_its_targets(rows):
-    documents = LABELLED.astype(np.uint16)
-    documents[[1, 4], 5:] = 0
-    batches = TrainBatches([documents.ravel()], 5, 6, 0, layout=SequenceLayout(10, labels=True))
-    for step in range(4):
-        counts = np.array([(batches.get(step, i, rows)[1] != -1).sum() for i in range(0, 6, rows)])
-        weights = batches.loss_weights(step, rows)
-        if (counts == counts[0]).all() and counts[0]:
-            assert weights is None
-        else:
-            np.testing.assert_allclose(weights, counts / counts.mean(), rtol=1e-6)
-            assert weights.dtype == torch.float32
+@pytest.mark.parametrize(("ranges", "trained_positions"), TRAINED)
+def test_labels_are_the_targets_of_trained_positions(ranges, trained_positions):
+    layout = SequenceLayout(10, labels=True, trained=ranges)
+    assert layout.seq_len == 5
+    ids, targets = layout.ids_and_targets(LABELED)
+    assert ids.dtype == targets.dtype == torch.int64
+    assert ids.tolist() == LABELED[:, :5].tolist()
+    for document, document_targets in zip(LABELED, targets.tolist()):
+        assert document_targets == [
+            label if position in trained_positions else -1
+            for position, label in enumerate(read_labels(document))
+        ]
 
 
-def test_where_all_count_the_same_there_is_no_share():
-    tokens = LABELLED.astype(np.uint16).ravel()  # 0 is a target where it is no label
-    for layout in (SequenceLayout(10), SequenceLayout(10, trained=[[2, 4]]), None):
-        assert TrainBatches([tokens], 9, 4, 0, 2**16, layout).loss_weights(0, 2) is None
-    full = [np.maximum(tokens, 1)]
-    assert (
-        TrainBatches(full, 5, 4, 0, layout=SequenceLayout(10, labels=True)).loss_weights(0, 2)
-        is None
-    )
-    none = TrainBatches([np.zeros(90, np.uint16)], 5, 4, 0, layout=SequenceLayout(10, labels=True))
-    assert none.loss_weights(0, 2).tolist() == [0, 0]
+@pytest.mark.parametrize(("ranges", "trained_positions"), TRAINED)
+def test_next_tokens_are_the_targets_of_trained_positions(ranges, trained_positions):
+    layout = SequenceLayout(6, trained=ranges)
+    assert layout.seq_len == 5
+    ids, targets = layout.ids_and_targets(LABELED[:, :6])
+    assert ids.tolist() == LABELED[:, :5].tolist()
+    for document, document_targets in zip(LABELED, targets.tolist()):
+        assert document_targets == [
+            token if position in trained_positions else -1
+            for position, token in enumerate(document[1:6].tolist())
+        ]
 
 
-class Alone(World):
-    """One of several processes whose sums are its own."""
-
-    def sum(self, *values):
-        return list(values)
-
-
-class Fixed(torch.nn.Module):
-    """Logits that depend on the token alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
-        self.config = SimpleNamespace(vocab_size=4)
-
-    def forward(self, ids, targets=None, return_logits=False):
-        logits = self.table[ids]
-        if targets is None:
-            return logits, None
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-        return logits if return_logits else None, loss
-
-
-@pytest.mark.parametrize("rows", [1, 4, 9])
-@pytest.mark.parametrize("at_once", [1, 2**27])
-@pytest.mark.parametrize("scored", [None, ((1, 2), (3, 5))])
-def test_losses_are_of_trained_positions_and_answers_of_scored(monkeypatch, rows, at_once, scored):
-    """Of each window and of all, where two processes see every second one."""
-    monkeypatch.setitem(MAX_LOGITS, "cpu", at_once)
-    documents = LABELLED.copy()
-    documents[3, 6:] = 0  # no label but at position 0
-    layout = SequenceLayout(10, labels=True, trained=((1, 5),), scored=scored)
-    batches = ValidationBatches([documents.ravel()], 5, layout=layout)
-    model, cast, wanted, answers = Fixed(), contextlib.nullcontext(), [], []
-    for document in documents:
-        p = torch.log_softmax(model.table[document[:5]].double(), dim=1).numpy()
-        labels = {i: label for i, label in enumerate(document[5:].tolist()) if label and i}
-        wanted.append([-p[i, label] for i, label in labels.items()])
-        answers.append([p[i].argmax() == label for i, label in labels.items() if i != 2])
-    shown = list(range(9))
-    alone = evaluate(model, batches, shown, rows, World(0, 1, torch.device("cpu")), cast)
-    assert alone["loss"] == pytest.approx(np.mean(np.concatenate(wanted)), rel=1e-6)
-    if scored:
-        assert alone["accuracy"] == pytest.approx(np.mean(np.concatenate(answers)))
-        assert alone["exact_match"] == pytest.approx(np.mean([bool(a) and all(a) for a in answers]))
-    shown, total = [0, 2, 3, 5, 8], 0
-    for rank in range(2):
-        world = Alone(rank, 2, torch.device("cpu"))
-        total = (
-            total
-            + evaluate(model, batches, shown, rows, world, cast, return_sequence_losses=True)[
-                "losses"
-            ]
-        )
-    means = [np.mean(wanted[i]) if wanted[i] else np.nan for i in shown]
-    assert total.dtype == np.float32
-    np.testing.assert_allclose(total, means, rtol=1e-6)
-    assert np.isnan(total).tolist() == [False, False, True, False, False]
-
-
-def test_what_meta_json_says():
+def test_a_corpus_of_documents_of_any_length_has_no_layout():
     assert SequenceLayout.from_meta({"vocab_size": 9}) is None
-    # as it was once
-    assert SequenceLayout.from_meta({"window_tokens": 11, "scored_from": 5}) == SequenceLayout(
-        11, scored=[[5, 10]]
-    )
+
+
+def test_a_layout_is_read_from_meta_json():
     meta = {"window_tokens": 10, "labels": True, "trained": [[1, 5]], "scored": [[2, 5]]}
-    assert SequenceLayout.from_meta(meta) == SequenceLayout(10, True, [[1, 5]], [[2, 5]])
+    expected = SequenceLayout(10, labels=True, trained=[[1, 5]], scored=[[2, 5]])
+    assert SequenceLayout.from_meta(meta) == expected
+
+
+def test_the_former_key_scored_from_is_read():
+    meta = {"window_tokens": 11, "scored_from": 5}
+    assert SequenceLayout.from_meta(meta) == SequenceLayout(11, scored=[[5, 10]])
 
 
 CONTRADICTIONS = [
@@ -174,3 +92,229 @@ CONTRADICTIONS = [
 def test_a_meta_json_that_contradicts_itself(tokens, meta, message):
     with pytest.raises(ValueError, match=message):
         SequenceLayout.from_meta({"window_tokens": tokens, **meta})
+
+
+# ---- batches ----
+
+
+@pytest.fixture
+def shards() -> list[np.ndarray]:
+    """Return the documents as two shards, of which the first ends within a document."""
+    return np.split(LABELED.ravel(), [37])
+
+
+def list_sequences(labels: bool) -> list[tuple[list[int], list[int]]]:
+    """Return the ids and targets of every document."""
+    if labels:
+        return [(document[:5].tolist(), read_labels(document)) for document in LABELED]
+    return [(document[:-1], document[1:]) for document in LABELED.tolist()]
+
+
+def pair_rows(
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> list[tuple[list[int], list[int]]]:
+    """Return the ids and targets of every sequence of a batch."""
+    ids, targets = batch
+    return list(zip(ids.tolist(), targets.tolist()))
+
+
+@pytest.mark.parametrize(("labels", "seq_len"), [(True, 5), (False, 9)])
+def test_an_epoch_of_training_has_every_document_once(labels, seq_len, shards):
+    batches = TrainBatches(shards, seq_len, 3, 0, layout=SequenceLayout(10, labels))
+    assert batches.num_sequences == 9
+    assert batches.num_dropped_tokens == 0
+    sequences = [sequence for step in range(3) for sequence in pair_rows(batches.get(step, 0, 3))]
+    assert sorted(sequences) == sorted(list_sequences(labels))
+
+
+@pytest.mark.parametrize(("labels", "seq_len"), [(True, 5), (False, 9)])
+def test_a_validation_batch_holds_documents_and_padding(labels, seq_len, shards):
+    batches = ValidationBatches(shards, seq_len, layout=SequenceLayout(10, labels))
+    assert batches.num_sequences == 9
+    sequences = list_sequences(labels)
+    padding = ([0] * seq_len, [-1] * seq_len)
+    assert pair_rows(batches.get([8, 2], 3)) == [sequences[8], sequences[2], padding]
+
+
+@pytest.mark.parametrize(("labels", "seq_len"), [(True, 5), (False, 9)])
+def test_a_block_size_other_than_the_documents_length_is_refused(labels, seq_len, shards):
+    message = rf"block_size=6, but .* 10 tokens each, .* give --block_size={seq_len}"
+    with pytest.raises(ValueError, match=message):
+        TrainBatches(shards, 6, 3, 0, layout=SequenceLayout(10, labels))
+
+
+def test_a_validation_split_without_a_document_is_refused(shards):
+    with pytest.raises(ValueError, match="validation split has 4 tokens"):
+        ValidationBatches([shards[0][:4]], 5, layout=WITH_LABELS)
+
+
+# ---- weights of micro-batches ----
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 6])
+def test_a_micro_batch_counts_by_its_targets(micro_batch_size):
+    documents = LABELED.copy()
+    documents[[1, 4], 5:] = 0
+    batches = TrainBatches([documents.ravel()], 5, 6, 0, layout=WITH_LABELS)
+    for step in range(4):
+        counts = []
+        for first in range(0, 6, micro_batch_size):
+            _, targets = batches.get(step, first, micro_batch_size)
+            counts.append(int((targets != -1).sum()))
+        weights = batches.loss_weights(step, micro_batch_size)
+        if len(set(counts)) == 1 and counts[0] > 0:
+            assert weights is None
+        else:
+            np.testing.assert_allclose(weights, counts / np.mean(counts), rtol=1e-6)
+            assert weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", [SequenceLayout(10), SequenceLayout(10, trained=[[2, 4]]), None])
+def test_next_tokens_need_no_weights(layout):
+    # 0 is a target too, where it is not a label
+    batches = TrainBatches([LABELED.ravel()], 9, 4, 0, 2**16, layout)
+    assert batches.loss_weights(0, 2) is None
+
+
+def test_documents_with_all_labels_need_no_weights():
+    batches = TrainBatches([np.maximum(LABELED.ravel(), 1)], 5, 4, 0, layout=WITH_LABELS)
+    assert batches.loss_weights(0, 2) is None
+
+
+def test_documents_without_labels_have_weight_0():
+    batches = TrainBatches([np.zeros(90, np.uint16)], 5, 4, 0, layout=WITH_LABELS)
+    assert batches.loss_weights(0, 2).tolist() == [0, 0]
+
+
+# ---- evaluation ----
+
+
+class WorldWithoutSums(World):
+    """A rank of several whose sums over ranks are its own values."""
+
+    def sum(self, *values):
+        return list(values)
+
+
+class TableModel(torch.nn.Module):
+    """A model whose logits are looked up by the current token."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+        self.config = SimpleNamespace(vocab_size=4)
+
+    def forward(self, ids, targets=None, return_logits=False):
+        logits = self.table[ids]
+        if targets is None:
+            return logits, None
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits if return_logits else None, loss
+
+
+TRAINED_POSITIONS = (1, 2, 3, 4)
+SCORED_POSITIONS = (1, 3, 4)
+SCORED_RANGES = ((1, 2), (3, 5))
+
+
+@pytest.fixture
+def documents() -> np.ndarray:
+    """Return documents, of which number 3 has no label at a trained position."""
+    documents = LABELED.copy()
+    documents[3, 6:] = 0
+    return documents
+
+
+def compute_losses(model: TableModel, document: np.ndarray) -> list[float]:
+    """Return the loss at each trained position that has a label."""
+    log_probabilities = torch.log_softmax(model.table[document[:5].tolist()].double(), dim=1)
+    return [
+        -log_probabilities[position, document[5 + position]].item()
+        for position in TRAINED_POSITIONS
+        if document[5 + position]
+    ]
+
+
+def score_answers(model: TableModel, document: np.ndarray) -> list[bool]:
+    """Return whether the most likely label is right at each scored position that has one."""
+    answers = model.table[document[:5].tolist()].argmax(dim=1)
+    return [
+        answers[position].item() == document[5 + position]
+        for position in SCORED_POSITIONS
+        if document[5 + position]
+    ]
+
+
+def make_validation_batches(
+    documents: np.ndarray, scored: Sequence[Sequence[int]] | None
+) -> ValidationBatches:
+    layout = SequenceLayout(10, labels=True, trained=((1, 5),), scored=scored)
+    return ValidationBatches([documents.ravel()], 5, layout=layout)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9])
+@pytest.mark.parametrize("max_logits", [1, 2**27])
+@pytest.mark.parametrize("scored", [None, SCORED_RANGES])
+def test_the_loss_is_the_mean_over_trained_labels(
+    documents, batch_size, max_logits, scored, monkeypatch
+):
+    monkeypatch.setitem(MAX_LOGITS, "cpu", max_logits)
+    model = TableModel()
+    evaluation = evaluate(
+        model,
+        make_validation_batches(documents, scored),
+        list(range(9)),
+        batch_size,
+        World(0, 1, torch.device("cpu")),
+        contextlib.nullcontext(),
+    )
+    losses = np.concatenate([compute_losses(model, document) for document in documents])
+    assert evaluation["loss"] == pytest.approx(losses.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9])
+@pytest.mark.parametrize("max_logits", [1, 2**27])
+def test_answers_are_counted_at_scored_labels(documents, batch_size, max_logits, monkeypatch):
+    monkeypatch.setitem(MAX_LOGITS, "cpu", max_logits)
+    model = TableModel()
+    evaluation = evaluate(
+        model,
+        make_validation_batches(documents, SCORED_RANGES),
+        list(range(9)),
+        batch_size,
+        World(0, 1, torch.device("cpu")),
+        contextlib.nullcontext(),
+    )
+    answers = [score_answers(model, document) for document in documents]
+    assert evaluation["accuracy"] == pytest.approx(np.mean(np.concatenate(answers)))
+    exact_matches = [bool(document) and all(document) for document in answers]
+    assert evaluation["exact_match"] == pytest.approx(np.mean(exact_matches))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9])
+@pytest.mark.parametrize("max_logits", [1, 2**27])
+@pytest.mark.parametrize("scored", [None, SCORED_RANGES])
+def test_losses_of_sequences_add_up_over_ranks(
+    documents, batch_size, max_logits, scored, monkeypatch
+):
+    """The sum over ranks has the mean loss of each sequence, and NaN for one without targets."""
+    monkeypatch.setitem(MAX_LOGITS, "cpu", max_logits)
+    model = TableModel()
+    sequences = [0, 2, 3, 5, 8]
+    total = 0
+    for rank in range(2):
+        evaluation = evaluate(
+            model,
+            make_validation_batches(documents, scored),
+            sequences,
+            batch_size,
+            WorldWithoutSums(rank, 2, torch.device("cpu")),
+            contextlib.nullcontext(),
+            return_sequence_losses=True,
+        )
+        total = total + evaluation["losses"]
+    losses = [compute_losses(model, documents[sequence]) for sequence in sequences]
+    expected = [np.mean(sequence) if sequence else np.nan for sequence in losses]
+    assert total.dtype == np.float32
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
+    assert np.isnan(total).tolist() == [False, False, True, False, False]

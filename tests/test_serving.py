@@ -235,9 +235,9 @@ def test_half_a_character_at_the_end_and_bytes_that_are_none():
 def test_why_a_text_ends():
     model = build(DELTA[0], **SMALL)
     [_, _, *_, last], _ = generated(model, [256], 3)
-    assert last["end"] == "all new tokens made"
+    assert last["end"] == "reached max_new_tokens"
     events, tokens = generated(model, [256], 30, is_cancelled=lambda: True)
-    assert events[-1]["end"] == "the server ends"
+    assert events[-1]["end"] == "the server is shutting down"
     assert len(tokens) == 1
     torch.nn.init.zeros_(model.ln_f.weight)  # all logits are equal: token 0 is taken
     events, tokens = generated(model, [1], 30, sampling=Sampling(temperature=0), stop=["\0\0\0"])
@@ -534,7 +534,7 @@ def test_interrupting_the_server_ends_a_stream(run):
         process.send_signal(signal.SIGINT)
         lines = response.read().splitlines()
         _, errors = process.communicate(timeout=20)
-    assert json.loads(lines[-1])["end"] == "the server ends"
+    assert json.loads(lines[-1])["end"] == "the server is shutting down"
     assert process.returncode == 0
     assert errors == ""
 

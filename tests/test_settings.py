@@ -68,9 +68,9 @@ def test_a_dry_run_needs_no_data():
 def test_a_dry_run_beside_a_run_says_what_to_do_and_changes_nothing(corpus, tmp_path):
     arguments = small_run(corpus, tmp_path / "run", max_steps=1)
     run_train(*arguments)
-    before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*"))
+    times = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*"))
     assert "is not empty: to train, resume that run" in run_train(*arguments, "--dry_run")
-    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*")) == before
+    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*")) == times
 
 
 def test_a_width_of_the_heads_that_is_not_the_hidden_size_is_noted(corpus, tmp_path):

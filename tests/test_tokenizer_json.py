@@ -1,7 +1,8 @@
-"""tokenizer.json: the tokenizers library makes tiktoken's ids, and gives the encoding back."""
+"""The tokenizers library makes tiktoken's ids from tokenizer.json, which can be read again."""
 
 import json
 import random
+from typing import NamedTuple
 
 import pytest
 from helpers import ODD_TEXTS, ROOT
@@ -15,99 +16,145 @@ tokenizers = pytest.importorskip("tokenizers")
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*/*.py"))]
 
 
+class Pair(NamedTuple):
+    """A tokenizer of this repository, and the library's from the JSON that is written for it."""
+
+    encoding: tokenizer.Tokenizer
+    library: tokenizers.Tokenizer
+
+
 @pytest.fixture(scope="module", params=["bytes", "own pattern", "GPT-2"])
-def pair(request):
-    """(tiktoken's encoding, the library's tokenizer from the JSON written for it)."""
-    made = {"bytes": tokenizer.byte_tokenizer, "GPT-2": tokenizer.gpt2_tokenizer}
-    make = made.get(request.param, lambda: tokenizer.train_byte_pairs(TEXTS, 1500))
-    encoding = make()
-    return encoding, tokenizers.Tokenizer.from_str(json.dumps(written(encoding)))
+def pair(request) -> Pair:
+    if request.param == "bytes":
+        encoding = tokenizer.byte_tokenizer()
+    elif request.param == "GPT-2":
+        encoding = tokenizer.gpt2_tokenizer()
+    else:
+        encoding = tokenizer.train_byte_pairs(TEXTS, 1500)
+    description = json.dumps(encoding.to_hugging_face())
+    return Pair(encoding, tokenizers.Tokenizer.from_str(description))
 
 
-def written(encoding) -> dict:
-    return encoding.to_hugging_face()
+def check_ids(pair: Pair, text: str) -> None:
+    """Check that both make the same ids of a text, and the library the text from them."""
+    ids = pair.encoding.encode(text, allowed_special="all")
+    assert pair.library.encode(text).ids == ids
+    assert pair.library.decode(ids, skip_special_tokens=False) == text
 
 
-def check(pair, text: str) -> None:
-    encoding, library = pair
-    ids = encoding.encode(text, allowed_special="all")
-    assert library.encode(text).ids == ids
-    assert library.decode(ids, skip_special_tokens=False) == text
-
-
-def test_odd_text(pair):
+def test_source_code_and_odd_texts(pair):
     for text in [*TEXTS, *ODD_TEXTS]:
-        check(pair, text)
-    draw = random.Random(0)
-    pieces = [*" \n\t\r\v\x1c\x85\u00a0\u2028\u200b\u0301\ufeffé²_!尺", "<|endoftext|>"]
+        check_ids(pair, text)
+
+
+def test_random_mixtures_of_words_and_whitespace(pair):
+    generator = random.Random(0)
+    characters = " \n\t\r\v\x1c\x85\u00a0\u2028\u200b\u0301\ufeffé²_!尺"
+    words = ["ab", "'s", "'ll", "12", "def", "<|", "<|endoftext|>"]
     for _ in range(300):
-        check(pair, "".join(draw.choices([*pieces, *"ab 's 'll 12 def <|".split()], k=20)))
-    # Between letters, digits, spaces and line breaks: both regular expression engines must class a
-    # character of every block alike.
+        check_ids(pair, "".join(generator.choices([*characters, *words], k=20)))
+
+
+def test_characters_of_every_block(pair):
+    """Both regular expression engines put a character into the same class.
+
+    Each stands between letters, digits, spaces and line breaks.
+    """
     for code in (*range(0, 0xD800, 31), *range(0xE000, 0x110000, 397)):
-        check(pair, f"a {chr(code)}{chr(code)}b  1{chr(code)}_{chr(code)} \n{chr(code)}\n")
+        character = chr(code)
+        check_ids(pair, f"a {character}{character}b  1{character}_{character} \n{character}\n")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.text())
 def test_any_text(pair, text):
-    check(pair, text)
+    check_ids(pair, text)
 
 
-def test_the_encoding_comes_back(pair, tmp_path):
-    """From what we write, and from what the library makes of it."""
-    encoding, library = pair
-    for text in (json.dumps(written(encoding)), library.to_str(pretty=True)):
-        (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
-        back = tokenizer.describe(tmp_path)
-        assert back == tokenizer.to_json(encoding) | {"name": back["name"]}
-        assert (
-            tokenizer.from_json(back).n_vocab == encoding.n_vocab == tokenizer.get_vocab_size(back)
-        )
-    assert back["name"] == encoding.name
+def test_the_encoding_is_read_from_the_json_that_is_written_for_it(pair, tmp_path):
+    content = json.dumps(pair.encoding.to_hugging_face())
+    (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+    description = tokenizer.describe(tmp_path)
+    expected = tokenizer.to_json(pair.encoding)
+    assert description == {**expected, "name": description["name"]}
+    assert tokenizer.from_json(description).n_vocab == pair.encoding.n_vocab
+    assert tokenizer.get_vocab_size(description) == pair.encoding.n_vocab
 
 
-def test_gpt2_is_known_by_its_tokens_and_merges():
-    """Which part of a token meets which follows from the ranks: line by line OpenAI's vocab.bpe."""
+def test_the_encoding_is_read_from_the_json_of_the_library(pair, tmp_path):
+    content = pair.library.to_str(pretty=True)
+    (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+    assert tokenizer.describe(tmp_path) == tokenizer.to_json(pair.encoding)
+
+
+def test_merges_of_gpt2_are_those_of_openai():
+    """The parts of each token follow from the ranks, and equal the lines of OpenAI's vocab.bpe."""
     lines = tokenizer.read_packaged_merges().splitlines()[1:]
-    merges = written(tokenizer.gpt2_tokenizer())["model"]["merges"]
+    merges = tokenizer.gpt2_tokenizer().to_hugging_face()["model"]["merges"]
     assert [" ".join(merge) for merge in merges] == lines
+
+
+def test_gpt2_is_known_by_its_tokens():
     tokens = tokenizer.gpt2_tokens()
     assert tokenizer_json.name_tokens(tokens) == "gpt2"
     assert tokenizer_json.name_tokens([*tokens, b"more"]) == "bpe50258"
-    tokens[262:264] = tokens[263], tokens[262]
-    assert tokenizer_json.name_tokens(tokens) == "bpe50257"
+    swapped = [*tokens[:262], tokens[263], tokens[262], *tokens[264:]]
+    assert tokenizer_json.name_tokens(swapped) == "bpe50257"
 
 
-OTHERWISE = [
-    (
-        lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
-        "changes text",
-    ),
-    (lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), "changes text"),
-    (lambda d: d.update(normalizer={"type": "NFC"}), "changes text"),
-    (lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), "in another way"),
-    (lambda d: d["added_tokens"].append({"content": "<|other|>", "id": 257}), "its added tokens"),
-    (lambda d: d["added_tokens"][0].update(id=300), "its added tokens are"),
-    (lambda d: d["model"]["vocab"].update(a=300), "its ids have gaps"),
-    (lambda d: d["model"]["vocab"].update(a="97"), "an id is not a whole number"),
-    (lambda d: d["model"]["vocab"].update({"": d["model"]["vocab"].pop("a")}), "it lacks bytes"),
-    (lambda d: d.pop("model") and d.update(model={}), "'vocab'"),
-]
+# ---- files of other libraries ----
 
 
-@pytest.mark.parametrize(("change", "message"), OTHERWISE)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(
+                add_prefix_space=True
+            ),
+            "changes text",
+        ),
+        (
+            lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True),
+            "changes text",
+        ),
+        (lambda content: content.update(normalizer={"type": "NFC"}), "changes text"),
+        (
+            lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+            "in another way",
+        ),
+        (
+            lambda content: content["added_tokens"].append({"content": "<|other|>", "id": 257}),
+            "its added tokens",
+        ),
+        (lambda content: content["added_tokens"][0].update(id=300), "its added tokens are"),
+        (lambda content: content["model"]["vocab"].update(a=300), "its ids have gaps"),
+        (lambda content: content["model"]["vocab"].update(a="97"), "an id is not a whole number"),
+        (
+            lambda content: content["model"]["vocab"].update(
+                {"": content["model"]["vocab"].pop("a")}
+            ),
+            "it lacks bytes",
+        ),
+        (lambda content: content.update(model={}), "'vocab'"),
+    ],
+)
 def test_a_library_tokenizer_that_makes_other_tokens_is_refused(tmp_path, change, message):
-    description = written(tokenizer.byte_tokenizer())
-    change(description)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    content = tokenizer.byte_tokenizer().to_hugging_face()
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"is damaged: .*{message}"):
         tokenizer.describe(tmp_path)
 
 
-def test_a_token_without_its_parts_is_refused():
-    tokens = [bytes([value]) for value in range(256)]
-    ranks = {token: rank for rank, token in enumerate([*tokens, b"bc", b"abc"])}
+BYTES = [bytes([value]) for value in range(256)]
+
+
+def test_a_merge_is_found_by_the_ranks_of_its_parts():
+    ranks = {token: rank for rank, token in enumerate([*BYTES, b"bc", b"abc"])}
     assert tokenizer_json.find_merge(b"abc", ranks) == (b"a", b"bc")
+
+
+def test_a_token_without_its_parts_is_refused():
     with pytest.raises(ValueError, match=r"b'abc' is not the union of two earlier tokens"):
-        tokenizer_json.write("x", [*tokens, b"abc", b"bc"], "<|endoftext|>")
+        tokenizer_json.write("x", [*BYTES, b"abc", b"bc"], "<|endoftext|>")

@@ -180,10 +180,10 @@ def test_hsdp_sends_each_shard_once_between_copies():
 
 
 def test_a_reduction_per_step_sends_gradients_once():
-    each = estimate(4, engine="fsdp", dtype="float32")
-    once = estimate(4, engine="fsdp", dtype="float32", gradient_reduction="step")
-    assert each.gradients == NUM_MICRO_BATCHES * once.gradients
-    assert each.parameters == once.parameters
+    per_micro_batch = estimate(4, engine="fsdp", dtype="float32")
+    per_step = estimate(4, engine="fsdp", dtype="float32", gradient_reduction="step")
+    assert per_micro_batch.gradients == NUM_MICRO_BATCHES * per_step.gradients
+    assert per_micro_batch.parameters == per_step.parameters
 
 
 def test_a_dry_run_of_several_processes_prints_the_traffic(monkeypatch, tmp_path):

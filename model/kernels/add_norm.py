@@ -35,20 +35,20 @@ from model.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["num_rows", "chunk_size"])
 def forward_kernel(
-    x,
-    h,
-    norm_weight,
-    new_x,
-    context,
-    inverse_rms,
-    num_rows,
-    chunk_size,
-    eps,
+    x: tl.tensor,
+    h: "tl.tensor | None",
+    norm_weight: tl.tensor,
+    new_x: tl.tensor,
+    context: tl.tensor,
+    inverse_rms: tl.tensor,
+    num_rows: tl.tensor,
+    chunk_size: tl.tensor,
+    eps: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
-):
+) -> None:
     g = load_vector(norm_weight, None, D, BLOCK)
     first = tl.program_id(0) * chunk_size
     last = tl.minimum(first + chunk_size, num_rows)
@@ -71,7 +71,7 @@ def forward_kernel(
 
 
 @triton.jit
-def add_rounded(a, b, ptr):
+def add_rounded(a: tl.tuple, b: tl.tuple, ptr: tl.tensor) -> tl.tuple:
     """Return a + b, rounded to the dtype of what ptr points to."""
     pieces = ()
     for i in tl.static_range(len(a)):
@@ -82,23 +82,23 @@ def add_rounded(a, b, ptr):
 @triton.jit(do_not_specialize=["num_rows", "chunk_size"])
 def backward_kernel(
     # gradients of the results; grad_new_x is None for zeros
-    grad_new_x,
-    grad_context,
+    grad_new_x: "tl.tensor | None",
+    grad_context: tl.tensor,
     # X', which the forward pass made, and rho
-    x,
-    inverse_rms,
-    norm_weight,
+    x: tl.tensor,
+    inverse_rms: tl.tensor,
+    norm_weight: tl.tensor,
     # results: grad_h is None where its dtype is that of grad_x; grad_norm is (programs, D) fp32
-    grad_x,
-    grad_h,
-    grad_norm,
-    num_rows,
-    chunk_size,
+    grad_x: tl.tensor,
+    grad_h: "tl.tensor | None",
+    grad_norm: tl.tensor,
+    num_rows: tl.tensor,
+    chunk_size: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
-):
+) -> None:
     g = load_vector(norm_weight, None, D, BLOCK)
     sum_g = zero_vectors(1, D, BLOCK)
     first = tl.program_id(0) * chunk_size

@@ -32,18 +32,18 @@ BLOCK_SIZE = 256
 
 @triton.jit(do_not_specialize=["num_tokens", "chunk_size", "num_chunks"])
 def forward_kernel(
-    x,
-    weights,
-    state,
-    num_tokens,
-    chunk_size,
-    num_chunks,
+    x: tl.tensor,
+    weights: tl.tensor,
+    state: tl.tensor,
+    num_tokens: tl.tensor,
+    chunk_size: tl.tensor,
+    num_chunks: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     V: tl.constexpr,
     K: tl.constexpr,
     STAGES: tl.constexpr,
-):
+) -> None:
     start = tl.program_id(1) * BLOCK
     mask = start + tl.arange(0, BLOCK) < D
     sequence = tl.program_id(0) // num_chunks
@@ -63,20 +63,20 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "chunk_size", "num_chunks"])
 def backward_kernel(
-    grad_state,
-    x,
-    weights,
-    grad_x,
-    grad_weights,  # (programs, K, V, D) fp32
-    num_tokens,
-    chunk_size,
-    num_chunks,
+    grad_state: tl.tensor,
+    x: tl.tensor,
+    weights: tl.tensor,
+    grad_x: tl.tensor,
+    grad_weights: tl.tensor,  # (programs, K, V, D) fp32
+    num_tokens: tl.tensor,
+    chunk_size: tl.tensor,
+    num_chunks: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     V: tl.constexpr,
     K: tl.constexpr,
     STAGES: tl.constexpr,
-):
+) -> None:
     start = tl.program_id(1) * BLOCK
     mask = start + tl.arange(0, BLOCK) < D
     sequence = tl.program_id(0) // num_chunks

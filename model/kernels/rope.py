@@ -43,7 +43,9 @@ PROGRAMS = 1
 
 
 @triton.jit
-def product_offsets(row, which, H: tl.constexpr, HALF: tl.constexpr):
+def product_offsets(
+    row: tl.tensor, which: tl.tensor, H: tl.constexpr, HALF: tl.constexpr
+) -> tl.tensor:
     """Return the offsets of rows in the product (tokens, 3, H, 2 * HALF).
 
     which: 0 for queries, 1 for keys, 2 for values
@@ -52,7 +54,9 @@ def product_offsets(row, which, H: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def load_halves(ptr, offsets, features, mask, HALF: tl.constexpr):
+def load_halves(
+    ptr: tl.tensor, offsets: tl.tensor, features: tl.tensor, mask: tl.tensor, HALF: tl.constexpr
+) -> tl.tuple:
     """Return the two halves of the heads at some offsets, (rows, BLOCK) each in fp32."""
     first_ptr = ptr + offsets[:, None] + features[None, :]
     first = tl.load(first_ptr, mask, other=0.0).to(tl.float32)
@@ -61,7 +65,15 @@ def load_halves(ptr, offsets, features, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def store_halves(ptr, offsets, features, mask, first, second, HALF: tl.constexpr):
+def store_halves(
+    ptr: tl.tensor,
+    offsets: tl.tensor,
+    features: tl.tensor,
+    mask: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    HALF: tl.constexpr,
+) -> None:
     """Store the two halves of the heads at some offsets, in ptr's dtype."""
     first_ptr = ptr + offsets[:, None] + features[None, :]
     tl.store(first_ptr, first.to(ptr.dtype.element_ty), mask)
@@ -70,16 +82,16 @@ def store_halves(ptr, offsets, features, mask, first, second, HALF: tl.constexpr
 
 @triton.jit
 def load_angles(
-    cos,
-    sin,
-    row,
-    sequence_length,
-    table_stride,
-    features,
-    mask,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    row: tl.tensor,
+    sequence_length: tl.tensor,
+    table_stride: tl.tensor,
+    features: tl.tensor,
+    mask: tl.tensor,
     H: tl.constexpr,
     HALF: tl.constexpr,
-):
+) -> tl.tuple:
     """Return cos and sin of the token of each row, (rows, BLOCK) each in fp32.
 
     table_stride: from the table of a sequence to the next; 0 if all sequences share one
@@ -96,21 +108,21 @@ def load_angles(
 # HALF is padded to.
 @triton.jit(do_not_specialize=["num_rows", "sequence_length", "table_stride"])
 def forward_kernel(
-    qkv,  # (tokens, 3, H, 2 * HALF)
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    qk,  # (2, tokens, H, 2 * HALF)
-    num_rows,
-    sequence_length,
-    table_stride,
-    eps,
+    qkv: tl.tensor,  # (tokens, 3, H, 2 * HALF)
+    cos: tl.tensor,
+    sin: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    qk: tl.tensor,  # (2, tokens, H, 2 * HALF)
+    num_rows: tl.tensor,
+    sequence_length: tl.tensor,
+    table_stride: tl.tensor,
+    eps: tl.tensor,
     H: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-):
+) -> None:
     which = tl.program_id(1)  # 0: queries, 1: keys
     features = tl.arange(0, BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -133,27 +145,28 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "chunk_size", "sequence_length", "table_stride"])
 def backward_kernel(
-    grad_q,
-    grad_k,
-    grad_v,
-    qkv,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    grad_qkv,
-    sums,  # (2, programs, 2 * HALF) fp32: gradients of both norms, summed over a program's rows
-    num_rows,
-    chunk_size,  # rows of a program
-    sequence_length,
-    table_stride,
-    eps,
+    grad_q: tl.tensor,
+    grad_k: tl.tensor,
+    grad_v: tl.tensor,
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    grad_qkv: tl.tensor,
+    # (2, programs, 2 * HALF) fp32: gradients of both norms, summed over a program's rows
+    sums: tl.tensor,
+    num_rows: tl.tensor,
+    chunk_size: tl.tensor,  # rows of a program
+    sequence_length: tl.tensor,
+    table_stride: tl.tensor,
+    eps: tl.tensor,
     H: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-):
+) -> None:
     which = tl.program_id(1)  # 0: queries, 1: keys, 2: values
     features = tl.arange(0, BLOCK)
     norm_weight = q_norm

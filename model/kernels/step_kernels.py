@@ -70,16 +70,16 @@ from model.kernels.tiles import (
 
 @triton.jit
 def replay_state(
-    stored_state,
-    token_stride,
-    channel_stride,
-    directions,
-    updates,
-    row,
+    stored_state: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    directions: tl.tuple,
+    updates: tl.tuple,
+    row: tl.tensor,
     V: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> tl.tuple:
     """Return the state of a token: the stored one with the writes since, rounded after each."""
     state = load_vectors(stored_state + row * token_stride, channel_stride, None, V, D, BLOCK)
     for i in tl.static_range(len(directions)):
@@ -91,15 +91,15 @@ def replay_state(
 
 @triton.jit
 def prefetch_state(
-    stored_state,
-    token_stride,
-    channel_stride,
-    directions,
-    row,
-    condition,
+    stored_state: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    directions: tl.tuple,
+    row: tl.tensor,
+    condition: tl.tensor,
     V: tl.constexpr,
     D: tl.constexpr,
-):
+) -> None:
     """Prefetch what `replay_state` will load for a token, if the condition holds."""
     # a repeated embedding has channels at stride 0, and is short enough for the caches
     prefetch(stored_state + row * token_stride, condition & (channel_stride == D), V * D)
@@ -108,7 +108,9 @@ def prefetch_state(
 
 
 @triton.jit
-def add_update(state, direction, u, stored_state):
+def add_update(
+    state: tl.tuple, direction: tl.tuple, u: tl.tuple, stored_state: tl.tensor
+) -> tl.tuple:
     """Return state + direction u^T, rounded to the dtype of stored_state."""
     P: tl.constexpr = len(direction)
     result = ()
@@ -120,8 +122,13 @@ def add_update(state, direction, u, stored_state):
 
 @triton.jit
 def write_value(
-    value_logit, row, value_scale, value_constant, VALUE_FORM: tl.constexpr, V: tl.constexpr
-):
+    value_logit: "tl.tensor | None",
+    row: tl.tensor,
+    value_scale: tl.tensor,
+    value_constant: tl.tensor,
+    VALUE_FORM: tl.constexpr,
+    V: tl.constexpr,
+) -> tl.tuple:
     """Return the write value v of a token and its derivative by the logit, V numbers each."""
     value = ()
     slope = ()
@@ -145,19 +152,19 @@ def write_value(
 
 @triton.jit
 def write_state(
-    state,
-    direction,
-    gate_logit,
-    value_logit,
-    row,
-    stored_state,
-    k_eps_squared,
-    value_scale,
-    value_constant,
-    VALUE_FORM,
-    ERASE,
+    state: tl.tuple,
+    direction: tl.tuple,
+    gate_logit: tl.tensor,
+    value_logit: "tl.tensor | None",
+    row: tl.tensor,
+    stored_state: tl.tensor,
+    k_eps_squared: tl.tensor,
+    value_scale: tl.tensor,
+    value_constant: tl.tensor,
+    VALUE_FORM: tl.constexpr,
+    ERASE: tl.constexpr,
     V: tl.constexpr,
-):
+) -> tl.tuple:
     """Return X' = X + k r^T of a token, then n, delta (V numbers) and u = n r (V numbers)."""
     value, _ = write_value(value_logit, row, value_scale, value_constant, VALUE_FORM, V)
     beta = 2 * sigmoid(tl.load(gate_logit + row + tl.arange(0, 1)))
@@ -178,7 +185,9 @@ def write_state(
 
 
 @triton.jit
-def read_state(state, pending, e, V: tl.constexpr, K: tl.constexpr):
+def read_state(
+    state: tl.tuple, pending: tl.tuple, e: tl.tuple, V: tl.constexpr, K: tl.constexpr
+) -> tl.tuple:
     """Read from the state of a token.
 
     Args:
@@ -204,8 +213,13 @@ def read_state(state, pending, e, V: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def get_weights(
-    source, turn, COUNT: tl.constexpr, RELOAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
-):
+    source: "tl.tensor | tl.tuple",
+    turn: tl.tensor,
+    COUNT: tl.constexpr,
+    RELOAD: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tuple:
     """Return the pieces of COUNT parameter vectors.
 
     source: the pieces themselves, which are in registers, or with RELOAD a pointer, from which they
@@ -220,47 +234,47 @@ def get_weights(
 @triton.jit(do_not_specialize=["num_tokens", "chunk_size", "num_chunks"])
 def forward_kernel(
     # the state before the write: the last stored state, and the writes since
-    stored_state,
-    token_stride,
-    channel_stride,
-    directions,
-    updates,
+    stored_state: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    directions: tl.tuple,
+    updates: tl.tuple,
     # the write: k~ (rows, D), and the logits of beta (rows,) and v (rows, V). direction is None if
     # there is no write, value_logit if v is constant.
-    direction,
-    gate_logit,
-    value_logit,
+    direction: "tl.tensor | None",
+    gate_logit: "tl.tensor | None",
+    value_logit: "tl.tensor | None",
     # e (K, V, D) and g (D,), then the heads of the next write: w (D,), b (1,), W (V, D), b_z (V,).
     # A head that is computed elsewhere is None.
-    read_weights,
-    norm_weight,
-    gate_weight,
-    gate_bias,
-    value_weight,
-    value_bias,
+    read_weights: tl.tensor,
+    norm_weight: tl.tensor,
+    gate_weight: "tl.tensor | None",
+    gate_bias: "tl.tensor | None",
+    value_weight: "tl.tensor | None",
+    value_bias: "tl.tensor | None",
     # (sequences, K - 1, D) fp32: what earlier calls add to the reads, and this one to later ones.
     # None stands for zeros.
-    carry,
-    new_carry,
+    carry: "tl.tensor | None",
+    new_carry: "tl.tensor | None",
     # results; None if they are not wanted
-    new_state,
-    x_in,
-    context,
-    next_gate_logit,
-    next_value_logit,
+    new_state: "tl.tensor | None",
+    x_in: "tl.tensor | None",
+    context: tl.tensor,
+    next_gate_logit: "tl.tensor | None",
+    next_value_logit: "tl.tensor | None",
     # results that the backward pass needs: n (rows,), delta (rows, V), u (rows, V), rho (rows,)
-    inverse_norm,
-    delta,
-    update,
-    inverse_rms,
+    inverse_norm: "tl.tensor | None",
+    delta: "tl.tensor | None",
+    update: "tl.tensor | None",
+    inverse_rms: tl.tensor,
     # of a sequence, of a program, and of a sequence
-    num_tokens,
-    chunk_size,
-    num_chunks,
-    k_eps_squared,
-    norm_eps,
-    value_scale,
-    value_constant,
+    num_tokens: tl.tensor,
+    chunk_size: tl.tensor,
+    num_chunks: tl.tensor,
+    k_eps_squared: tl.tensor,
+    norm_eps: tl.tensor,
+    value_scale: tl.tensor,
+    value_constant: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     V: tl.constexpr,
@@ -271,7 +285,7 @@ def forward_kernel(
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     RELOAD: tl.constexpr,
-):
+) -> None:
     P: tl.constexpr = (D + BLOCK - 1) // BLOCK
     # a program computes one chunk of the tokens of one sequence
     sequence = tl.program_id(0) // num_chunks
@@ -413,17 +427,17 @@ def forward_kernel(
 
 @triton.jit
 def backward_through_norm(
-    grad_context,
-    grad_x_in,
-    grad_next_gate_logit,
-    grad_next_value_logit,
-    x,
-    inverse_rms,
-    row,
-    g,
-    w,
-    W,
-    turn,
+    grad_context: tl.tensor,
+    grad_x_in: "tl.tensor | None",
+    grad_next_gate_logit: "tl.tensor | None",
+    grad_next_value_logit: "tl.tensor | None",
+    x: tl.tuple,
+    inverse_rms: tl.tensor,
+    row: tl.tensor,
+    g: "tl.tensor | tl.tuple",
+    w: "tl.tensor | tl.tuple | None",
+    W: "tl.tensor | tl.tuple | None",
+    turn: tl.tensor,
     GATE: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_INPUT: tl.constexpr,
@@ -431,7 +445,7 @@ def backward_through_norm(
     V: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> tl.tuple:
     """Return a = dL/dx_in, chat, gamma = dL/dc, gy and gz of one token, whose x_in is x."""
     P: tl.constexpr = len(x)
     rho = load_numbers(inverse_rms + row, 1)[0]
@@ -466,42 +480,42 @@ def backward_through_norm(
 @triton.jit(do_not_specialize=["num_tokens", "chunk_size", "num_chunks"])
 def backward_kernel(
     # gradients of the forward kernel's results; None stands for zeros
-    grad_new_state,
-    grad_x_in,
-    grad_context,
-    grad_next_gate_logit,
-    grad_next_value_logit,
+    grad_new_state: "tl.tensor | None",
+    grad_x_in: "tl.tensor | None",
+    grad_context: tl.tensor,
+    grad_next_gate_logit: "tl.tensor | None",
+    grad_next_value_logit: "tl.tensor | None",
     # the state after the write: the last stored state, and the writes since
-    stored_state,
-    token_stride,
-    channel_stride,
-    directions,
-    updates,
+    stored_state: tl.tensor,
+    token_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    directions: tl.tuple,
+    updates: tl.tuple,
     # arguments and results of the forward kernel
-    direction,
-    gate_logit,
-    value_logit,
-    inverse_norm,
-    delta,
-    x_in,
-    inverse_rms,
-    read_weights,
-    norm_weight,
-    gate_weight,
-    value_weight,
+    direction: "tl.tensor | None",
+    gate_logit: "tl.tensor | None",
+    value_logit: "tl.tensor | None",
+    inverse_norm: "tl.tensor | None",
+    delta: "tl.tensor | None",
+    x_in: tl.tensor,
+    inverse_rms: tl.tensor,
+    read_weights: tl.tensor,
+    norm_weight: tl.tensor,
+    gate_weight: "tl.tensor | None",
+    value_weight: "tl.tensor | None",
     # results: gradients of the state before the write, of k~ and of the logits
-    grad_state,
-    grad_direction,
-    grad_gate_logit,
-    grad_value_logit,
+    grad_state: tl.tensor,
+    grad_direction: "tl.tensor | None",
+    grad_gate_logit: "tl.tensor | None",
+    grad_value_logit: "tl.tensor | None",
     # (programs, TOTAL) fp32: gradients of the parameters, summed over the tokens of each program,
     # in the order of `ParameterGradients`
-    sums,
-    num_tokens,
-    chunk_size,
-    num_chunks,
-    value_scale,
-    value_constant,
+    sums: tl.tensor,
+    num_tokens: tl.tensor,
+    chunk_size: tl.tensor,
+    num_chunks: tl.tensor,
+    value_scale: tl.tensor,
+    value_constant: tl.tensor,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     V: tl.constexpr,
@@ -513,7 +527,7 @@ def backward_kernel(
     STAGES: tl.constexpr,
     RELOAD: tl.constexpr,
     PREFETCH: tl.constexpr,
-):
+) -> None:
     P: tl.constexpr = (D + BLOCK - 1) // BLOCK
     GATE: tl.constexpr = gate_weight is not None
     VALUE: tl.constexpr = value_weight is not None

@@ -7,6 +7,10 @@ channels of a state, are one tuple, with the pieces of one vector after those of
 Names of constants (tl.constexpr), in every kernel: D is the width d, BLOCK the length of a piece, P
 the number of pieces of a vector, V the number of value channels d_v, and K the number of tokens
 that a read covers.
+
+Types of the other parameters: tl.tensor is a pointer, a number or a block, and tl.tuple is a tuple
+of them, such as the pieces of vectors. Triton evaluates these annotations and then ignores them.
+Unions, which it could not evaluate, are quoted.
 """
 
 import os
@@ -69,7 +73,7 @@ def get_state_strides(state: torch.Tensor) -> StateStrides:
 
 
 @triton.jit
-def widen(x):
+def widen(x: tl.tensor) -> tl.tensor:
     """Return x in fp32."""
     if PTX and x.dtype == tl.bfloat16:
         # Two bfloat16 lie in one register, and each is the upper half of an fp32. They are copied
@@ -86,7 +90,7 @@ def widen(x):
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr):
+def round_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return fp32 x as it would be read after it was stored in dtype."""
     if PTX and dtype == tl.bfloat16:
         # one instruction rounds two numbers
@@ -104,7 +108,7 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(x):
+def sigmoid(x: tl.tensor) -> tl.tensor:
     """Return 1 / (1 + exp(-x)); compiled, by approximate instructions."""
     if PTX:
         # exp(-x) = 2^(-x log2(e)), and 0fBFB8AA3B is -log2(e)
@@ -121,7 +125,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def to_numbers(block, V: tl.constexpr):
+def to_numbers(block: tl.tensor, V: tl.constexpr) -> tl.tuple:
     """Return a block of V numbers as a tuple of V numbers."""
     if V == 1:
         return (tl.sum(block, 0),)
@@ -138,14 +142,14 @@ def to_numbers(block, V: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(ptr, V: tl.constexpr):
+def load_numbers(ptr: tl.tensor, V: tl.constexpr) -> tl.tuple:
     """Return V numbers at ptr as a tuple."""
     # as a block: Triton pipelines loads of blocks, and not those of single numbers
     return to_numbers(tl.load(ptr + tl.arange(0, V)), V)
 
 
 @triton.jit
-def store_numbers(ptr, values):
+def store_numbers(ptr: tl.tensor, values: tl.tuple) -> None:
     """Store a tuple of numbers at ptr."""
     # one by one: joining them into a block costs more
     for j in tl.static_range(len(values)):
@@ -156,7 +160,7 @@ def store_numbers(ptr, values):
 
 
 @triton.jit
-def prefetch(ptr, condition, COUNT: tl.constexpr):
+def prefetch(ptr: tl.tensor, condition: tl.tensor, COUNT: tl.constexpr) -> None:
     """Start to copy COUNT values at ptr to the L2 cache, if the condition holds.
 
     This is one instruction of one thread. It needs sm_90, and the interpreter skips it.
@@ -177,7 +181,9 @@ def prefetch(ptr, condition, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_vector(ptr, mask, D: tl.constexpr, BLOCK: tl.constexpr):
+def load_vector(
+    ptr: tl.tensor, mask: "tl.tensor | None", D: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tuple:
     """Return the pieces, in fp32, of the vector of D features at ptr.
 
     mask: zeros are returned where it is false; None to load all features
@@ -196,7 +202,14 @@ def load_vector(ptr, mask, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_vectors(ptr, stride, mask, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def load_vectors(
+    ptr: tl.tensor,
+    stride: tl.tensor,
+    mask: "tl.tensor | None",
+    COUNT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tuple:
     """Return the pieces of COUNT vectors, which lie `stride` numbers apart."""
     pieces = ()
     for j in tl.static_range(COUNT):
@@ -205,7 +218,9 @@ def load_vectors(ptr, stride, mask, COUNT: tl.constexpr, D: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def reload_vectors(ptr, turn, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def reload_vectors(
+    ptr: tl.tensor, turn: tl.tensor, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tuple:
     """Return the pieces of COUNT contiguous vectors, loaded where they are used.
 
     They are neither kept in registers nor prefetched.
@@ -220,7 +235,9 @@ def reload_vectors(ptr, turn, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def store_vectors(ptr, pieces, mask, D: tl.constexpr, BLOCK: tl.constexpr):
+def store_vectors(
+    ptr: tl.tensor, pieces: tl.tuple, mask: "tl.tensor | None", D: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     """Store vectors one after the other, in ptr's dtype.
 
     mask: features where it is false are not stored; None to store all
@@ -239,7 +256,7 @@ def store_vectors(ptr, pieces, mask, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def zero_vectors(COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def zero_vectors(COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr) -> tl.tuple:
     """Return the pieces of COUNT vectors of zeros."""
     pieces = ()
     for _ in tl.static_range(COUNT * ((D + BLOCK - 1) // BLOCK)):
@@ -251,32 +268,67 @@ def zero_vectors(COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add2(a0, a1, b0, b1):
+def add2(a0: tl.tensor, a1: tl.tensor, b0: tl.tensor, b1: tl.tensor) -> tl.tuple:
     return a0 + b0, a1 + b1
 
 
 @triton.jit
-def add3(a0, a1, a2, b0, b1, b2):
+def add3(
+    a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, b0: tl.tensor, b1: tl.tensor, b2: tl.tensor
+) -> tl.tuple:
     return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
-def add4(a0, a1, a2, a3, b0, b1, b2, b3):
+def add4(
+    a0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    a3: tl.tensor,
+    b0: tl.tensor,
+    b1: tl.tensor,
+    b2: tl.tensor,
+    b3: tl.tensor,
+) -> tl.tuple:
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
-def add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+def add5(
+    a0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    a3: tl.tensor,
+    a4: tl.tensor,
+    b0: tl.tensor,
+    b1: tl.tensor,
+    b2: tl.tensor,
+    b3: tl.tensor,
+    b4: tl.tensor,
+) -> tl.tuple:
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
 
 @triton.jit
-def add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+def add6(
+    a0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    a3: tl.tensor,
+    a4: tl.tensor,
+    a5: tl.tensor,
+    b0: tl.tensor,
+    b1: tl.tensor,
+    b2: tl.tensor,
+    b3: tl.tensor,
+    b4: tl.tensor,
+    b5: tl.tensor,
+) -> tl.tuple:
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
 
 
 @triton.jit
-def sum_blocks(blocks):
+def sum_blocks(blocks: tl.tuple) -> tl.tuple:
     """Return the sum of each block of a tuple.
 
     Up to six blocks are summed in one reduction, so that the warps of the program synchronize once.
@@ -298,7 +350,7 @@ def sum_blocks(blocks):
 
 
 @triton.jit
-def dot_blocks(columns, vector):
+def dot_blocks(columns: tl.tuple, vector: tl.tuple) -> tl.tuple:
     """Return one block for each column, whose sum (`sum_blocks`) is the column's dot product."""
     P: tl.constexpr = len(vector)
     blocks = ()
@@ -314,7 +366,7 @@ def dot_blocks(columns, vector):
 
 
 @triton.jit
-def multiply(a, b):
+def multiply(a: tl.tuple, b: tl.tuple) -> tl.tuple:
     """Return a * b, feature by feature."""
     pieces = ()
     for i in tl.static_range(len(a)):
@@ -323,7 +375,7 @@ def multiply(a, b):
 
 
 @triton.jit
-def multiply_add(a, b, c):
+def multiply_add(a: tl.tuple, b: tl.tuple, c: tl.tuple) -> tl.tuple:
     """Return a + b * c, feature by feature."""
     pieces = ()
     for i in tl.static_range(len(a)):
@@ -332,7 +384,7 @@ def multiply_add(a, b, c):
 
 
 @triton.jit
-def scale(a, factor):
+def scale(a: tl.tuple, factor: tl.tensor) -> tl.tuple:
     """Return factor * a, where the factor is a number."""
     pieces = ()
     for i in tl.static_range(len(a)):
@@ -341,7 +393,7 @@ def scale(a, factor):
 
 
 @triton.jit
-def add_scaled(a, factor, b):
+def add_scaled(a: tl.tuple, factor: tl.tensor, b: tl.tuple) -> tl.tuple:
     """Return a + factor * b, where the factor is a number."""
     pieces = ()
     for i in tl.static_range(len(a)):
@@ -350,7 +402,7 @@ def add_scaled(a, factor, b):
 
 
 @triton.jit
-def add_zero(a):
+def add_zero(a: tl.tuple) -> tl.tuple:
     """Return a + 0."""
     pieces = ()
     for i in tl.static_range(len(a)):
@@ -359,7 +411,7 @@ def add_zero(a):
 
 
 @triton.jit
-def contract_columns(columns, weights, P: tl.constexpr):
+def contract_columns(columns: tl.tuple, weights: tl.tuple, P: tl.constexpr) -> tl.tuple:
     """Return the vector sum_j columns[j] * weights[j], feature by feature."""
     vector = ()
     for p in tl.static_range(P):
@@ -371,7 +423,7 @@ def contract_columns(columns, weights, P: tl.constexpr):
 
 
 @triton.jit
-def sum_scaled_columns(columns, factors, P: tl.constexpr):
+def sum_scaled_columns(columns: tl.tuple, factors: tl.tuple, P: tl.constexpr) -> tl.tuple:
     """Return the vector sum_j factors[j] * columns[j], where the factors are numbers."""
     vector = ()
     for p in tl.static_range(P):
@@ -383,7 +435,7 @@ def sum_scaled_columns(columns, factors, P: tl.constexpr):
 
 
 @triton.jit
-def multiply_add_columns(columns, weights, vector):
+def multiply_add_columns(columns: tl.tuple, weights: tl.tuple, vector: tl.tuple) -> tl.tuple:
     """Return columns[j] + weights[j] * vector for each j, feature by feature."""
     P: tl.constexpr = len(vector)
     pieces = ()

@@ -197,19 +197,19 @@ def compare_rank(table: Table) -> list[Comparison]:
             settings=standard,
         ),
         Comparison(
-            f"H1b: rises over falls of that rank are below {MONOTONIC}",
+            f"H1b: rises over falls of the rank of `standard` are below {MONOTONIC}",
             combine([(1, get("standard", compute_rises_over_falls))]),
             MONOTONIC,
             settings=standard,
         ),
         Comparison(
-            f"H1c: that rank at the end is below {TOWARDS_ZERO}",
+            f"H1c: rank of `standard` at the end is below {TOWARDS_ZERO}",
             combine([(1, at_end("standard"))]),
             TOWARDS_ZERO,
             settings=standard,
         ),
         Comparison(
-            f"H1d: that rank at the end less that of {SHALLOWEST} blocks is below 0",
+            f"H1d: rank of `standard` at the end less that with {SHALLOWEST} blocks is below 0",
             combine([(1, at_end("standard")), (-1, at_end("standard", SHALLOWEST))]),
             settings=both_depths,
         ),
@@ -267,7 +267,7 @@ def compare_beta(table: Table) -> list[Comparison]:
             settings=full,
         ),
         Comparison(
-            f"`full_bias_0`, deep: that share is above {SIGNIFICANT}",
+            f"`full_bias_0`, deep: share of features whose sign varies is above {SIGNIFICANT}",
             combine([(1, deep("full_bias_0", "sign_varies"))]),
             SIGNIFICANT,
             above=True,
@@ -285,7 +285,7 @@ def compare_beta(table: Table) -> list[Comparison]:
             settings=full,
         ),
         Comparison(
-            "`full`: the share is larger in the last than in the first quarter",
+            "`full`: share in the last quarter of blocks less that in the first is above 0",
             combine([(1, deep("full", "sign_varies")), (-1, early)]),
             above=True,
             settings=full,
@@ -316,7 +316,7 @@ def compare_depth(table: Table) -> list[Comparison]:
         change = [x - y for x, y in zip(deep.values, shallow.values, strict=True)]
     comparisons.append(
         Comparison(
-            f"that difference at {depths[-1]} blocks less the one at {depths[0]} is below 0",
+            f"`full` less `standard` at {depths[-1]} blocks, less the same at {depths[0]}, is below 0",
             change,
             settings=deep.settings + shallow.settings,
         )

@@ -1,6 +1,6 @@
-"""The MGT paper's copy task, small enough for one CPU core; experiments.py has what it overrides.
+"""The MGT paper's copy task, small enough for one CPU core; experiments.py overrides some keys.
 
-The five experiments on text have their small sizes in small.py, which study.py trains.
+The five experiments on text are in small.py at a size for a CPU, and study.py trains them.
 """
 
 model = "MGT-gpt-mha"
@@ -12,7 +12,7 @@ block_size = 64
 num_attention_heads = 4
 head_dim = 8
 hidden_size = 32
-init = "normal"  # the runs were made before the other start was there
+init = "normal"  # the default when the stored runs were trained
 
 max_steps = 100
 global_batch_size = 4

@@ -1,4 +1,4 @@
-"""What each of the MGT paper's experiments trains, as commands of sweep.py."""
+"""The runs of each of the MGT paper's experiments, as commands of sweep.py."""
 
 import dataclasses
 import itertools
@@ -12,136 +12,223 @@ from research import sweep
 from training.memory import count_parameters
 from training.settings import configure
 
-HERE = Path(os.path.relpath(Path(__file__).parent))
-PRESETS = "cpu", "paper"
+FOLDER = Path(os.path.relpath(Path(__file__).parent))
+PRESETS = ("cpu", "paper")
 ALL_ARMS = "standard,mhc,ddl,full,additive"
+SEEDS = "0..2"
 
-# Keys of train.py, over those of cpu.py or paper.py; what is typed goes over both. `parameters` is
-# the size that the widths of experiment 4 are chosen for; `epochs` become max_steps, as the corpus
-# has it.
+# Keys of train.py, and two more: `parameters` is the size for which the widths of experiment 4 are
+# chosen, and `epochs` is converted to max_steps by the size of the corpus. They override the config
+# file of the preset, cpu.py or paper.py, and the command line overrides them.
 EXPERIMENTS = {
-    "rank": "mgt_arm=standard,full,additive num_hidden_layers=12,24,48,100",
-    "ablation": f"mgt_arm={ALL_ARMS} num_hidden_layers=48",
-    "beta": "mgt_arm=full num_hidden_layers=100",
-    "depth": "mgt_arm=standard,full num_hidden_layers=24,48,100,200",
-    "language": "mgt_arm=standard,full num_hidden_layers=24",
-    "copy": f"mgt_arm={ALL_ARMS} num_hidden_layers=12 dataset=copy_task block_size=64",
+    "rank": {"mgt_arm": "standard,full,additive", "num_hidden_layers": "12,24,48,100"},
+    "ablation": {"mgt_arm": ALL_ARMS, "num_hidden_layers": "48"},
+    "beta": {"mgt_arm": "full", "num_hidden_layers": "100"},
+    "depth": {"mgt_arm": "standard,full", "num_hidden_layers": "24,48,100,200"},
+    "language": {"mgt_arm": "standard,full", "num_hidden_layers": "24"},
+    "copy": {
+        "mgt_arm": ALL_ARMS,
+        "num_hidden_layers": "12",
+        "dataset": "copy_task",
+        "block_size": "64",
+    },
 }
-NARROW = "num_hidden_layers=4 hidden_size=64 head_dim=16"
-OF_PRESET = {
+# keys of an experiment at the size of a preset, which override the keys above
+PRESET_SETTINGS = {
     "cpu": {
-        "copy": f"{NARROW} global_batch_size=32 micro_batch_size=32 max_steps=150 eval_interval=25 "
-        "optimizer=muon learning_rate=1e-2 warmup_steps=30 eval_batches=8",
+        "copy": {
+            "num_hidden_layers": "4",
+            "hidden_size": "64",
+            "head_dim": "16",
+            "global_batch_size": "32",
+            "micro_batch_size": "32",
+            "max_steps": "150",
+            "eval_interval": "25",
+            "optimizer": "muon",
+            "learning_rate": "1e-2",
+            "warmup_steps": "30",
+            "eval_batches": "8",
+        },
     },
     "paper": {
-        "beta": "epochs=100",
-        "depth": "parameters=20000000 num_attention_heads=4 activation_checkpointing=True",
-        "language": "dataset=wikitext epochs=100 eval_interval=1000 hidden_size=512 "
-        "num_attention_heads=8 head_dim=64",
-        "copy": "epochs=5 eval_interval=100",
+        "rank": {"epochs": "50"},
+        "ablation": {"epochs": "50"},
+        "beta": {"epochs": "100"},
+        "depth": {
+            "epochs": "50",
+            "parameters": "20000000",
+            "num_attention_heads": "4",
+            "activation_checkpointing": "True",
+        },
+        "language": {
+            "dataset": "wikitext",
+            "epochs": "100",
+            "eval_interval": "1000",
+            "hidden_size": "512",
+            "num_attention_heads": "8",
+            "head_dim": "64",
+        },
+        "copy": {"epochs": "5", "eval_interval": "100"},
     },
 }
-SWEPT = "seed", "mgt_arm", "num_hidden_layers"  # keys that may have several values
-QUARTERS = 4  # experiment 3 looks at the start and after each quarter of training
+SWEPT_KEYS = ("seed", "mgt_arm", "num_hidden_layers")  # keys that may have several values
+NUM_BETA_CHECKPOINTS = 4  # experiment 3 measures gates at the start and after each quarter
 
 
-def settings(experiment: str, preset: str, given: dict[str, str]) -> dict[str, str]:
-    """Keys of sweep.py and train.py, as text, by what overrides what. A length in one unit replaces that in the other.
+def collect_settings(experiment: str, preset: str, options: dict[str, str]) -> dict[str, str]:
+    """Return the keys for sweep.py and train.py as text.
 
-    ValueError: a key that the experiment has no use for, or a value that its report has none for.
+    options: keys from the command line. `epochs` or `max_steps` replaces either of them.
+
+    Raises:
+        ValueError: the experiment does not use a key, or its report cannot use a value
     """
+    check_options(experiment, preset, options)
+    settings = {
+        # later ones override earlier ones
+        "seed": SEEDS,
+        **EXPERIMENTS[experiment],
+        **PRESET_SETTINGS[preset].get(experiment, {}),
+    }
+    if "max_steps" in options or "epochs" in options:
+        settings.pop("max_steps", None)
+        settings.pop("epochs", None)
+    return {**settings, **options}
+
+
+def check_options(experiment: str, preset: str, options: dict[str, str]) -> None:
+    """Raise ValueError if the experiment does not use an option, or its report cannot use a value."""
     if preset == "cpu" and experiment != "copy":
         raise ValueError(
             f"--preset=cpu is a size of the copy task only; train {experiment} with "
             f"research/mgt/study.py {experiment}, or give --preset=paper"
         )
-    if "parameters" in given and experiment != "depth":
-        what = f"--parameters={given['parameters']} is the size of experiment depth's models"
-        raise ValueError(f"{what}: leave it out")
-    for key, value in given.items():
-        if key not in SWEPT and len(sweep.expand_values(key, value)) > 1:
-            fix = f"give one value; a report compares {', '.join(SWEPT)} alone"
-            raise ValueError(f"--{key}={value}: {fix}")
-    arms = given.get("mgt_arm", "full")
-    if experiment == "beta" and (without := {*arms.split(",")} - {"full", "ddl"}):
-        fix = f"{', '.join(sorted(without))} has no beta; give full or ddl"
-        raise ValueError(f"--mgt_arm={arms}: {fix}")
-    length = "epochs=50" if preset == "paper" else ""
-    texts = "seed=0..2", length, EXPERIMENTS[experiment], OF_PRESET[preset].get(experiment, "")
-    result = dict(pair.split("=") for text in texts for pair in text.split())
-    if {"max_steps", "epochs"} & given.keys():
-        result = {key: value for key, value in result.items() if key not in ("max_steps", "epochs")}
-    return result | given
-
-
-def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) -> list[list[str]]:
-    """Arguments of sweep.py for every grid of the experiment: one, or, where the width depends on arm and depth, many.
-
-    ValueError: train.py would refuse a key.
-    """
-    keys, config = settings(experiment, preset, given), str(HERE / f"{preset}.py")
-    out = runs / f"{experiment}_{preset}"
-    if "epochs" in keys:
-        keys["max_steps"] = str(steps_of(keys.pop("epochs"), config, keys))
+    if "parameters" in options and experiment != "depth":
+        raise ValueError(
+            f"--parameters={options['parameters']} is the size of experiment depth's models; leave "
+            "it out"
+        )
+    for key, value in options.items():
+        if key not in SWEPT_KEYS and len(sweep.expand_values(key, value)) > 1:
+            raise ValueError(
+                f"--{key}={value}: give one value; a report compares {', '.join(SWEPT_KEYS)} alone"
+            )
     if experiment == "beta":
-        run, _ = configure([config, *one_value_each(keys)], note=lambda line: None)
-        keys["checkpoint_interval"] = str(-(-run.max_steps // QUARTERS))
-        keys["keep_last"] = str(QUARTERS)
+        arms = options.get("mgt_arm", "full")
+        arms_without_gate = set(arms.split(",")) - {"full", "ddl"}
+        if arms_without_gate:
+            raise ValueError(
+                f"--mgt_arm={arms}: {', '.join(sorted(arms_without_gate))} has no beta; give full "
+                "or ddl"
+            )
+
+
+def make_commands(
+    experiment: str, preset: str, options: dict[str, str], runs: Path
+) -> list[list[str]]:
+    """Return the arguments of sweep.py for every grid of the experiment.
+
+    There is one grid, except in experiment 4, whose width depends on the arm and the depth.
+
+    Raises:
+        ValueError: an option is wrong, also one that train.py would refuse
+    """
+    settings = collect_settings(experiment, preset, options)
+    config = str(FOLDER / f"{preset}.py")
+    out = runs / f"{experiment}_{preset}"
+    if "epochs" in settings:
+        epochs = settings.pop("epochs")
+        settings["max_steps"] = str(count_steps(epochs, config, settings))
+    if experiment == "beta":
+        run_config, _ = configure([config, *format_first_run(settings)], note=ignore_note)
+        settings["checkpoint_interval"] = str(-(-run_config.max_steps // NUM_BETA_CHECKPOINTS))
+        settings["keep_last"] = str(NUM_BETA_CHECKPOINTS)
     if experiment != "depth":
-        return [[config, *sweep.format_options(keys), f"--out={out}"]]
-    size = keys.pop("parameters")
+        return [[config, *sweep.format_options(settings), f"--out={out}"]]
+
+    size = settings.pop("parameters")
     if not size.isdecimal() or not int(size):
         raise ValueError(f"--parameters={size}: give a whole number from 1 on")
-    swept = (sweep.expand_values(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm"))
-    result = []
-    for depth, arm in itertools.product(*swept):
-        own = keys | {"num_hidden_layers": depth, "mgt_arm": arm}
-        own |= width_for(int(size), config, own)
-        result.append([config, *sweep.format_options(own), f"--out={out / f'{arm}_{depth}'}"])
-    return result
+    depths = sweep.expand_values("num_hidden_layers", settings.pop("num_hidden_layers"))
+    arms = sweep.expand_values("mgt_arm", settings.pop("mgt_arm"))
+    commands = []
+    for depth, arm in itertools.product(depths, arms):
+        grid_settings = {**settings, "num_hidden_layers": depth, "mgt_arm": arm}
+        grid_settings.update(find_width(int(size), config, grid_settings))
+        commands.append(
+            [config, *sweep.format_options(grid_settings), f"--out={out / f'{arm}_{depth}'}"]
+        )
+    return commands
 
 
-def one_value_each(keys: dict[str, str]) -> list[str]:
-    """Options of one run of the grid, the first of each key's values."""
+def ignore_note(note: str) -> None:
+    """Print nothing of what `configure` has to say."""
+
+
+def format_first_run(settings: dict[str, str]) -> list[str]:
+    """Return the options of the first run of the grid: the first value of each key."""
     return sweep.format_options(
-        {key: sweep.expand_values(key, value)[0] for key, value in keys.items()}
+        {key: sweep.expand_values(key, value)[0] for key, value in settings.items()}
     )
 
 
-def steps_of(epochs: str, config: str, keys: dict[str, str]) -> int:
-    """The least number of steps that take so many times the tokens of the training split. ValueError: no corpus.
+def count_steps(epochs: str, config: str, settings: dict[str, str]) -> int:
+    """Return the number of steps, rounded up, that use the training split `epochs` times.
 
-    A sequence takes block_size of them, or, of a corpus whose documents have one length, a document.
+    A sequence uses block_size tokens of it, or a document if all documents have one length.
+
+    Raises:
+        MissingCorpus: the corpus is not prepared
     """
-    own = {key: value for key, value in keys.items() if key != "parameters"}
-    run, model = configure([config, *one_value_each(own)], note=lambda line: None)
-    corpus = open_corpus(run.dataset)
-    a_step = run.global_batch_size * corpus.meta.get("window_tokens", model.block_size)
-    tokens = sum(map(len, corpus.train))
-    return math.ceil(Fraction(epochs) * tokens / a_step)  # exactly: 0.1 is a tenth
+    train_settings = {key: value for key, value in settings.items() if key != "parameters"}
+    run_config, model_config = configure(
+        [config, *format_first_run(train_settings)], note=ignore_note
+    )
+    corpus = open_corpus(run_config.dataset)
+    tokens_per_sequence = corpus.meta.get("window_tokens", model_config.block_size)
+    tokens_per_step = run_config.global_batch_size * tokens_per_sequence
+    num_tokens = sum(len(shard) for shard in corpus.train)
+    # a fraction, because the float 0.1 is not a tenth
+    return math.ceil(Fraction(epochs) * num_tokens / tokens_per_step)
 
 
-def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, str]:
-    """hidden_size and head_dim, with the heads that there are, of the model whose size is nearest to `parameters`."""
-    run, model = configure([config, *one_value_each(keys)], note=lambda line: None)
-    nearest, found = None, {}
-    for multiple in itertools.count(1):  # RoPE takes features in pairs
-        width = {"hidden_size": 2 * multiple * model.num_attention_heads, "head_dim": 2 * multiple}
-        distance = count_parameters(run.model, dataclasses.replace(model, **width)) - parameters
-        if nearest is None or abs(distance) < nearest:
-            nearest, found = abs(distance), {key: str(value) for key, value in width.items()}
+def find_width(num_parameters: int, config: str, settings: dict[str, str]) -> dict[str, str]:
+    """Return hidden_size and head_dim of the model whose size is nearest to num_parameters.
+
+    The number of heads stays the same.
+    """
+    run_config, model_config = configure([config, *format_first_run(settings)], note=ignore_note)
+    smallest_distance = None
+    nearest_width = {}
+    for multiple in itertools.count(1):
+        head_dim = 2 * multiple  # RoPE rotates features in pairs
+        hidden_size = head_dim * model_config.num_attention_heads
+        candidate = dataclasses.replace(model_config, hidden_size=hidden_size, head_dim=head_dim)
+        distance = count_parameters(run_config.model, candidate) - num_parameters
+        if smallest_distance is None or abs(distance) < smallest_distance:
+            smallest_distance = abs(distance)
+            nearest_width = {"hidden_size": str(hidden_size), "head_dim": str(head_dim)}
         if distance > 0:
-            return found
+            return nearest_width
 
 
 def check_corpora(experiment: str, cells: list[sweep.Cell]) -> None:
-    """ValueError: the copy task's report needs a corpus whose answers are scored."""
-    for dataset in {cell.settings["dataset"] for cell in cells} if experiment == "copy" else ():
+    """Raise ValueError if the copy task would be trained on a corpus without answers to score."""
+    if experiment != "copy":
+        return
+    for dataset in {cell.settings["dataset"] for cell in cells}:
         if "window_tokens" not in open_corpus(dataset).meta:
-            fix = "it has no answers to score; give one of data/copy_task/prepare.py"
-            raise ValueError(f"--dataset={dataset}: {fix}")
+            raise ValueError(
+                f"--dataset={dataset}: it has no answers to score; give one of "
+                "data/copy_task/prepare.py"
+            )
 
 
-def cells_of(command: list[str]) -> list[sweep.Cell]:
-    """The cells of a sweep. ValueError: a mistake in a key."""
-    return sweep.make_cells(*sweep.read_arguments(command))
+def make_cells(command: list[str]) -> list[sweep.Cell]:
+    """Return the cells of a sweep.
+
+    Raises:
+        ValueError: an option is wrong
+    """
+    arguments = sweep.read_arguments(command)
+    return sweep.make_cells(arguments.sweep, arguments.files, arguments.swept, arguments.fixed)

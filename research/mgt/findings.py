@@ -1,303 +1,499 @@
-"""What the runs of each experiment say: means over seeds, and a word for every hypothesis of the paper.
+"""The findings of each experiment: means over seeds, and a verdict on every hypothesis of the paper.
 
-A hypothesis is that a mean over seeds lies on one side of a number named in advance: supported where
-its whole 95% interval does, refuted where none of it does, else undecided. Where the paper names no
-number, the one here is ours.
+A hypothesis says that a mean over seeds lies on one side of a number that was chosen in advance. It
+is "supported" if the whole 95% interval of the mean does, "refuted" if none of it does, and
+"undecided" otherwise. Numbers that the paper does not give are ours.
+
+Rows are dicts, as `measures.py` makes them and JSON files store them, one for each run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from research import compare
 
-NO_RISE = 0.05  # "monotonic" (H1): rises over falls
-NEAR_ZERO = 0.1  # a rank "towards 0" (H1), and a "significant fraction" of negative gates
-QUARTER, END = 0.25, 1.0  # shares of training
-BELOW = "the full arm's loss less the standard arm's is below 0"
+# H1: a rank is monotonic if its rises are less than this part of its falls
+MONOTONIC_TOLERANCE = 0.05
+# H1: a rank below this is near 0; experiment 3: a part of negative gates above it is significant
+NEAR_ZERO = 0.1
+# fractions of training after which experiment 3 compares gates
+QUARTER = 0.25
+END = 1.0
+FULL_IS_BETTER = "the full arm's loss less the standard arm's is below 0"
 
 
 @dataclass(frozen=True)
 class Findings:
-    """groups: rows over seeds; columns: {title: its cell of a group}; verdicts: see `claim`."""
+    """The results of an experiment.
+
+    groups: runs that differ only in their seed, one dict each. columns: the columns of the table, as
+    functions from a group to its cell, by title. verdicts: see `judge`.
+    """
 
     groups: list[dict]
-    columns: dict[str, Callable]
+    columns: dict[str, Callable[[dict], Any]]
     verdicts: list[dict]
 
     @property
     def table(self) -> list[list]:
+        """The cells of the table, a row for each group."""
         return [[cell(group) for cell in self.columns.values()] for group in self.groups]
 
 
-def claim(text: str, values, bound: float, above: bool) -> dict:
-    """A hypothesis about the mean of `values`, one a seed: that it is above, or below, `bound`."""
-    values, sign = list(values), -1 if above else 1
-    word = compare.judge_hypothesis(
+# ---- verdicts ----
+
+
+def judge(hypothesis: str, values: Iterable[float], bound: float, above: bool) -> dict:
+    """Return the verdict on the hypothesis that the mean of values is above, or below, a bound.
+
+    values: one for each seed
+    """
+    values = list(values)
+    sign = -1 if above else 1
+    verdict = compare.judge_hypothesis(
         compare.estimate_mean([sign * value for value in values]), sign * bound
     )
-    return {"hypothesis": text, **compare.summarize(values), "verdict": word}
+    return {"hypothesis": hypothesis, **compare.summarize(values), "verdict": verdict}
 
 
-def said(text: str, n: int, word: str) -> dict:
-    """A hypothesis that has a word without a number."""
-    return {"hypothesis": text, "n": n, "mean": None, "ci95": None, "verdict": word}
+def make_verdict(hypothesis: str, n: int, verdict: str) -> dict:
+    """Return a verdict that does not come from a mean over seeds."""
+    return {"hypothesis": hypothesis, "n": n, "mean": None, "ci95": None, "verdict": verdict}
 
 
-def together(text: str, claims: list[dict]) -> dict:
-    """A hypothesis that holds where all of its parts do."""
-    words = [each["verdict"] for each in claims]
-    word = next((word for word in ("refuted", "undecided") if word in words), "supported")
-    return said(text, min(each["n"] for each in claims), word)
+def judge_together(hypothesis: str, parts: list[dict]) -> dict:
+    """Return the verdict on a hypothesis that holds if all of its parts do."""
+    part_verdicts = [part["verdict"] for part in parts]
+    verdict = "supported"
+    if "refuted" in part_verdicts:
+        verdict = "refuted"
+    elif "undecided" in part_verdicts:
+        verdict = "undecided"
+    return make_verdict(hypothesis, min(part["n"] for part in parts), verdict)
 
 
-def by_seed(rows: list[dict], value: str | Callable, **where) -> dict:
-    """{seed: a value of its row} for the rows with these entries."""
-    get = value if callable(value) else itemgetter(value)
-    return {row["seed"]: get(row) for row in rows if where.items() <= row.items()}
+# ---- rows and groups of rows ----
 
 
-def less(own: dict, base: dict) -> list[float]:
-    """own - base for every seed that both have."""
-    return [own[seed] - base[seed] for seed in own if seed in base]
+def select_by_seed(
+    rows: list[dict], get_value: Callable[[dict], Any], **conditions: Any
+) -> dict[int, Any]:
+    """Return the value of each row that meets the conditions, by the seed of the row."""
+    return {row["seed"]: get_value(row) for row in rows if conditions.items() <= row.items()}
 
 
-def groups_of(rows: list[dict], *keys: str) -> list[tuple[tuple, list[dict]]]:
-    """(values of the keys, rows that have them), in the order of the rows."""
-    found: dict[tuple, list[dict]] = {}
+def subtract_by_seed(values: dict[int, float], baseline: dict[int, float]) -> dict[int, float]:
+    """Return values - baseline for every seed that both have."""
+    return {seed: values[seed] - baseline[seed] for seed in values if seed in baseline}
+
+
+def group_rows(rows: list[dict], *keys: str) -> list[tuple[tuple, list[dict]]]:
+    """Return the values of the keys and the rows that have them, in the order of the rows."""
+    groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return list(found.items())
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(groups.items())
 
 
-def over_seeds(rows: list[dict], *keys: str, **figures: Callable) -> list[dict]:
-    """Of all rows with the same values of the keys: these, and the summary of each figure."""
-    result = []
-    for values, group in groups_of(rows, *keys):
-        found = {name: compare.summarize(list(map(of, group))) for name, of in figures.items()}
-        result.append({**dict(zip(keys, values)), **found})
-    return result
+def summarize_groups(
+    rows: list[dict], *keys: str, figures: dict[str, Callable[[dict], float]]
+) -> list[dict]:
+    """Summarize each figure over the rows that agree in the keys.
+
+    Args:
+        figures: functions from a row to a figure, by the name of the figure
+
+    Returns:
+        For each group of rows the values of the keys, and `compare.summarize` of each figure.
+    """
+    groups = []
+    for values, group_members in group_rows(rows, *keys):
+        group = dict(zip(keys, values))
+        for name, get_figure in figures.items():
+            group[name] = compare.summarize([get_figure(row) for row in group_members])
+        groups.append(group)
+    return groups
 
 
-def mean(name: str, form: str = ".3f") -> Callable:
-    """The cell of a figure: mean ± half its 95% interval (number of seeds)."""
-    return lambda group: compare.estimate_mean(group[name]["values"]).format(form)
+def mean_cell(name: str, number_format: str = ".3f") -> Callable[[dict], str]:
+    """Return the function from a group to the cell of a figure: mean ± half interval (seeds)."""
+    return lambda group: compare.estimate_mean(group[name]["values"]).format(number_format)
 
 
-ARM = {"arm": lambda group: f"`{group['arm']}`"}
-BLOCKS = {"blocks": itemgetter("layers")}
-SIZE = {"parameters": lambda group: f"{group['parameters']:,}"}
-LOSS = {"validation loss": mean("val_loss")}
-AGAINST = {
-    "less that of `standard`": lambda g: mean("less", "+.3f")(g) if "less" in g else None,
+def format_difference(group: dict) -> str | None:
+    """Return the cell of the difference from the standard arm."""
+    return mean_cell("less", "+.3f")(group) if "less" in group else None
+
+
+ARM_COLUMN = {"arm": lambda group: f"`{group['arm']}`"}
+BLOCKS_COLUMN = {"blocks": itemgetter("layers")}
+SIZE_COLUMN = {"parameters": lambda group: f"{group['parameters']:,}"}
+LOSS_COLUMN = {"validation loss": mean_cell("val_loss")}
+DIFFERENCE_COLUMNS = {
+    "less that of `standard`": format_difference,
     "that is": lambda group: group.get("word"),
 }
+EPOCHS_COLUMN = {"epochs to the target": mean_cell("epochs_to_target")}
 
 # ---- 1: effective rank ----
 
 
-def last_rank(row: dict) -> float:
+def get_last_rank(row: dict) -> float:
     return row["rank"][-1]
 
 
-def lowest_rank(row: dict) -> float:
+def get_lowest_rank(row: dict) -> float:
     return min(row["rank"])
 
 
-def rises_over_falls(row: dict) -> float:
-    """How much blocks raise the rank, in all, over how much others lower it: 0 where it decays
-    monotonically."""
+def compute_rises_over_falls(row: dict) -> float:
+    """Return the sum of all rises of the rank over that of all falls; 0 if it is monotonic."""
     steps = np.diff(row["rank"])
     return float(steps[steps > 0].sum() / max(-steps[steps < 0].sum(), 1e-12))
 
 
-def rank_findings(rows: list[dict]) -> Findings:
-    figures = {"untrained": lambda row: row["initial_rank"][-1], "end": last_rank}
-    figures |= {"lowest": lowest_rank, "preservation": itemgetter("preservation")}
-    columns = {**ARM, **BLOCKS, "untrained": mean("untrained"), "rank at the end": mean("end")}
-    columns |= {"lowest": mean("lowest"), "preserved": mean("preservation")}
-    columns["slope of log rank"] = mean("slope", "+.4f")
-    found = over_seeds(rows, "arm", "layers", **figures, slope=itemgetter("slope"))
-    return Findings(found, columns, rank_verdicts(rows))
+def find_rank_results(rows: list[dict]) -> Findings:
+    """Return the findings of experiment 1."""
+    groups = summarize_groups(
+        rows,
+        "arm",
+        "layers",
+        figures={
+            "untrained": lambda row: row["initial_rank"][-1],
+            "end": get_last_rank,
+            "lowest": get_lowest_rank,
+            "preservation": itemgetter("preservation"),
+            "slope": itemgetter("slope"),
+        },
+    )
+    columns = {
+        **ARM_COLUMN,
+        **BLOCKS_COLUMN,
+        "untrained": mean_cell("untrained"),
+        "rank at the end": mean_cell("end"),
+        "lowest": mean_cell("lowest"),
+        "preserved": mean_cell("preservation"),
+        "slope of log rank": mean_cell("slope", "+.4f"),
+    }
+    return Findings(groups, columns, judge_ranks(rows))
 
 
-def rank_verdicts(rows: list[dict]) -> list[dict]:
-    layers = {row["layers"] for row in rows}
-    deep, shallow, verdicts = max(layers), min(layers), []
-
-    def at(arm: str, value, layers: int = deep) -> dict:
-        return by_seed(rows, value, arm=arm, layers=layers)
-
-    if standard := at("standard", last_rank):
-        slope = f"H1a: slope of the standard arm's log rank over {deep} blocks is below 0"
-        rises = f"H1b: all rises of that rank are below {NO_RISE:.0%} (ours) of all falls"
-        end = f"H1c: its rank at the end is below {NEAR_ZERO} (ours)"
-        verdicts = [
-            claim(slope, at("standard", "slope").values(), 0, False),
-            claim(rises, at("standard", rises_over_falls).values(), NO_RISE, False),
-            claim(end, standard.values(), NEAR_ZERO, False),
-        ]
-        if deep > shallow:
-            change = less(standard, at("standard", last_rank, shallow))
-            text = f"H1d: it is lower than after {shallow} blocks, by"
-            verdicts.append(claim(text, change, 0, False))
-        text = "H1: the standard arm's rank decays monotonically towards 0 (H1a to H1d)"
-        verdicts.append(together(text, verdicts))
-    for name, arm in (("H2: the full arm's", "full"), ("the additive arm's", "additive")):
-        text = f"{name} rank after {deep} blocks is above 0.5"
-        if ends := at(arm, last_rank).values():
-            verdicts.append(claim(text, ends, 0.5, True))
-            lowest = at(arm, lowest_rank).values()
-            verdicts.append(claim(f"{text}, at every depth", lowest, 0.5, True))
+def judge_ranks(rows: list[dict]) -> list[dict]:
+    """Return the verdicts on H1, if the standard arm was trained, and on H2."""
+    deepest = max(row["layers"] for row in rows)
+    verdicts = []
+    if any(row["arm"] == "standard" and row["layers"] == deepest for row in rows):
+        verdicts.extend(judge_decay(rows))
+    for arm, subject in (("full", "H2: the full arm's"), ("additive", "the additive arm's")):
+        hypothesis = f"{subject} rank after {deepest} blocks is above 0.5"
+        last = select_by_seed(rows, get_last_rank, arm=arm, layers=deepest)
+        if not last:
+            continue
+        lowest = select_by_seed(rows, get_lowest_rank, arm=arm, layers=deepest)
+        verdicts.append(judge(hypothesis, last.values(), 0.5, above=True))
+        verdicts.append(judge(f"{hypothesis}, at every depth", lowest.values(), 0.5, above=True))
     return verdicts
+
+
+def judge_decay(rows: list[dict]) -> list[dict]:
+    """Return the verdicts on H1, of which there are at most four parts, and last on H1 itself."""
+    layers = {row["layers"] for row in rows}
+    deepest = max(layers)
+    shallowest = min(layers)
+
+    def select(get_value: Callable[[dict], float], num_layers: int) -> dict[int, float]:
+        return select_by_seed(rows, get_value, arm="standard", layers=num_layers)
+
+    last = select(get_last_rank, deepest)
+    verdicts = [
+        judge(
+            f"H1a: slope of the standard arm's log rank over {deepest} blocks is below 0",
+            select(itemgetter("slope"), deepest).values(),
+            bound=0,
+            above=False,
+        ),
+        judge(
+            f"H1b: all rises of that rank are below {MONOTONIC_TOLERANCE:.0%} (ours) of all falls",
+            select(compute_rises_over_falls, deepest).values(),
+            bound=MONOTONIC_TOLERANCE,
+            above=False,
+        ),
+        judge(
+            f"H1c: its rank at the end is below {NEAR_ZERO} (ours)",
+            last.values(),
+            bound=NEAR_ZERO,
+            above=False,
+        ),
+    ]
+    if deepest > shallowest:
+        change = subtract_by_seed(last, select(get_last_rank, shallowest))
+        verdicts.append(
+            judge(
+                f"H1d: it is lower than after {shallowest} blocks, by",
+                change.values(),
+                bound=0,
+                above=False,
+            )
+        )
+    hypothesis = "H1: the standard arm's rank decays monotonically towards 0 (H1a to H1d)"
+    return [*verdicts, judge_together(hypothesis, verdicts)]
 
 
 # ---- 2: ablation, and the copy task ----
 
 
-def synergy(rows: list[dict]) -> list[float]:
-    """Eq. 9 for every seed that has all four arms: the gain of both parts beyond the sum of either's
-    gain, in nats."""
-    arms = [by_seed(rows, "val_loss", arm=arm) for arm in ("standard", "full", "mhc", "ddl")]
-    base, both, mhc, ddl = arms
-    seeds = [seed for seed in base if all(seed in arm for arm in arms)]
-    return [(base[s] - both[s]) - (base[s] - mhc[s]) - (base[s] - ddl[s]) for s in seeds]
+def select_losses(rows: list[dict], **conditions: Any) -> dict[int, float]:
+    """Return the validation loss of each row that meets the conditions, by seed."""
+    return select_by_seed(rows, itemgetter("val_loss"), **conditions)
 
 
-def by_arm(rows: list[dict], **figures: Callable) -> list[dict]:
-    """A group for each arm, with its validation loss and that less the standard arm's, and a word
-    for it, corrected for the number of arms."""
-    figures = {"val_loss": itemgetter("val_loss")} | figures
-    found = over_seeds(rows, "arm", "parameters", **figures)
-    base, differences = by_seed(rows, "val_loss", arm="standard"), []
-    others = [group for group in found if group["arm"] != "standard"]
-    others = [(g, less(by_seed(rows, "val_loss", arm=g["arm"]), base)) for g in others]
-    others = [(group, values) for group, values in others if values]
-    differences = [compare.estimate_mean(values) for _, values in others]
-    for (group, values), word in zip(others, compare.judge_differences(differences)):
-        group |= {"less": compare.summarize(values), "word": word}
-    return found
+def compute_synergy(rows: list[dict]) -> list[float]:
+    """Return the synergy coefficient (eq. 9) in nats, for every seed that has all four arms.
+
+    It is the gain of both parts together beyond the sum of their gains alone.
+    """
+    standard = select_losses(rows, arm="standard")
+    full = select_losses(rows, arm="full")
+    mhc = select_losses(rows, arm="mhc")
+    ddl = select_losses(rows, arm="ddl")
+    return [
+        (standard[seed] - full[seed]) - (standard[seed] - mhc[seed]) - (standard[seed] - ddl[seed])
+        for seed in standard
+        if seed in full and seed in mhc and seed in ddl
+    ]
 
 
-def ablation_findings(rows: list[dict]) -> Findings:
-    values = synergy(rows)
-    verdicts = [claim("synergy S (eq. 9, nats) is above 0", values, 0, True)] if values else []
-    return Findings(by_arm(rows), ARM | SIZE | LOSS | AGAINST, verdicts)
+def compare_arms(
+    rows: list[dict], figures: dict[str, Callable[[dict], float]] | None = None
+) -> list[dict]:
+    """Return a group for each arm, with its validation loss and the figures.
+
+    Arms other than the standard one also have the difference of their loss from that of the standard
+    arm ("less") and the verdict on it ("word"), which is corrected for the number of arms.
+    """
+    groups = summarize_groups(
+        rows,
+        "arm",
+        "parameters",
+        figures={"val_loss": itemgetter("val_loss"), **(figures or {})},
+    )
+    baseline = select_losses(rows, arm="standard")
+    compared_groups = []
+    differences = []
+    for group in groups:
+        if group["arm"] == "standard":
+            continue
+        difference = subtract_by_seed(select_losses(rows, arm=group["arm"]), baseline)
+        if difference:
+            compared_groups.append(group)
+            differences.append(list(difference.values()))
+    verdicts = compare.judge_differences([compare.estimate_mean(values) for values in differences])
+    for group, values, verdict in zip(compared_groups, differences, verdicts):
+        group["less"] = compare.summarize(values)
+        group["word"] = verdict
+    return groups
 
 
-def copy_findings(rows: list[dict]) -> Findings:
-    found = by_arm(rows, exact=lambda row: 100 * row["val_exact_match"])
-    for group in found:
+def find_ablation_results(rows: list[dict]) -> Findings:
+    """Return the findings of experiment 2."""
+    synergy = compute_synergy(rows)
+    verdicts = []
+    if synergy:
+        verdicts.append(judge("synergy S (eq. 9, nats) is above 0", synergy, 0, above=True))
+    columns = {**ARM_COLUMN, **SIZE_COLUMN, **LOSS_COLUMN, **DIFFERENCE_COLUMNS}
+    return Findings(compare_arms(rows), columns, verdicts)
+
+
+def find_copy_results(rows: list[dict]) -> Findings:
+    """Return the findings of the copy task."""
+    groups = compare_arms(rows, {"exact": lambda row: 100 * row["val_exact_match"]})
+    for group in groups:
         group["solved_at"] = [row["solved_at"] for row in rows if row["arm"] == group["arm"]]
-    columns = ARM | SIZE | LOSS | AGAINST | {"exact matches (%)": mean("exact", ".1f")}
-    columns["solved at step"] = lambda g: ", ".join(str(step or "-") for step in g["solved_at"])
-    full, standard = (by_seed(rows, "val_loss", arm=arm) for arm in ("full", "standard"))
-    change = less(full, standard)
-    return Findings(found, columns, [claim(BELOW, change, 0, False)] if change else [])
+    columns = {
+        **ARM_COLUMN,
+        **SIZE_COLUMN,
+        **LOSS_COLUMN,
+        **DIFFERENCE_COLUMNS,
+        "exact matches (%)": mean_cell("exact", ".1f"),
+        "solved at step": lambda group: ", ".join(str(step or "-") for step in group["solved_at"]),
+    }
+    return Findings(groups, columns, judge_full_arm(rows))
+
+
+def judge_full_arm(rows: list[dict], **conditions: Any) -> list[dict]:
+    """Return the verdict on the full arm's loss against the standard arm's, if both are there."""
+    difference = compute_gap(rows, **conditions)
+    if not difference:
+        return []
+    return [judge(FULL_IS_BETTER, difference.values(), 0, above=False)]
+
+
+def compute_gap(rows: list[dict], **conditions: Any) -> dict[int, float]:
+    """Return the loss of the full arm less that of the standard arm, by seed."""
+    return subtract_by_seed(
+        select_losses(rows, arm="full", **conditions),
+        select_losses(rows, arm="standard", **conditions),
+    )
 
 
 # ---- 3: the gate beta ----
 
 
-def quarter(values: list[float], last: bool) -> float:
-    """Mean over the first, or the last, quarter of the blocks."""
-    count = max(len(values) // 4, 1)
-    return float(np.mean(values[-count:] if last else values[:count]))
+def average_first_quarter(values: list[float]) -> float:
+    """Return the mean over the first quarter of the blocks."""
+    return float(np.mean(values[: max(len(values) // 4, 1)]))
+
+
+def average_last_quarter(values: list[float]) -> float:
+    """Return the mean over the last quarter of the blocks."""
+    return float(np.mean(values[-max(len(values) // 4, 1) :]))
 
 
 BETA_FIGURES = {
-    "first quarter: mean": lambda row: quarter(row["mean"], False),
-    "last quarter: mean": lambda row: quarter(row["mean"], True),
-    "last quarter: variance": lambda row: quarter(row["variance"], True),
-    "first quarter: below 0 (%)": lambda row: 100 * quarter(row["negative"], False),
-    "last quarter: below 0 (%)": lambda row: 100 * quarter(row["negative"], True),
+    "first quarter: mean": lambda row: average_first_quarter(row["mean"]),
+    "last quarter: mean": lambda row: average_last_quarter(row["mean"]),
+    "last quarter: variance": lambda row: average_last_quarter(row["variance"]),
+    "first quarter: below 0 (%)": lambda row: 100 * average_first_quarter(row["negative"]),
+    "last quarter: below 0 (%)": lambda row: 100 * average_last_quarter(row["negative"]),
 }
 
 
-def beta_findings(rows: list[dict]) -> Findings:
-    found = over_seeds(rows, "share", **BETA_FIGURES)
-    for group in found:
-        changes = [row["sign_changes"] for row in rows if row["share"] == group["share"]]
-        group["sign_changes"] = changes
-    columns = {"share of training": lambda group: f"{group['share']:.0%}"}
-    columns |= {name: mean(name) for name in BETA_FIGURES}
-    columns["blocks where the mean changes sign"] = lambda group: "; ".join(
-        ", ".join(map(str, each)) or "none" for each in group["sign_changes"]
-    )
-    return Findings(found, columns, beta_verdicts(rows))
+def format_sign_changes(group: dict) -> str:
+    """Return the blocks at which the mean changes its sign, of each seed."""
+    return "; ".join(", ".join(map(str, layers)) or "none" for layers in group["sign_changes"])
 
 
-def beta_verdicts(rows: list[dict]) -> list[dict]:
-    end = by_seed(rows, dict, share=END).values()
-    early = "early blocks (the first quarter): E[beta] is above 0 at the end"
-    deep = f"deep blocks (the last quarter): more than {NEAR_ZERO:.0%} (ours) of beta is below 0"
+def find_beta_results(rows: list[dict]) -> Findings:
+    """Return the findings of experiment 3."""
+    groups = summarize_groups(rows, "training_fraction", figures=BETA_FIGURES)
+    for group in groups:
+        group["sign_changes"] = [
+            row["sign_changes"]
+            for row in rows
+            if row["training_fraction"] == group["training_fraction"]
+        ]
+    columns = {
+        "share of training": lambda group: f"{group['training_fraction']:.0%}",
+        **{name: mean_cell(name) for name in BETA_FIGURES},
+        "blocks where the mean changes sign": format_sign_changes,
+    }
+    return Findings(groups, columns, judge_gates(rows))
+
+
+def judge_gates(rows: list[dict]) -> list[dict]:
+    """Return the verdicts on the sign of early and deep gates, and on their sharpening."""
+    last_rows = [row for row in rows if row["training_fraction"] == END]
     return [
-        claim(early, [quarter(row["mean"], False) for row in end], 0, True),
-        claim(deep, [quarter(row["negative"], True) for row in end], NEAR_ZERO, True),
-        sharpening(rows),
+        judge(
+            "early blocks (the first quarter): E[beta] is above 0 at the end",
+            [average_first_quarter(row["mean"]) for row in last_rows],
+            bound=0,
+            above=True,
+        ),
+        judge(
+            f"deep blocks (the last quarter): more than {NEAR_ZERO:.0%} (ours) of beta is below 0",
+            [average_last_quarter(row["negative"]) for row in last_rows],
+            bound=NEAR_ZERO,
+            above=True,
+        ),
+        judge_sharpening(rows),
     ]
 
 
-def sharpening(rows: list[dict]) -> dict:
-    """Whether the step of E[beta] at the block where its sign first changes is larger at the end
-    than at a quarter. Refuted where no run's sign changes at the end: nothing could sharpen."""
-    text = "the step of E[beta] where its sign changes grows from 25% to 100% of training"
-    early, end = (by_seed(rows, step_at_change, share=share) for share in (QUARTER, END))
-    if not any(step is not None for step in end.values()):
-        return said(f"{text}: it changes nowhere", len(end), "refuted")
-    both = [seed for seed in end if None not in (end[seed], early.get(seed))]
-    if len(both) < len(end):
-        return said(text, len(both), "undecided")
-    return claim(text, [end[seed] - early[seed] for seed in both], 0, True)
+def judge_sharpening(rows: list[dict]) -> dict:
+    """Return the verdict on whether the step of E[beta] where its sign first changes grows.
+
+    The hypothesis is refuted if no run has a change of sign at the end.
+    """
+    hypothesis = "the step of E[beta] where its sign changes grows from 25% to 100% of training"
+    early = select_by_seed(rows, compute_step_at_sign_change, training_fraction=QUARTER)
+    end = select_by_seed(rows, compute_step_at_sign_change, training_fraction=END)
+    if all(step is None for step in end.values()):
+        return make_verdict(f"{hypothesis}: it changes nowhere", len(end), "refuted")
+    paired_seeds = [seed for seed in end if end[seed] is not None and early.get(seed) is not None]
+    if len(paired_seeds) < len(end):
+        return make_verdict(hypothesis, len(paired_seeds), "undecided")
+    growth = [end[seed] - early[seed] for seed in paired_seeds]
+    return judge(hypothesis, growth, 0, above=True)
 
 
-def step_at_change(row: dict) -> float | None:
-    """None: its sign changes nowhere."""
+def compute_step_at_sign_change(row: dict) -> float | None:
+    """Return how far E[beta] jumps at the first block where its sign changes; None without one."""
     if not row["sign_changes"]:
         return None
     layer = row["sign_changes"][0]
     return abs(row["mean"][layer] - row["mean"][layer - 1])
 
 
-# ---- 4: depth at one size; 5: language modelling ----
+# ---- 4: depth at one size; 5: language modeling ----
 
 
-COURSE = {name: itemgetter(name) for name in ("val_loss", "val_perplexity", "epochs_to_target")}
-EPOCHS = {"epochs to the target": mean("epochs_to_target")}
+CURVE_FIGURES = {
+    "val_loss": itemgetter("val_loss"),
+    "val_perplexity": itemgetter("val_perplexity"),
+    "epochs_to_target": itemgetter("epochs_to_target"),
+}
 
 
-def gap(rows: list[dict], layers: int) -> dict:
-    """{seed: loss of the full arm less that of the standard arm}."""
-    full, base = (by_seed(rows, "val_loss", arm=a, layers=layers) for a in ("full", "standard"))
-    return {seed: full[seed] - base[seed] for seed in full if seed in base}
+def format_deviation(group: dict) -> str | None:
+    """Return the cell of the standard deviation of the losses."""
+    return None if group["deviation"] is None else f"{group['deviation']:.3f}"
 
 
-def depth_findings(rows: list[dict]) -> Findings:
-    found = over_seeds(rows, "layers", "arm", "width", "parameters", **COURSE)
-    for group in found:
+def find_depth_results(rows: list[dict]) -> Findings:
+    """Return the findings of experiment 4."""
+    groups = summarize_groups(rows, "layers", "arm", "width", "parameters", figures=CURVE_FIGURES)
+    for group in groups:
         losses = group["val_loss"]["values"]
         group["deviation"] = float(np.std(losses, ddof=1)) if len(losses) > 1 else None
-
-    def deviation(group) -> str | None:
-        return None if group["deviation"] is None else f"{group['deviation']:.3f}"
-
-    columns = BLOCKS | ARM | {"width": itemgetter("width")} | SIZE | LOSS
-    columns |= {"its deviation": deviation} | EPOCHS
-    gaps = {layers: gap(rows, layers) for layers in sorted({row["layers"] for row in rows})}
-    gaps = {layers: values for layers, values in gaps.items() if values}
-    verdicts = [claim(f"{n} blocks: {BELOW}", each.values(), 0, False) for n, each in gaps.items()]
-    if len(gaps) > 1 and (change := less(gaps[max(gaps)], gaps[min(gaps)])):
-        text = f"it falls from {min(gaps)} to {max(gaps)} blocks, by"
-        verdicts.append(claim(text, change, 0, False))
-        text = "MGT scales better with depth: better at the deepest, by more"
-        verdicts.append(together(text, verdicts[-2:]))
-    return Findings(found, columns, verdicts)
+    columns = {
+        **BLOCKS_COLUMN,
+        **ARM_COLUMN,
+        "width": itemgetter("width"),
+        **SIZE_COLUMN,
+        **LOSS_COLUMN,
+        "its deviation": format_deviation,
+        **EPOCHS_COLUMN,
+    }
+    return Findings(groups, columns, judge_depths(rows))
 
 
-def language_findings(rows: list[dict]) -> Findings:
-    columns = ARM | SIZE | LOSS | {"perplexity": mean("val_perplexity", ".1f")} | EPOCHS
-    values = gap(rows, rows[0]["layers"]).values()
-    verdicts = [claim(BELOW, values, 0, False)] if values else []
-    return Findings(over_seeds(rows, "arm", "parameters", **COURSE), columns, verdicts)
+def judge_depths(rows: list[dict]) -> list[dict]:
+    """Return the verdicts on the full arm at each depth, and on how its gain grows with depth."""
+    gaps = {}
+    for layers in sorted({row["layers"] for row in rows}):
+        gap = compute_gap(rows, layers=layers)
+        if gap:
+            gaps[layers] = gap
+    verdicts = [
+        judge(f"{layers} blocks: {FULL_IS_BETTER}", gap.values(), 0, above=False)
+        for layers, gap in gaps.items()
+    ]
+    if len(gaps) < 2:
+        return verdicts
+    shallowest = min(gaps)
+    deepest = max(gaps)
+    change = subtract_by_seed(gaps[deepest], gaps[shallowest])
+    if change:
+        hypothesis = f"it falls from {shallowest} to {deepest} blocks, by"
+        verdicts.append(judge(hypothesis, change.values(), 0, above=False))
+        hypothesis = "MGT scales better with depth: better at the deepest, by more"
+        verdicts.append(judge_together(hypothesis, verdicts[-2:]))
+    return verdicts
+
+
+def find_language_results(rows: list[dict]) -> Findings:
+    """Return the findings of experiment 5."""
+    columns = {
+        **ARM_COLUMN,
+        **SIZE_COLUMN,
+        **LOSS_COLUMN,
+        "perplexity": mean_cell("val_perplexity", ".1f"),
+        **EPOCHS_COLUMN,
+    }
+    groups = summarize_groups(rows, "arm", "parameters", figures=CURVE_FIGURES)
+    return Findings(groups, columns, judge_full_arm(rows, layers=rows[0]["layers"]))

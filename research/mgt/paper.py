@@ -1,8 +1,10 @@
-"""The MGT paper's experiments at its own sizes (sections 4.2 to 4.6); each overrides what it has of its own.
+"""The MGT paper's experiments at its own sizes (sections 4.2 to 4.6).
 
-As the paper has it: d = 256, batch 64, learning rate 1e-3, 50 epochs. Where it is silent: AdamW, cosine to a twentieth
-of the rate and weight decay are this repository's; the warm-up is 500 steps (an epoch of WikiText-2 is about 150
-steps), sequences have 256 tokens, heads 32 features, and the tokens are GPT-2's.
+experiments.py overrides the keys in which an experiment differs. From the paper are d = 256, batches
+of 64, the learning rate of 1e-3 and 50 epochs. The paper does not give the others: AdamW, weight
+decay and a cosine schedule to a twentieth of the learning rate are this repository's defaults; the
+warm-up is 500 steps (an epoch of WikiText-2 is about 150 steps), sequences have 256 tokens, heads
+have 32 features, and the tokens are GPT-2's.
 """
 
 model = "MGT-gpt-mha"

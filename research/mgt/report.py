@@ -1,220 +1,347 @@
 """Reports of the MGT experiments: JSON, a page and a figure of each, from the runs that are finished."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from research import compare, plots, runs, sweep
 from research.benchmarks.figures import Figures
 from research.mgt import findings, measures
-from research.mgt.findings import groups_of
+from research.mgt.findings import Findings, group_rows
 from training import distributed
 from training.provenance import compute_digest
 from utils import files, tables
 
-# Whose code the figures of a run that is not trained again depend on.
-CODE = "model/*.py", "data/loader.py", "research/mgt/measures.py"
-CODE += "research/analysis/common.py", "research/analysis/rank.py"
-# What a page says that every run shares.
-SHOWN = "dataset block_size hidden_size num_attention_heads num_hidden_layers max_steps"
-SHOWN += " global_batch_size optimizer learning_rate warmup_steps schedule weight_decay dtype"
-SEEDS = "Figures are means over seeds ± half their 95% interval (number of seeds)."
-RANKS = (
-    f"Ranks are those of {measures.WINDOWS} validation sequences (eq. 8), after the last block where "
-    "nothing else is said; untrained: before the first step. In the figure, bands go from the "
-    "lowest to the highest seed, and thin lines are untrained models."
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Measured rows are kept as long as this code stays the same.
+MEASURING_CODE = (
+    "model/*.py",
+    "data/loader.py",
+    "research/mgt/measures.py",
+    "research/analysis/common.py",
+    "research/analysis/rank.py",
 )
-GATES = "beta is taken over tokens, features and both sites of a block. At 0% its bias alone sets its mean."
+# settings that the page lists, if all runs share them
+LISTED_SETTINGS = (
+    "dataset",
+    "block_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "max_steps",
+    "global_batch_size",
+    "optimizer",
+    "learning_rate",
+    "warmup_steps",
+    "schedule",
+    "weight_decay",
+    "dtype",
+)
+SEEDS_NOTE = "Figures are means over seeds ± half their 95% interval (number of seeds)."
+RANK_NOTE = (
+    f"Ranks are those of {measures.NUM_SEQUENCES} validation sequences (eq. 8), after the last block "
+    "unless the column says otherwise; untrained: before the first step. In the figure, bands go from "
+    "the lowest to the highest seed, and thin lines are untrained models."
+)
+BETA_NOTE = (
+    "beta is taken over tokens, features and both sites of a block. At 0% its bias alone sets its "
+    "mean."
+)
+DEPTH_NOTE = "The target is the highest final loss of any run of that depth."
 
 # ---- figures ----
 
 ARMS = ["standard", "full", "additive", "mhc", "ddl"]
-VALIDATION = "validation loss\n(nats per token)"
+RANKED_ARMS = ["standard", "full", "additive"]
+LOSS_LABEL = "validation loss\n(nats per token)"
 
 
-def style(arm: str) -> dict:
-    return {"color": plots.COLORS[ARMS.index(arm)], "linestyle": plots.STYLES[ARMS.index(arm) % 4]}
+def get_style(arm: str) -> dict[str, str]:
+    """Return Matplotlib's color and linestyle of an arm."""
+    number = ARMS.index(arm)
+    return {"color": plots.COLORS[number], "linestyle": plots.STYLES[number % 4]}
 
 
-def mean_and_range(panel, x, rows: list[list[float]], **how):
-    """The mean over seeds as a line, from the lowest to the highest as a band."""
-    values = np.array(rows)
-    band = {"color": how["color"], "alpha": 0.15, "linewidth": 0}
-    panel.fill_between(x, values.min(axis=0), values.max(axis=0), **band)
-    return panel.plot(x, values.mean(axis=0), **how)[0]
+def draw_mean_and_range(
+    axis: "Axes", x: range, values: list[list[float]], style: dict[str, str]
+) -> "Artist":
+    """Draw the mean over seeds as a line, and a band from the lowest to the highest seed.
+
+    values: (seeds, points)
+    """
+    values = np.array(values)
+    axis.fill_between(
+        x,
+        values.min(axis=0),
+        values.max(axis=0),
+        color=style["color"],
+        alpha=0.15,
+        linewidth=0,
+    )
+    (line,) = axis.plot(x, values.mean(axis=0), **style)
+    return line
 
 
-def draw_rank(rows: list[dict]):
-    """A panel for each depth, the rank over it, trained and untrained; below, gradients."""
-    depths, entries = sorted({row["layers"] for row in rows}), {}
-    names = [f"{arm}{kind}" for arm in ARMS[:3] for kind in ("", ", untrained")]
-    figure, axes = plots.make_panels(2, len(depths), 1.8, names, sharex="col", sharey="row")
-    for (layers, arm), group in groups_of(rows, "layers", "arm"):
+def draw_rank(rows: list[dict]) -> "Figure":
+    """Draw the rank over depth, trained and untrained, and below it gradients; a column per size."""
+    depths = sorted({row["layers"] for row in rows})
+    trained = {}
+    untrained = {}
+    labels = [*RANKED_ARMS, *(f"{arm}, untrained" for arm in RANKED_ARMS)]
+    figure, axes = plots.make_panels(2, len(depths), 1.8, labels, sharex="col", sharey="row")
+    for (layers, arm), group in group_rows(rows, "layers", "arm"):
         top, bottom = axes[:, depths.index(layers)]
-        x, how = range(layers + 1), style(arm)
-        entries[arm] = mean_and_range(top, x, [row["rank"] for row in group], **how)
-        untrained = np.mean([row["initial_rank"] for row in group], axis=0)
-        (entries[f"{arm}, untrained"],) = top.plot(x, untrained, **{**how, "linewidth": 0.5})
-        mean_and_range(bottom, x, [row["gradient_state"] for row in group], **how)
+        x = range(layers + 1)
+        style = get_style(arm)
+        trained[arm] = draw_mean_and_range(top, x, [row["rank"] for row in group], style)
+        initial_rank = np.mean([row["initial_rank"] for row in group], axis=0)
+        (line,) = top.plot(x, initial_rank, **style, linewidth=0.5)
+        untrained[f"{arm}, untrained"] = line
+        draw_mean_and_range(bottom, x, [row["gradient_state"] for row in group], style)
         top.set(title=f"{layers} blocks", ylim=(0, 1))
         bottom.set(xlabel="depth (blocks)", yscale="log")
     axes[0, 0].set_ylabel("effective rank")
     axes[1, 0].set_ylabel("gradient norm\nof the state")
     plots.use_plain_numbers(axes[1, 0].yaxis, label_minor_ticks=False)
-    plots.add_legend(figure, dict(sorted(entries.items(), key=lambda each: "," in each[0])))
+    plots.add_legend(figure, {**trained, **untrained})
     return figure
 
 
-def draw_losses(rows: list[dict]):
-    """The final validation loss of every run, by arm: points are seeds, lines their mean."""
-    figure, [[panel]] = plots.make_panels(1, 1, 2.4, [])
-    arms = groups_of(rows, "arm")
-    for number, ((arm,), group) in enumerate(arms):
-        values, color = [row["val_loss"] for row in group], style(arm)["color"]
-        panel.plot([number] * len(values), values, "o", color=color)
-        panel.plot([number - 0.2, number + 0.2], [np.mean(values)] * 2, color=color)
-    panel.set_xticks(range(len(arms)), [arm for (arm,), _ in arms])
-    panel.set_ylabel(VALIDATION)
+def draw_losses(rows: list[dict]) -> "Figure":
+    """Draw the final validation loss of every run by arm: points are seeds, lines their mean."""
+    figure, [[axis]] = plots.make_panels(1, 1, 2.4, [])
+    arms = []
+    for position, ((arm,), group) in enumerate(group_rows(rows, "arm")):
+        arms.append(arm)
+        losses = [row["val_loss"] for row in group]
+        mean = np.mean(losses)
+        color = get_style(arm)["color"]
+        axis.plot([position] * len(losses), losses, "o", color=color)
+        axis.plot([position - 0.2, position + 0.2], [mean, mean], color=color)
+    axis.set_xticks(range(len(arms)), arms)
+    axis.set_ylabel(LOSS_LABEL)
     return figure
 
 
-def draw_beta(rows: list[dict]):
-    """Mean, variance and share below 0 over depth, a line for each moment of training."""
-    names = {"mean": "mean of beta", "variance": "variance", "negative": "share below 0"}
-    labels, entries = [f"{share:.0%} of training" for share in measures.SHARES], {}
-    figure, axes = plots.make_panels(1, 3, 2.2, labels)
-    for panel, (key, title) in zip(axes[0], names.items()):
-        for (share,), group in groups_of(rows, "share"):
-            number, x = measures.SHARES.index(share), range(1, group[0]["layers"] + 1)
-            how = {"color": plots.COLORS[number], "linestyle": plots.STYLES[number]}
-            values = [row[key] for row in group]
-            entries[labels[number]] = mean_and_range(panel, x, values, **how)
-        panel.set(title=title, xlabel="depth (blocks)")
-    plots.add_legend(figure, entries)
+def draw_beta(rows: list[dict]) -> "Figure":
+    """Draw statistics of beta over depth, a line for each fraction of the training."""
+    titles = {"mean": "mean of beta", "variance": "variance", "negative": "share below 0"}
+    labels = [f"{fraction:.0%} of training" for fraction in measures.TRAINING_FRACTIONS]
+    lines = {}
+    figure, axes = plots.make_panels(1, len(titles), 2.2, labels)
+    for axis, (statistic, title) in zip(axes[0], titles.items()):
+        for (fraction,), group in group_rows(rows, "training_fraction"):
+            number = measures.TRAINING_FRACTIONS.index(fraction)
+            lines[labels[number]] = draw_mean_and_range(
+                axis,
+                range(1, group[0]["layers"] + 1),
+                [row[statistic] for row in group],
+                {"color": plots.COLORS[number], "linestyle": plots.STYLES[number]},
+            )
+        axis.set(title=title, xlabel="depth (blocks)")
+    plots.add_legend(figure, lines)
     return figure
 
 
-def draw_depth(rows: list[dict]):
-    """Final loss, and epochs to the target, over the number of blocks at one size."""
-    shown = {"val_loss": VALIDATION, "epochs_to_target": "epochs to the target loss"}
-    figure, axes = plots.make_panels(1, 2, 2.4, ARMS)
-    entries = {}
-    for panel, (key, label) in zip(axes[0], shown.items()):
-        for (arm,), group in groups_of(rows, "arm"):
-            of = {n: [row[key] for row in each] for (n,), each in groups_of(group, "layers")}
-            points = [(n, np.mean(of[n])) for n in sorted(of)]
-            (entries[arm],) = panel.plot(*zip(*points), **style(arm))
-            for layers, values in of.items():
-                panel.plot([layers] * len(values), values, "o", color=style(arm)["color"])
-        panel.set(xlabel="blocks", ylabel=label, xticks=sorted({row["layers"] for row in rows}))
-    plots.add_legend(figure, entries)
+def draw_depth(rows: list[dict]) -> "Figure":
+    """Draw the final loss, and the epochs to the target loss, over the number of blocks."""
+    labels = {"val_loss": LOSS_LABEL, "epochs_to_target": "epochs to the target loss"}
+    depths = sorted({row["layers"] for row in rows})
+    lines = {}
+    figure, axes = plots.make_panels(1, len(labels), 2.4, ARMS)
+    for axis, (key, label) in zip(axes[0], labels.items()):
+        for (arm,), group in group_rows(rows, "arm"):
+            style = get_style(arm)
+            values_by_depth = {
+                layers: [row[key] for row in depth_rows]
+                for (layers,), depth_rows in group_rows(group, "layers")
+            }
+            arm_depths = sorted(values_by_depth)
+            means = [np.mean(values_by_depth[layers]) for layers in arm_depths]
+            (lines[arm],) = axis.plot(arm_depths, means, **style)
+            for layers, values in values_by_depth.items():
+                axis.plot([layers] * len(values), values, "o", color=style["color"])
+        axis.set(xlabel="blocks", ylabel=label, xticks=depths)
+    plots.add_legend(figure, lines)
     return figure
 
 
-def draw_curves(rows: list[dict]):
-    """Training loss (thin) and validation loss over steps."""
-    figure, [[panel]] = plots.make_panels(1, 1, 3.0, ARMS)
-    entries = {}
+def draw_curves(rows: list[dict]) -> "Figure":
+    """Draw the training loss (thin) and the validation loss over steps."""
+    figure, [[axis]] = plots.make_panels(1, 1, 3.0, ARMS)
+    lines = {}
     for row in rows:
-        how = style(row["arm"])
-        if "training" in row:
-            panel.plot(*zip(*row["training"]), color=how["color"], alpha=0.25, linewidth=0.6)
-        points = [(point[0], point[-1]) for point in row["evaluations"]]
-        (entries[row["arm"]],) = panel.plot(*zip(*points), marker="o", **how)
-    panel.set(xlabel="optimizer step", ylabel="loss (nats per token)")
-    plots.add_legend(figure, entries)
+        style = get_style(row["arm"])
+        if row.get("training"):
+            steps, losses = zip(*row["training"])
+            axis.plot(steps, losses, color=style["color"], alpha=0.25, linewidth=0.6)
+        steps = [step for step, _, _ in row["evaluations"]]
+        losses = [loss for _, _, loss in row["evaluations"]]
+        (lines[row["arm"]],) = axis.plot(steps, losses, marker="o", **style)
+    axis.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    plots.add_legend(figure, lines)
     return figure
 
-
-# experiment: (title, rows(cells, figures), find(rows) -> Findings, draw(rows) -> figure, a note)
-KINDS = {
-    "rank": (
-        "Experiment 1: effective rank over depth",
-        *(measures.measure_rank, findings.rank_findings, draw_rank, RANKS),
-    ),
-    "ablation": (
-        "Experiment 2: ablation",
-        *(measures.final_rows, findings.ablation_findings, draw_losses, ""),
-    ),
-    "beta": (
-        "Experiment 3: the gate beta over depth and training",
-        *(measures.measure_beta, findings.beta_findings, draw_beta, GATES),
-    ),
-    "depth": (
-        "Experiment 4: depth at one size",
-        *(measures.course_rows, findings.depth_findings, draw_depth),
-        "The target is the highest final loss of any run of that depth.",
-    ),
-    "language": (
-        "Experiment 5: language modelling",
-        *(measures.course_rows, findings.language_findings, draw_curves, ""),
-    ),
-    "copy": (
-        "The copy task of section 4.1",
-        *(measures.copy_rows, findings.copy_findings, draw_curves, ""),
-    ),
-}
 
 # ---- the report ----
 
 
-def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) -> None:
-    """`<results>/<experiment>_<preset>.json`, .md and .png, rows of runs.csv.
+@dataclass(frozen=True)
+class ReportKind:
+    """How an experiment is reported.
 
-    ValueError: no run is finished.
+    make_rows: returns a row for each finished run, or several. find_results: the findings of rows.
+    draw: the figure of rows. note: what the page says beside its settings.
     """
-    done = [cell for cell in cells if sweep.read_final_evaluation(cell)]
-    if not done:
-        where = f"in {cells[0].folder.parent}: nothing to report"
-        raise ValueError(f"no run of {experiment} is finished {where}")
-    results.mkdir(parents=True, exist_ok=True)
-    title, rows_of, find, draw, note = KINDS[experiment]
-    path, first = results / f"{experiment}_{preset}.json", done[0].settings
-    same = (k for k in SHOWN.split() if all(cell.settings[k] == first[k] for cell in done))
-    settings = {key: first[key] for key in same}
-    about = {"experiment": experiment, "preset": preset, "settings": settings}
-    device, code = distributed.pick_device("auto"), compute_digest(*CODE)[:12]
-    figures = Figures(path, device, about, resume=True, code=code)
-    rows = rows_of(done, figures)
-    found = find(rows)
-    left = [cell.title for cell in cells if cell not in done]
+
+    title: str
+    make_rows: Callable[[list[sweep.Cell], Figures], list[dict]]
+    find_results: Callable[[list[dict]], Findings]
+    draw: Callable[[list[dict]], "Figure"]
+    note: str = ""
+
+
+REPORT_KINDS = {
+    "rank": ReportKind(
+        "Experiment 1: effective rank over depth",
+        measures.measure_rank,
+        findings.find_rank_results,
+        draw_rank,
+        RANK_NOTE,
+    ),
+    "ablation": ReportKind(
+        "Experiment 2: ablation",
+        measures.read_final_rows,
+        findings.find_ablation_results,
+        draw_losses,
+    ),
+    "beta": ReportKind(
+        "Experiment 3: the gate beta over depth and training",
+        measures.measure_beta,
+        findings.find_beta_results,
+        draw_beta,
+        BETA_NOTE,
+    ),
+    "depth": ReportKind(
+        "Experiment 4: depth at one size",
+        measures.read_curve_rows,
+        findings.find_depth_results,
+        draw_depth,
+        DEPTH_NOTE,
+    ),
+    "language": ReportKind(
+        "Experiment 5: language modeling",
+        measures.read_curve_rows,
+        findings.find_language_results,
+        draw_curves,
+    ),
+    "copy": ReportKind(
+        "The copy task of section 4.1",
+        measures.read_copy_rows,
+        findings.find_copy_results,
+        draw_curves,
+    ),
+}
+
+
+def write(experiment: str, preset: str, cells: list[sweep.Cell], folder: Path) -> None:
+    """Write EXPERIMENT_PRESET.json, .md and .png and rows of runs.csv, and print the page.
+
+    Raises:
+        ValueError: no run is finished
+    """
+    finished = [cell for cell in cells if sweep.read_final_evaluation(cell)]
+    if not finished:
+        raise ValueError(
+            f"no run of {experiment} is finished in {cells[0].folder.parent}: nothing to report"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = REPORT_KINDS[experiment]
+    json_path = folder / f"{experiment}_{preset}.json"
+    page_path = json_path.with_suffix(".md")
+    figure_path = json_path.with_suffix(".png")
+
+    settings = select_shared_settings(finished)
+    unfinished = [cell.title for cell in cells if cell not in finished]
+    figures = Figures(
+        json_path,
+        distributed.pick_device("auto"),
+        {"experiment": experiment, "preset": preset, "settings": settings},
+        resume=True,
+        code=compute_digest(*MEASURING_CODE)[:12],
+    )
+    rows = kind.make_rows(finished, figures)
+    results = kind.find_results(rows)
     figures.rows = [{**row, **figures.measured_on} for row in rows]
-    figures.notes = {"groups": found.groups, "verdicts": found.verdicts, "unfinished": left}
+    figures.notes = {
+        "groups": results.groups,
+        "verdicts": results.verdicts,
+        "unfinished": unfinished,
+    }
     figures.store()
-    titles = {cell.folder: f"{experiment}/{preset}/{cell.title}" for cell in done}
-    loaded, _ = runs.load([str(cell.folder) for cell in done])
-    named = [replace(run, name=titles[run.path]) for run in loaded]
-    runs.write_csv(named, results / "runs.csv")
-    picture, page = path.with_suffix(".png"), path.with_suffix(".md")
+    write_runs_csv(finished, f"{experiment}/{preset}", folder / "runs.csv")
     with plots.use_print_style():
-        plots.save(draw(rows), picture)
-    shown = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
-    parts = [
-        f"# {title}, preset `{preset}`",
-        f"{shown}. {SEEDS} {note}".strip(),
-        tables.format_markdown(list(found.columns), found.table),
-        verdict_table(found.verdicts),
-        *([f"Not finished: {'; '.join(left)}."] if left else []),
-        f"![{title}]({picture.name})",
-        f"Made by `research/mgt/run.py {experiment} --preset={preset}`; figures: `{path.name}`.",
+        plots.save(kind.draw(rows), figure_path)
+
+    listed_settings = ", ".join(
+        f"{key} {value}" for key, value in settings.items() if value is not None
+    )
+    paragraphs = [
+        f"# {kind.title}, preset `{preset}`",
+        f"{listed_settings}. {SEEDS_NOTE} {kind.note}".strip(),
+        tables.format_markdown(list(results.columns), results.table),
+        format_verdicts(results.verdicts),
     ]
-    files.write_text(page, "\n\n".join(parts) + "\n")
-    print(page.read_text(encoding="utf-8"))
-    print(f"wrote {path}, {page.name} and {picture.name}")
+    if unfinished:
+        paragraphs.append(f"Not finished: {'; '.join(unfinished)}.")
+    paragraphs.append(f"![{kind.title}]({figure_path.name})")
+    paragraphs.append(
+        f"Made by `research/mgt/run.py {experiment} --preset={preset}`; figures: "
+        f"`{json_path.name}`."
+    )
+    page = "\n\n".join(paragraphs) + "\n"
+    files.write_text(page_path, page)
+    print(page)
+    print(f"wrote {json_path}, {page_path.name} and {figure_path.name}")
 
 
-def verdict_table(verdicts: list[dict]) -> str:
-    header, rows = ("hypothesis", "mean ± 95% (seeds)", "verdict"), []
-    for each in verdicts:
-        half = "" if each["ci95"] is None else f" ± {each['ci95']:.4f}"
-        text = None if each["mean"] is None else f"{each['mean']:.4f}{half} ({each['n']})"
-        rows.append([each["hypothesis"], text, f"**{each['verdict']}**"])
-    return tables.format_markdown(header, rows)
+def select_shared_settings(cells: list[sweep.Cell]) -> dict[str, object]:
+    """Return the listed settings that have the same value in all cells."""
+    first = cells[0].settings
+    return {
+        key: first[key]
+        for key in LISTED_SETTINGS
+        if all(cell.settings[key] == first[key] for cell in cells)
+    }
 
 
-def check() -> None:
-    """ValueError: a package that a report needs is missing, which should not be found after the
-    training."""
+def write_runs_csv(cells: list[sweep.Cell], prefix: str, path: Path) -> None:
+    """Add the runs to a table of runs, named PREFIX/TITLE."""
+    titles = {cell.folder: f"{prefix}/{cell.title}" for cell in cells}
+    loaded, _ = runs.load([str(cell.folder) for cell in cells])
+    runs.write_csv([replace(run, name=titles[run.path]) for run in loaded], path)
+
+
+def format_verdicts(verdicts: list[dict]) -> str:
+    """Return the table of hypotheses, means and verdicts."""
+    rows = []
+    for verdict in verdicts:
+        mean = None
+        if verdict["mean"] is not None:
+            half_width = "" if verdict["ci95"] is None else f" ± {verdict['ci95']:.4f}"
+            mean = f"{verdict['mean']:.4f}{half_width} ({verdict['n']})"
+        rows.append([verdict["hypothesis"], mean, f"**{verdict['verdict']}**"])
+    return tables.format_markdown(("hypothesis", "mean ± 95% (seeds)", "verdict"), rows)
+
+
+def check_packages() -> None:
+    """Raise ValueError if a package that a report needs is missing, before hours of training."""
     plots.use_print_style()
     compare.import_special_functions()

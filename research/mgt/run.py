@@ -1,27 +1,31 @@
-"""The experiments of the MGT paper (Geometric and Dynamic Scaling in Deep Transformers, section 4), a command each.
+"""The experiments of the MGT paper (Geometric and Dynamic Scaling in Deep Transformers, section 4).
 
-    python research/mgt/run.py rank                     1: effective rank over depth of three arms
-    python research/mgt/run.py ablation                 2: five arms at 48 layers, the synergy coefficient
-    python research/mgt/run.py beta                     3: distribution of the gate over depth and training
-    python research/mgt/run.py depth                    4: depth at a fixed number of parameters
-    python research/mgt/run.py language                 5: language modelling
-    python research/mgt/run.py copy                     the copy task of section 4.1 (data/copy_task/prepare.py)
-    python research/mgt/run.py copy --preset=cpu        the same, small enough for one CPU core
-    python research/mgt/run.py rank --mode=report       from the runs that are there, train nothing
-    python research/mgt/run.py rank --mode=show         print the commands of sweep.py, which has --mode=slurm
+    python research/mgt/run.py rank                  1: effective rank over depth of three arms
+    python research/mgt/run.py ablation              2: five arms at 48 layers, the synergy coefficient
+    python research/mgt/run.py beta                  3: distribution of the gate over depth and training
+    python research/mgt/run.py depth                 4: depth at a fixed number of parameters
+    python research/mgt/run.py language              5: language modeling
+    python research/mgt/run.py copy                  the copy task of section 4.1
+                                                     (prepare it with data/copy_task/prepare.py)
+    python research/mgt/run.py copy --preset=cpu     the same, small enough for one CPU core
+    python research/mgt/run.py rank --mode=report    report the runs that are finished, without training
+    python research/mgt/run.py rank --mode=show      print the commands of sweep.py, to which you can
+                                                     add --mode=slurm
 
 The sizes are the paper's, for a GPU; study.py has the five experiments at a size for a CPU.
 
-Runs go to sweeps/mgt/, the report to results/mgt/ (--runs, --results: other folders): EXPERIMENT_PRESET.json, .md and
-.png. A run that is finished is not trained again; the same command goes on where it was stopped. Any other --key=value
-is sweep.py's or train.py's: --seed=0..9, --dataset=openwebtext, --num_hidden_layers=24,48. --epochs=1 sets max_steps to
-so many times the tokens of the training split.
+Runs go to sweeps/mgt/ and the report to results/mgt/ (--runs, --results: other folders), as
+EXPERIMENT_PRESET.json, .md and .png. Finished runs are skipped: repeat the command to resume where
+it was stopped. Any other --key=value is an option of sweep.py or train.py: --seed=0..9,
+--dataset=openwebtext, --num_hidden_layers=24,48. --epochs=1 sets max_steps to the number of steps
+that use the training split once.
 """
 
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -35,51 +39,76 @@ import configurator
 from research.mgt import experiments, report
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"preset": "paper", "runs": "sweeps/mgt", "results": "results/mgt", "mode": "local"}
+DEFAULTS = {
+    "preset": "paper",
+    "runs": "sweeps/mgt",
+    "results": "results/mgt",
+    "mode": "local",
+}
+MODES = ("local", "report", "show")
 
 
-def arguments(argv: list[str]) -> tuple[str, dict[str, str], dict[str, str]]:
-    """(experiment, this script's own options, keys for sweep.py). ValueError: a mistake in them."""
+class Arguments(NamedTuple):
+    """The command line: the experiment, the options of this script, and those of sweep.py."""
+
+    experiment: str
+    options: dict[str, str]
+    sweep_options: dict[str, str]
+
+
+def read_arguments(argv: list[str]) -> Arguments:
+    """Read the command line.
+
+    Raises:
+        ValueError: the experiment or an option of this script is wrong
+    """
     names, options = configurator.split_arguments(argv)
     if "help" in options:
         print(__doc__.strip())
         sys.exit(0)
     if len(names) != 1 or names[0] not in experiments.EXPERIMENTS:
-        given = " ".join(names) or "no experiment"
-        raise ValueError(f"{given}: give one of {', '.join(experiments.EXPERIMENTS)}")
-    own = OWN | {key: value for key, value in options.items() if key in OWN}
-    for key, allowed in (("preset", experiments.PRESETS), ("mode", ("local", "report", "show"))):
-        if own[key] not in allowed:
-            raise ValueError(f"--{key}={own[key]}: give {' or '.join(allowed)}")
-    return names[0], own, {key: value for key, value in options.items() if key not in OWN}
+        raise ValueError(
+            f"{' '.join(names) or 'no experiment'}: give one of {', '.join(experiments.EXPERIMENTS)}"
+        )
+    own_options = {key: options.get(key, default) for key, default in DEFAULTS.items()}
+    for key, choices in (("preset", experiments.PRESETS), ("mode", MODES)):
+        if own_options[key] not in choices:
+            raise ValueError(f"--{key}={own_options[key]}: give {' or '.join(choices)}")
+    sweep_options = {key: value for key, value in options.items() if key not in DEFAULTS}
+    return Arguments(names[0], own_options, sweep_options)
 
 
-def train_all(commands: list[list[str]]) -> None:
-    """Every sweep in turn; one that was stopped ends this script with its exit code, a run that failed does not."""
+def run_sweeps(commands: list[list[str]]) -> None:
+    """Run all sweeps in turn, and end the script with the exit code of one that was stopped.
+
+    A sweep in which a run failed has the exit code 1, and the next sweep is run all the same.
+    """
     for number, command in enumerate(commands, 1):
-        shown = shlex.join(["python", "research/sweep.py", *command])
-        print(f"sweep {number} of {len(commands)}: {shown}", flush=True)
+        command_line = shlex.join(["python", "research/sweep.py", *command])
+        print(f"sweep {number} of {len(commands)}: {command_line}", flush=True)
         script = [sys.executable, str(ROOT / "research/sweep.py")]
-        code = subprocess.run([*script, *command], check=False).returncode
-        if code not in (0, 1):
-            sys.exit(code)
+        exit_code = subprocess.run([*script, *command], check=False).returncode
+        if exit_code not in (0, 1):
+            sys.exit(exit_code)
 
 
-def main():
+def main() -> None:
     with errors.one_line_errors():
-        experiment, own, given = arguments(sys.argv[1:])
-        commands = experiments.commands(experiment, own["preset"], given, Path(own["runs"]))
-        cells = [cell for command in commands for cell in experiments.cells_of(command)]
+        experiment, options, sweep_options = read_arguments(sys.argv[1:])
+        commands = experiments.make_commands(
+            experiment, options["preset"], sweep_options, Path(options["runs"])
+        )
+        cells = [cell for command in commands for cell in experiments.make_cells(command)]
         experiments.check_corpora(experiment, cells)
-        if own["mode"] == "show":
+        if options["mode"] == "show":
             for command in commands:
                 print(shlex.join(["python", "research/sweep.py", *command]))
             return
-        report.check()
-    if own["mode"] == "local":
-        train_all(commands)
+        report.check_packages()
+    if options["mode"] == "local":
+        run_sweeps(commands)
     with errors.one_line_errors():
-        report.write(experiment, own["preset"], cells, Path(own["results"]))
+        report.write(experiment, options["preset"], cells, Path(options["results"]))
 
 
 if __name__ == "__main__":

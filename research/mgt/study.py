@@ -279,6 +279,7 @@ def train_missing(
             f"{row['seconds']:.0f} s | {format_duration(remaining)} left",
             flush=True,
         )
+    print(f"All {total} runs are in {path}. The report: python research/mgt/study_report.py")
 
 
 def repeat_runs(experiment: Experiment, path: Path, folder: Path, count: int) -> None:

@@ -198,28 +198,6 @@ def format_page(study_results: dict) -> str:
 # ---- figures ----
 
 
-def draw_losses(settings: list[dict]) -> object:
-    """Draw the loss of every arm of experiment 2, a dot per seed, beside the bigram's."""
-    figure, [[panel]] = plots.make_panels(1, 1, 3.0, [])
-    settings = [setting for setting in settings if "val_loss" in setting]
-    settings.sort(key=lambda setting: setting["val_loss"]["mean"], reverse=True)
-    for position, setting in enumerate(settings):
-        values = setting["val_loss"]["values"]
-        color = plots.COLORS[0] if is_post_norm(setting["arm"]) else plots.COLORS[1]
-        panel.plot(values, [position] * len(values), "o", color=color, alpha=0.5, markersize=4)
-        panel.plot([np.mean(values)] * 2, [position - 0.3, position + 0.3], color=color)
-    panel.axvline(settings[0]["bigram"], color="black", linestyle="--", linewidth=0.8)
-    panel.set_yticks(range(len(settings)), [setting["arm"] for setting in settings])
-    panel.set_xlabel(
-        "validation loss (nats); blue: norm after, orange: norm before; dashed: bigram"
-    )
-    return figure
-
-
-def is_post_norm(arm: str) -> bool:
-    return arm in ("standard", "mhc", "ddl_post", "full_post")
-
-
 def draw_comparisons(verdicts: list[dict]) -> object:
     """Draw the comparisons of experiment 2 with their intervals."""
     figure, [[panel]] = plots.make_panels(1, 1, 3.0, [])
@@ -235,7 +213,7 @@ def draw_comparisons(verdicts: list[dict]) -> object:
     panel.set_yticks(range(len(judged)), labels)
     panel.axvline(0, color="black", linewidth=0.8)
     panel.set_xlabel(
-        "difference of losses, or S (nats); green: supported, red: refuted, gray: undecided"
+        "difference of losses (lower is better), or S (nats); green: supported, red: refuted"
     )
     return figure
 
@@ -249,37 +227,6 @@ def shorten_claim(claim: str) -> str:
         .replace(" is above 0", " > 0")
         .replace("`", "")
     )
-
-
-def draw_tries(rows: list[dict], bigram: float) -> object:
-    """Draw the loss of every try of experiment 2 over the rate, a panel for each warm-up."""
-    tries = [row for row in rows if row["kind"] == "try" and row["val_loss"] is not None]
-    arms = list(dict.fromkeys(row["arm"] for row in tries))
-    figure, [panels] = plots.make_panels(1, 2, 2.4, arms, sharey="row")
-    entries = {}
-    for panel, warmup in zip(panels, study.WARMUP_FRACTIONS, strict=True):
-        for number, arm in enumerate(arms):
-            points = sorted(
-                (row["learning_rate"], row["val_loss"])
-                for row in tries
-                if (row["arm"], row["warmup_fraction"]) == (arm, warmup)
-            )
-            (entries[arm],) = panel.plot(
-                [rate for rate, _ in points],
-                [loss for _, loss in points],
-                marker="o" if number < len(plots.COLORS) else "s",
-                markersize=3,
-                color=plots.COLORS[number % len(plots.COLORS)],
-                linestyle="-" if is_post_norm(arm) else "--",
-            )
-        panel.axhline(bigram, color="black", linewidth=0.8)
-        panel.set(xscale="log", xlabel=f"learning rate, warm-up of {warmup:.0%}")
-        rates = [rate for rate in study.RATE_LADDER if 1e-3 <= rate <= 2e-2]
-        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        panel.set_xticks([], minor=True)
-    panels[0].set_ylabel("loss of a try (nats); line: bigram")
-    plots.add_legend(figure, entries)
-    return figure
 
 
 def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
@@ -312,24 +259,61 @@ def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
     return figure
 
 
+def draw_depth(settings: list[dict], bigram: float) -> object:
+    """Draw the loss of experiment 4 over the number of blocks, a dot per seed and the means."""
+    arms = list(dict.fromkeys(setting["arm"] for setting in settings))
+    figure, [[panel]] = plots.make_panels(1, 1, 2.4, [*arms, "bigram"])
+    entries = {}
+    for number, arm in enumerate(arms):
+        own = [setting for setting in settings if setting["arm"] == arm and "val_loss" in setting]
+        depths = [setting["layers"] for setting in own]
+        means = [setting["val_loss"]["mean"] for setting in own]
+        color = plots.COLORS[number]
+        (entries[arm],) = panel.plot(depths, means, color=color)
+        for setting in own:
+            values = setting["val_loss"]["values"]
+            panel.plot([setting["layers"]] * len(values), values, "o", color=color, markersize=3)
+    entries["bigram"] = panel.axhline(bigram, color="black", linestyle="--", linewidth=0.8)
+    panel.set(xscale="log", xlabel="blocks, at 300,000 parameters")
+    panel.set_xticks(depths, [str(depth) for depth in depths])
+    panel.set_xticks([], minor=True)
+    panel.set_ylabel("validation loss (nats; lower is better)")
+    plots.add_legend(figure, entries)
+    return figure
+
+
 # The findings of the figures.
 TITLES = {
-    "study_losses": "Every arm learns; MGT is the best, and the post-norm Transformer is the worst",
     "study_comparisons": "Both gates help, but together they gain less than the sum of their gains (S < 0)",
-    "study_tries": "Most post-norm arms fail with a short warm-up or a high rate; pre-norm arms learn with all",
     "study_ranks": "Training lowers the rank of the post-norm Transformer over depth (solid; dashed: untrained), "
     "but not towards 0",
+    "study_depth": "The post-norm Transformer barely learns with 48 blocks; MGT does, but it does not gain by depth",
 }
 
 
-def save_figure(figure: object, name: str, results: Path) -> None:
-    figure.suptitle(TITLES[name], fontsize=9)
-    plots.save(figure, results / f"{name}.png")
+def draw_figures(
+    study_results: dict, rows: dict[str, list[dict]], rank_seeds: tuple[int, ...]
+) -> dict[str, object]:
+    """Draw the figures of the experiments that have reported runs."""
+    figures = {}
+    ablation_verdicts = select(study_results["verdicts"], "ablation")
+    if any(result["values"] is not None for result in ablation_verdicts):
+        figures["study_comparisons"] = draw_comparisons(ablation_verdicts)
+    if any(row["kind"] == "seed" for row in rows["rank"]):
+        figures["study_ranks"] = draw_ranks(rows["rank"], rank_seeds)
+    depth_settings = select(study_results["groups"], "depth")
+    if any("val_loss" in setting for setting in depth_settings):
+        bigram = study_results["references"]["second"]["bigram"]
+        figures["study_depth"] = draw_depth(depth_settings, bigram)
+    return figures
 
 
 def main() -> None:
     with errors.one_line_errors():
         names, options = configurator.split_arguments(sys.argv[1:])
+        if "help" in options:
+            print((__doc__ or "").strip())
+            return
         if names or options.keys() - {"results"}:
             raise ValueError(f"{' '.join(sys.argv[1:])}: give --results=FOLDER or nothing")
         results = Path(options.get("results", "results/mgt"))
@@ -339,15 +323,11 @@ def main() -> None:
     study_results = summarize(rows, references)
     store_figures(results / "study.json", study_results, collect_provenance())
     files.write_text(results / "study.md", format_page(study_results))
-    ablation_settings = select(study_results["groups"], "ablation")
-    ablation_verdicts = select(study_results["verdicts"], "ablation")
     with plots.use_print_style():
-        save_figure(draw_losses(ablation_settings), "study_losses", results)
-        save_figure(draw_comparisons(ablation_verdicts), "study_comparisons", results)
-        tries = draw_tries(rows["ablation"], references["first"]["bigram"])
-        save_figure(tries, "study_tries", results)
-        if any(row["kind"] == "seed" for row in rows["rank"]):
-            save_figure(draw_ranks(rows["rank"], experiments["rank"].seeds), "study_ranks", results)
+        figures = draw_figures(study_results, rows, experiments["rank"].seeds)
+        for name, figure in figures.items():
+            figure.suptitle(TITLES[name], fontsize=9)
+            plots.save(figure, results / f"{name}.png")
     print((results / "study.md").read_text(encoding="utf-8"))
 
 

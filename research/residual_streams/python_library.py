@@ -2,13 +2,16 @@
 
     python research/residual_streams/python_library.py
 
-The corpus depends on the version of Python alone, and needs no network. Left out are files that are
-not UTF-8 or that nobody wrote by hand (python_packages.py), and files that repeat an earlier one
-nearly (near_duplicates.py). A hash of their paths chooses the files of the validation split, at
+The corpus depends on the version of Python alone, and needs no network. It leaves out files that are
+not UTF-8, files whose lines have more than 100 characters on average or more than 1,000 at most, which
+are tables and generated code (the rule of Codex, arXiv 2107.03374), and files that nearly repeat an
+earlier one (near_duplicates.py). A hash of their paths chooses the files of the validation split, at
 least --val_share of the bytes. Where a file of training nearly repeats one of validation, training
 loses it. What is copied in part, or changed beyond the threshold, stays in both.
 """
 
+import hashlib
+import platform
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -28,12 +31,25 @@ from data import preparation
 from data.preparation import PreparationOptions, Stage
 from data.sources import Texts
 from model.options import option
-from research.residual_streams import python_packages
 from research.residual_streams.near_duplicates import NearDuplicates
-from research.residual_streams.python_packages import Document
 from utils import units
 
 OUT = Path(__file__).resolve().parents[2] / "data" / "python_library"  # --dataset=python_library
+SOURCE = f"Python=={platform.python_version()}"
+MAX_LINE_LENGTH = 1000
+MAX_MEAN_LINE_LENGTH = 100
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file of the library."""
+
+    path: str  # in the library
+    text: str
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,36 @@ class Options(PreparationOptions):
     )
 
 
+def read_documents(library: Path) -> list[Document]:
+    """Return the files of a library that are Python source written by hand, in the order of their paths.
+
+    Packages that are installed in a folder of the library are not part of it.
+    """
+    documents = []
+    for path in sorted(library.rglob("*.py")):
+        path_in_library = path.relative_to(library)
+        if {"site-packages", "dist-packages"}.intersection(path_in_library.parts):
+            continue
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip() and is_written_by_hand(text):
+            documents.append(Document(path_in_library.as_posix(), text))
+    return documents
+
+
+def is_written_by_hand(text: str) -> bool:
+    """Return whether the lines of a text are short enough for a person to have written them."""
+    lengths = [len(line) for line in text.splitlines()]
+    mean_length = sum(lengths) / len(lengths)
+    return max(lengths) <= MAX_LINE_LENGTH and mean_length <= MAX_MEAN_LINE_LENGTH
+
+
+def hash_path(document: Document) -> bytes:
+    return hashlib.sha256(document.path.encode()).digest()
+
+
 def split_documents(documents: list[Document], val_share: float) -> dict[str, list[Document]]:
     """Return the documents of each split, without those that nearly repeat an earlier one.
 
@@ -56,11 +102,11 @@ def split_documents(documents: list[Document], val_share: float) -> dict[str, li
     it has `val_share` of all bytes.
     """
     splits: dict[str, list[Document]] = {"val": [], "train": []}
-    num_val_bytes = val_share * sum(document.bytes for document in documents)
+    num_val_bytes = val_share * sum(document.num_bytes for document in documents)
     num_bytes = 0
     earlier_documents = NearDuplicates()
     progress_bar = tqdm(
-        sorted(documents, key=lambda document: python_packages.by_hash(document.path)),
+        sorted(documents, key=hash_path),
         "looking for duplicates",
         unit="file",
         disable=None,
@@ -71,7 +117,7 @@ def split_documents(documents: list[Document], val_share: float) -> dict[str, li
             continue
         split = "val" if num_bytes < num_val_bytes else "train"
         splits[split].append(document)
-        num_bytes += document.bytes
+        num_bytes += document.num_bytes
     return splits
 
 
@@ -88,10 +134,10 @@ def main() -> None:
             preparation.prepare(args, "python_library", [])
             return
         library = Path(sysconfig.get_path("stdlib"))
-        documents = python_packages.documents(library, packages=None)
+        documents = read_documents(library)
         splits = split_documents(documents, args.val_share)
         num_left_out = len(documents) - len(splits["val"]) - len(splits["train"])
-        num_bytes = sum(document.bytes for document in documents)
+        num_bytes = sum(document.num_bytes for document in documents)
         print(
             f"{len(documents):,} files, {units.format_bytes(num_bytes)}; {num_left_out} of them "
             "nearly repeat others and are left out",
@@ -102,13 +148,13 @@ def main() -> None:
                 split=split,
                 source=Texts(
                     [document.text for document in splits[split]],
-                    f"{python_packages.STANDARD_LIBRARY} with its tests",
+                    f"{SOURCE} with its tests",
                 ),
                 num_tokens=None,
             )
             for split in ("val", "train")
         ]
-        about = {"source": python_packages.STANDARD_LIBRARY, "near_duplicates": num_left_out}
+        about = {"source": SOURCE, "near_duplicates": num_left_out}
         preparation.prepare(args, "python_library", stages, about)
 
 

@@ -1,94 +1,107 @@
-"""Near duplicates, against Jaccard similarities of sets of words, and all pairs."""
+"""Near duplicates, against the Jaccard similarity of Python's sets, over all pairs."""
 
 import random
+from collections.abc import Iterator
 from itertools import combinations
 
 import numpy as np
 import pytest
-from near_duplicates_helpers import changed, jaccard, runs, written
+from near_duplicates_helpers import change_words, jaccard_similarity, list_shingles, write_words
 
+from research.residual_streams import near_duplicates
 from research.residual_streams.near_duplicates import (
     BANDS,
     ROWS,
     NearDuplicates,
-    band_keys,
-    shingles,
-    similarity,
+    hash_bands,
+    hash_shingles,
+    measure_similarity,
 )
 
 
-def pairs(count, seed=0):
-    """Texts, and what becomes of them with none to sixty of their words changed, and up to a fifth more at the end."""
+def make_pairs(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield texts, each with a copy of it.
+
+    In the copy up to sixty words are changed, and up to a fifth is added at the end.
+    """
     rng = random.Random(seed)
     for index in range(count):
-        words = written(rng, rng.randrange(6, 400))
-        more = written(rng, len(words) * (index % 5) // 20)
-        yield " ".join(words), "\n  ".join(changed(rng, words, min(index % 61, len(words))) + more)
+        words = write_words(rng, rng.randrange(6, 400))
+        added_words = write_words(rng, len(words) * (index % 5) // 20)
+        changed_words = change_words(rng, words, min(index % 61, len(words)))
+        yield " ".join(words), "\n  ".join(changed_words + added_words)
 
 
-def test_similarity_is_jaccards():
-    for one, other in pairs(200):
-        assert len(shingles(one)) == len(runs(one))
-        assert similarity(shingles(one), shingles(other)) == pytest.approx(
-            jaccard(one, other), abs=1e-12
-        )
+def test_a_document_has_as_many_hashes_as_shingles():
+    for text, _ in make_pairs(200):
+        assert len(hash_shingles(text)) == len(list_shingles(text))
+
+
+def test_the_similarity_is_that_of_jaccard():
+    for text, other in make_pairs(200):
+        similarity = measure_similarity(hash_shingles(text), hash_shingles(other))
+        assert similarity == pytest.approx(jaccard_similarity(text, other), abs=1e-12)
 
 
 @pytest.mark.parametrize(
     "text", ["a", "a b", "a b c d", "a b c d e", "größe\t\n= 尺寸", "x " * 500]
 )
 def test_short_texts_and_repetitions_are_sets_too(text):
-    assert len(shingles(text)) == len(runs(text))
-    assert similarity(shingles(text), shingles(f"  {text}\n")) == 1
-    assert similarity(shingles(text), shingles("else where or here now")) == 0
+    shingles = hash_shingles(text)
+    assert len(shingles) == len(list_shingles(text))
+    assert measure_similarity(shingles, hash_shingles(f"  {text}\n")) == 1
+    assert measure_similarity(shingles, hash_shingles("else where or here now")) == 0
 
 
-def test_signatures_agree_as_often_as_sets_are_similar():
-    """A band's key is that of ROWS least hashes: it agrees with probability s^ROWS."""
-    observed, expected = [], []
-    for one, other in pairs(400, seed=1):
-        shared = np.mean(
-            [a == b for a, b in zip(band_keys(shingles(one)), band_keys(shingles(other)))]
-        )
-        observed.append(shared)
-        expected.append(jaccard(one, other) ** ROWS)
+def test_bands_are_equal_as_often_as_sets_are_similar():
+    """The hash of a band is that of ROWS smallest hashes: it is equal with probability s^ROWS."""
+    observed = []
+    expected = []
+    for text, other in make_pairs(400, seed=1):
+        bands = hash_bands(hash_shingles(text))
+        other_bands = hash_bands(hash_shingles(other))
+        observed.append(np.mean(np.equal(bands, other_bands)))
+        expected.append(jaccard_similarity(text, other) ** ROWS)
     assert np.mean(observed) == pytest.approx(np.mean(expected), abs=0.02)
     assert np.corrcoef(observed, expected)[0, 1] > 0.93
 
 
-def test_a_long_text_is_hashed_in_parts(monkeypatch):
-    text = " ".join(written(random.Random(3), 3000))
-    whole = band_keys(shingles(text))
-    monkeypatch.setattr("research.residual_streams.near_duplicates.CHUNK", 7)
-    assert band_keys(shingles(text)) == whole
-    assert len(whole) == BANDS
+def test_a_long_text_is_hashed_in_chunks(monkeypatch):
+    shingles = hash_shingles(" ".join(write_words(random.Random(3), 3000)))
+    bands = hash_bands(shingles)
+    monkeypatch.setattr(near_duplicates, "CHUNK", 7)
+    assert hash_bands(shingles) == bands
+    assert len(bands) == BANDS
 
 
-@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
-def test_pairs_are_decided_by_the_threshold_and_the_earlier_one_stays(threshold):
-    wrong = 0
-    for one, other in pairs(300, seed=2):
-        near = NearDuplicates(threshold)
-        assert not near.repeats(one)
-        decided, similar = near.repeats(other), jaccard(one, other) >= threshold
-        assert similar or not decided  # never called one below the threshold
-        wrong += decided != similar
-    # Missed are those of which no band agrees: at 0.8 one in 2,500, at 0.5 half, where bands are made for 0.8.
-    assert wrong == 0 if threshold >= 0.8 else wrong <= 20
+@pytest.mark.parametrize(("threshold", "max_missed"), [(0.5, 20), (0.8, 0), (0.95, 0)])
+def test_the_threshold_decides_about_a_pair(threshold, max_missed):
+    """The bands are made for 0.8; at 0.5, half of the pairs that should be found have no equal band."""
+    num_missed = 0
+    for text, other in make_pairs(300, seed=2):
+        earlier_documents = NearDuplicates(threshold)
+        assert not earlier_documents.repeats(text)
+        is_found = earlier_documents.repeats(other)
+        is_similar = jaccard_similarity(text, other) >= threshold
+        assert is_similar or not is_found  # none below the threshold is ever found
+        num_missed += is_similar and not is_found
+    assert num_missed <= max_missed
 
 
-def test_no_two_kept_documents_are_near_each_other():
-    """Families of texts in any order: a first comes, and whoever is near one that stayed goes."""
-    rng, texts = random.Random(5), []
+def test_a_text_is_compared_with_those_before_it_that_repeated_none():
+    """Take families of similar texts, in any order."""
+    rng = random.Random(5)
+    texts = []
     for _ in range(12):
-        words = written(rng, 120)
-        texts += [" ".join(changed(rng, words, rng.randrange(8))) for _ in range(8)]
+        words = write_words(rng, 120)
+        texts += [" ".join(change_words(rng, words, rng.randrange(8))) for _ in range(8)]
     rng.shuffle(texts)
-    near, kept = NearDuplicates(), []
+    earlier_documents = NearDuplicates()
+    expected_documents = []
     for text in texts:
-        expected = any(jaccard(text, other) >= 0.8 for other in kept)
-        assert near.repeats(text) == expected
-        if not expected:
-            kept.append(text)
-    assert 12 <= len(kept) < len(texts)
-    assert all(jaccard(*pair) < 0.8 for pair in combinations(kept, 2))
+        is_similar = any(jaccard_similarity(text, other) >= 0.8 for other in expected_documents)
+        assert earlier_documents.repeats(text) == is_similar
+        if not is_similar:
+            expected_documents.append(text)
+    assert 12 <= len(expected_documents) < len(texts)
+    assert all(jaccard_similarity(*pair) < 0.8 for pair in combinations(expected_documents, 2))

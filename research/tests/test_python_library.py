@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import one_line_error
 from in_process import call
-from near_duplicates_helpers import changed, written
+from near_duplicates_helpers import change_words, write_words
 
 from data import tokenizer
 from data.shards import Corpus, open_corpus
@@ -16,7 +16,7 @@ SCRIPT = "research/residual_streams/python_library.py"
 
 
 def write_source(seed: int) -> str:
-    return "\n".join(written(random.Random(seed), 120)) + "\n"
+    return "\n".join(write_words(random.Random(seed), 120)) + "\n"
 
 
 @pytest.fixture
@@ -27,13 +27,16 @@ def library(tmp_path, monkeypatch):
     for number in range(6):
         source = write_source(100 + number)
         files[f"test/test_{number}.py"] = source
-        words = changed(random.Random(number), source.split(), 2)
+        words = change_words(random.Random(number), source.split(), 2)
         files[f"test/copies/copy_{number}.py"] = "\n".join(words) + "\n"
     files["table.py"] = "x = [" + "1, " * 400 + "]\n"
+    files["long_lines.py"] = ("y" * 101 + "\n") * 9
+    files["empty.py"] = " \n"
     files["site-packages/package.py"] = write_source(200)
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
+    (folder / "latin.py").write_bytes("größe = 1\n".encode("latin-1"))
     get_path = sysconfig.get_path
     monkeypatch.setattr(
         sysconfig, "get_path", lambda name: str(folder) if name == "stdlib" else get_path(name)
@@ -65,15 +68,19 @@ def test_modules_and_tests_are_documents_and_near_copies_are_not(library, tmp_pa
     assert corpus.meta["near_duplicates"] == 6
 
 
-def test_tables_and_packages_are_left_out(library, tmp_path):
+LEFT_OUT = ["table.py", "long_lines.py", "empty.py", "latin.py", "site-packages/package.py"]
+
+
+@pytest.mark.parametrize("path", LEFT_OUT)
+def test_generated_files_and_packages_are_left_out(library, tmp_path, path):
     corpus = prepare(tmp_path / "out")
     documents = read_documents(corpus, "val") + read_documents(corpus, "train")
-    assert (library / "table.py").read_text() not in documents
-    assert write_source(200) not in documents
+    text = (library / path).read_text(encoding="latin-1")
+    assert text not in documents
 
 
 def test_validation_ends_with_the_document_that_completes_its_share(library, tmp_path):
-    left_out = (library / "table.py", library / "site-packages" / "package.py")
+    left_out = [library / path for path in LEFT_OUT]
     total = sum(path.stat().st_size for path in library.rglob("*.py") if path not in left_out)
     corpus = prepare(tmp_path / "out", "--val_share=0.3")
     sizes = [len(document.encode()) for document in read_documents(corpus, "val")]

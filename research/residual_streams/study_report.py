@@ -1,0 +1,536 @@
+"""Tables, verdicts and figures of the controlled comparison (PLAN2.md), from the stored rows.
+
+    python research/residual_streams/study_report.py
+
+Writes study.json, study.md and the figures to results/residual_streams (--results: another folder).
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
+
+# isort: split
+import numpy as np
+
+import configurator
+from data.shards import open_corpus
+from research import compare, plots
+from research.residual_streams import claims, rates, runner, single_rate, study, trigram
+from research.residual_streams.claims import Losses
+from research.residual_streams.streams import ARMS, BASELINE, TOLERANCE
+from research.rows import read_rows
+from training.provenance import collect_provenance, store_figures
+from utils import files, tables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CHANCE = float(np.log(8))  # the loss on registers of a model that knows nothing
+TOLERATED_LOSS = 0.05  # nats above the minimum, for the width of rates
+MAX_SHOWN_EXCESS = 0.3  # nats above the minimum that have the darkest color
+SEQ_LEN = 128
+BATCH_SIZE = study.TOKENS_PER_STEP // SEQ_LEN
+PROBLEMS = ("language", *single_rate.PROBLEMS)
+
+
+# ---- what the tables show ----
+
+
+def compute_trigrams() -> dict[str, float]:
+    """Return the loss of a trigram at each rung, scored on the half that is reported.
+
+    It is counted on the tokens that runs with seed 0 see.
+    """
+    corpus = open_corpus(study.DATASET)
+    scored = trigram.read_validation_windows(corpus, SEQ_LEN, "second")
+    losses = {}
+    for rung, steps in study.RUNGS.items():
+        windows = trigram.read_training_windows(corpus, SEQ_LEN, BATCH_SIZE, 0, steps)
+        model = trigram.Trigram(windows, corpus.meta["vocab_size"])
+        losses[rung] = float(model.losses(scored).mean())
+    return losses
+
+
+def summarize_tries(rows: list[dict], arm: str) -> dict:
+    """Return the best rates of an arm at the shorter rung, and whether they are inside its tries."""
+    losses = study.select_losses(rows, arm, "short", "try")
+    if len(losses) < rates.NUM_TRIES:
+        return {"tries": len(losses)}
+    muon_rate, adamw_rate = rates.to_rates(rates.find_best(losses))
+    return {
+        "tries": len(losses),
+        "muon_rate": muon_rate,
+        "adamw_rate": adamw_rate,
+        "is_inside": rates.is_inside(losses),
+    }
+
+
+def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
+    """Return rates, losses and what they are beside the baseline's, of every arm."""
+    losses = Losses.from_rows(rows, "rung")
+    relative_speeds = claims.compute_relative_speeds(speeds)
+    groups = []
+    for arm in ARMS:
+        group = {"arm": arm, **summarize_tries(rows, arm), "speed": relative_speeds.get(arm)}
+        for rung in study.RUNGS:
+            if losses.count_seeds((arm, rung)) == 0:
+                continue
+            group[rung] = compare.summarize(losses.tables[arm, rung].mean(1).tolist())
+            if arm != BASELINE:
+                difference = losses.contrast(claims.subtract(arm, BASELINE, rung))
+                if difference is not None:
+                    group[f"{rung}_difference"] = claims.describe(difference)
+        if arm != BASELINE and "long_difference" in group:
+            group["token_multiplier"] = claims.resample_token_multiplier(losses, arm)
+            if group["speed"] is not None:
+                at_equal_seconds = claims.compare_at_equal_seconds(losses, arm, group["speed"])
+                group["equal_seconds"] = claims.describe(at_equal_seconds)
+        groups.append(group)
+    return groups
+
+
+def summarize_problem(rows: list[dict], problem: single_rate.Problem) -> list[dict]:
+    """Return the rate, the loss and the accuracy of every arm at every size of a problem."""
+    groups = []
+    for size in problem.sizes:
+        for arm in problem.seeds:
+            tries = single_rate.select_losses(rows, arm, size)
+            reported = [
+                row
+                for row in rows
+                if (row["arm"], row["size"], row["phase"]) == (arm, size, "report")
+                and row["val_loss"] is not None
+            ]
+            if not reported:
+                continue
+            power = rates.find_best_power(tries) if tries else 0.0
+            group = {
+                "problem": problem.name,
+                "size": size,
+                "arm": arm,
+                "learning_rate": problem.start_rate * 2**power,
+                "is_inside": not tries or min(tries) < power < max(tries),
+                "val_loss": compare.summarize([row["val_loss"] for row in reported]),
+            }
+            if "val_accuracy" in reported[0]:
+                accuracies = [row["val_accuracy"] for row in reported]
+                group["val_accuracy"] = compare.summarize(accuracies)
+            groups.append(group)
+    return groups
+
+
+def summarize_erase(rows: list[dict]) -> list[dict]:
+    """Return the effect of erase on the loss of registers, at every size and number of columns."""
+    losses = Losses.from_rows(rows, "size")
+    effects = []
+    for size in single_rate.REGISTERS.sizes:
+        for arm in ("ddl_1", "ddl_tc"):
+            contrast = losses.contrast(claims.subtract(arm, f"{arm}_no_erase", size))
+            if contrast is not None:
+                effects.append({"size": size, "arm": arm, **claims.describe(contrast)})
+    return effects
+
+
+def measure_width(losses: Mapping[rates.Point, float], axis: int) -> float:
+    """Return over which factor of one rate the loss stays near the minimum.
+
+    The best loss at each value of the rate counts, whatever the other rate is. Between values the
+    loss is linear in the logarithm of the rate. A width that reaches the edge of what was tried is
+    a lower limit.
+
+    Args:
+        losses: by point
+        axis: 0 for Muon's rate, 1 for AdamW's
+    """
+    best_by_power: dict[float, float] = {}
+    for point, loss in losses.items():
+        best_by_power[point[axis]] = min(loss, best_by_power.get(point[axis], np.inf))
+    powers = sorted(power for power, loss in best_by_power.items() if np.isfinite(loss))
+    fine_powers = np.linspace(powers[0], powers[-1], 1001)
+    fine_losses = np.interp(fine_powers, powers, [best_by_power[power] for power in powers])
+    near = fine_powers[fine_losses <= min(best_by_power.values()) + TOLERATED_LOSS]
+    return float(2 ** (near[-1] - near[0]))
+
+
+def summarize_tolerance(rows: list[dict]) -> list[dict]:
+    """Return every point of rates that was tried for two arms, with the width of each rate."""
+    groups = []
+    for arm in TOLERANCE:
+        losses = study.select_losses(rows, arm, "short", "try")
+        corner_losses = study.select_losses(rows, arm, "short", "corner")
+        if len(corner_losses) < len(rates.CORNERS):
+            continue
+        losses.update(corner_losses)
+        groups.append(
+            {
+                "arm": arm,
+                "minimum": min(losses.values()),
+                "muon_width": measure_width(losses, 0),
+                "adamw_width": measure_width(losses, 1),
+                "points": [[*rates.to_rates(point), loss] for point, loss in losses.items()],
+            }
+        )
+    return groups
+
+
+def count_missing(rows: dict[str, list[dict]]) -> dict[str, int]:
+    """Return how many runs every command has left."""
+    missing = {}
+    for stage in ("short", "long", "tolerance"):
+        arms = study.list_arms(stage)
+        planned = sum(study.count_runs(stage, arm) for arm in arms)
+        finished = study.count_finished(stage, arms, rows["language"])
+        missing[f"study.py {stage}"] = planned - finished
+    for name, problem in single_rate.PROBLEMS.items():
+        arms = list(problem.seeds)
+        num_missing = single_rate.count_missing(problem, arms, rows[name])
+        missing[f"single_rate.py {name}"] = num_missing
+    return missing
+
+
+def summarize(rows: dict[str, list[dict]], speeds: list[dict], trigrams: dict[str, float]) -> dict:
+    """Return everything that the tables and figures show."""
+    sizes = claims.list_sizes_below_chance(rows["registers"], CHANCE)
+    losses = {
+        "language": Losses.from_rows(rows["language"], "rung"),
+        "registers": Losses.from_rows(rows["registers"], "size"),
+    }
+    return {
+        "trigrams": trigrams,
+        "missing": count_missing(rows),
+        "verdicts": claims.judge_all(claims.list_claims(sizes), losses),
+        "language": summarize_language(rows["language"], speeds),
+        "effects": {
+            name: claims.describe(contrast)
+            for name, weights in claims.list_effects().items()
+            if (contrast := losses["language"].contrast(weights)) is not None
+        },
+        "tolerance": summarize_tolerance(rows["language"]),
+        "registers_sizes": list(sizes),
+        "erase_in_registers": summarize_erase(rows["registers"]),
+        "groups": [
+            group
+            for name, problem in single_rate.PROBLEMS.items()
+            for group in summarize_problem(rows[name], problem)
+        ],
+        "repeats": [
+            {key: row[key] for key in ("arm", "seed", "val_loss", "same_bits")}
+            for row in rows["language"]
+            if row["phase"] == "again"
+        ],
+    }
+
+
+# ---- tables ----
+
+
+def format_interval(result: Mapping[str, float] | None, number_format: str = "+.3f") -> str | None:
+    """Format a mean with its 95% interval, `-0.012 (-0.020 to -0.004)`."""
+    if result is None:
+        return None
+    mean, low, high = (format(result[key], number_format) for key in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def format_mean(summary: dict | None, number_format: str = ".3f") -> str | None:
+    """Format the mean over seeds with half its 95% interval."""
+    if summary is None:
+        return None
+    return compare.estimate_mean(summary["values"]).format(number_format)
+
+
+def format_verdicts(verdicts: list[dict]) -> str:
+    """Format the claims with their estimates and verdicts."""
+    header = ("", "claim", "nats (95% interval)", "p (Holm)", "verdict")
+    cells = []
+    for result in verdicts:
+        has_run = "mean" in result
+        cells.append(
+            [
+                result["number"],
+                result["claim"],
+                format_interval(result, "+.4f") if has_run else None,
+                f"{result['p_holm']:.2g}" if has_run else None,
+                f"**{result['verdict']}**",
+            ]
+        )
+    return tables.format_markdown(header, cells)
+
+
+def format_language(groups: list[dict]) -> str:
+    """Format the arms of the language model: rates, losses, and what they save."""
+    header = (
+        "arm",
+        "Muon's, AdamW's rate",
+        "loss, 0.8M tokens",
+        "loss, 3.3M tokens",
+        "less additive's, 0.8M",
+        "less additive's, 3.3M",
+        "token multiplier",
+        "speed",
+        "less additive's, equal seconds",
+    )
+    cells = []
+    for group in groups:
+        rate = f"{group['tries']} tries"
+        if "muon_rate" in group:
+            edge = "" if group["is_inside"] else " (edge)"
+            rate = f"{group['muon_rate']:.3g}, {group['adamw_rate']:.3g}{edge}"
+        cells.append(
+            [
+                f"`{group['arm']}`",
+                rate,
+                format_mean(group.get("short")),
+                format_mean(group.get("long")),
+                format_interval(group.get("short_difference")),
+                format_interval(group.get("long_difference")),
+                format_interval(group.get("token_multiplier"), ".2f"),
+                None if group["speed"] is None else f"{group['speed']:.2f}",
+                format_interval(group.get("equal_seconds")),
+            ]
+        )
+    return tables.format_markdown(header, cells)
+
+
+def format_groups(groups: list[dict]) -> str:
+    """Format the runs with a single rate."""
+    header = ("problem", "size", "arm", "rate", "loss", "right answers (%)")
+    cells = []
+    for group in groups:
+        edge = "" if group["is_inside"] else " (edge)"
+        accuracy = None
+        if "val_accuracy" in group:
+            percent = [100 * value for value in group["val_accuracy"]["values"]]
+            accuracy = compare.estimate_mean(percent).format(".1f")
+        cells.append(
+            [
+                group["problem"],
+                group["size"].replace("_", " "),
+                f"`{group['arm']}`",
+                f"{group['learning_rate']:.3g}{edge}",
+                format_mean(group["val_loss"]),
+                accuracy,
+            ]
+        )
+    return tables.format_markdown(header, cells)
+
+
+def format_page(report: dict) -> str:
+    """Return the Markdown page of all tables."""
+    parts = [
+        "# The controlled comparison: all arms and claims",
+        "Made by `research/residual_streams/study_report.py`; the same figures are in `study.json`, "
+        "and the rules in `research/residual_streams/PLAN2.md`. Losses are nats per token, means "
+        "over seeds ± half their 95% interval (seeds).",
+        "## Claims",
+        format_verdicts(report["verdicts"]),
+        "## Language",
+        "Trigram on the same tokens: "
+        + ", ".join(f"{loss:.3f} ({rung})" for rung, loss in report["trigrams"].items())
+        + ".",
+        format_language(report["language"]),
+    ]
+    if report["effects"]:
+        effects = [[name, format_interval(effect)] for name, effect in report["effects"].items()]
+        parts += [
+            "## Effects at 3.3 million tokens",
+            tables.format_markdown(("part", "nats (95% interval)"), effects),
+        ]
+    if report["tolerance"]:
+        cells = [
+            [
+                f"`{group['arm']}`",
+                f"{group['minimum']:.3f}",
+                f"{group['muon_width']:.1f}",
+                f"{group['adamw_width']:.1f}",
+            ]
+            for group in report["tolerance"]
+        ]
+        header = ("arm", "minimum", "factor of Muon's rate", "factor of AdamW's rate")
+        parts += [
+            f"## Rates within {TOLERATED_LOSS} nats of the minimum",
+            tables.format_markdown(header, cells),
+        ]
+    if report["groups"]:
+        parts += ["## Registers and yardsticks", format_groups(report["groups"])]
+    parts.append("## Runs that are missing")
+    missing = {command: number for command, number in report["missing"].items() if number}
+    parts += [f"{number}: `{command}`" for command, number in missing.items()] or ["None."]
+    for repeat in report["repeats"]:
+        word = "the same bits" if repeat["same_bits"] else "other bits"
+        parts.append(f"`{repeat['arm']}`, seed {repeat['seed']}, trained again: {word}.")
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- figures ----
+
+
+def draw_interval(panel: "Axes", result: dict, height: float, color: str) -> None:
+    """Draw a mean and its 95% interval as a horizontal bar."""
+    below = result["mean"] - result["low"]
+    above = result["high"] - result["mean"]
+    panel.errorbar(result["mean"], height, xerr=[[below], [above]], fmt="o", color=color, capsize=3)
+
+
+def draw_losses(report: dict) -> "Figure":
+    """Draw the loss over tokens, and each arm's difference to the baseline at the longer rung."""
+    figure, [[curves, differences]] = plots.make_panels(1, 2, 3.4, list(ARMS))
+    tokens = [steps * study.TOKENS_PER_STEP / 1e6 for steps in study.RUNGS.values()]
+    entries = {}
+    trigrams = [report["trigrams"][rung] for rung in study.RUNGS]
+    (entries["trigram"],) = curves.plot(tokens, trigrams, color="gray", linestyle=":")
+    compared = []
+    for number, group in enumerate(report["language"]):
+        if "short" not in group or "long" not in group:
+            continue
+        is_baseline = group["arm"] == BASELINE
+        color = plots.BASELINE_COLOR if is_baseline else plots.PALETTE[number % len(plots.PALETTE)]
+        means = [group[rung]["mean"] for rung in study.RUNGS]
+        style = "-" if number <= len(plots.PALETTE) else "--"
+        (entries[group["arm"]],) = curves.plot(
+            tokens, means, style, color=color, marker="o", markersize=3
+        )
+        if not is_baseline:
+            compared.append((group, color))
+    curves.set(xscale="log", xlabel="training tokens (millions)")
+    curves.set_xticks(tokens, [f"{value:.1f}" for value in tokens])
+    curves.set_xticks([], minor=True)
+    curves.set_ylabel("validation loss (nats; lower is better)")
+    for height, (group, color) in enumerate(reversed(compared)):
+        draw_interval(differences, group["long_difference"], height, color)
+    differences.set_yticks(range(len(compared)), [group["arm"] for group, _ in reversed(compared)])
+    differences.axvline(0, color="black", linewidth=0.8)
+    differences.set_xlabel("difference to additive at 3.3M tokens (nats)")
+    plots.add_legend(figure, entries)
+    return figure
+
+
+def draw_effects(effects: Mapping[str, dict]) -> "Figure":
+    """Draw what each part changes at the longer rung."""
+    figure, [[panel]] = plots.make_panels(1, 1, 2.8, [])
+    for height, effect in enumerate(reversed(effects.values())):
+        draw_interval(panel, effect, height, plots.COLORS[0])
+    panel.set_yticks(range(len(effects)), list(reversed(effects)))
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.set_xlabel("change of the loss at 3.3M tokens (nats; lower is better)")
+    return figure
+
+
+def draw_tolerance(groups: list[dict]) -> "Figure":
+    """Draw the loss at every pair of rates that was tried, a panel for each arm."""
+    figure, [panels] = plots.make_panels(1, len(groups), 2.8, [], sharey="row", sharex="row")
+    for panel, group in zip(panels, groups, strict=True):
+        excess = [loss - group["minimum"] for _, _, loss in group["points"]]
+        muon_rates = [point[0] for point in group["points"]]
+        adamw_rates = [point[1] for point in group["points"]]
+        panel.scatter(
+            muon_rates, adamw_rates, c=excess, cmap="Blues", vmin=0, vmax=MAX_SHOWN_EXCESS, s=260
+        )
+        for muon_rate, adamw_rate, value in zip(muon_rates, adamw_rates, excess, strict=True):
+            panel.annotate(
+                f"{value:.2f}",
+                (muon_rate, adamw_rate),
+                ha="center",
+                va="center",
+                color="white" if value > MAX_SHOWN_EXCESS / 2 else "black",
+                fontsize=6,
+            )
+        panel.set(xscale="log", yscale="log", xlabel="Muon's learning rate")
+        panel.margins(0.25)
+        panel.set_title(f"{group['arm']}: minimum {group['minimum']:.3f} nats", fontsize=8)
+        for axis, values in ((panel.xaxis, muon_rates), (panel.yaxis, adamw_rates)):
+            whole_steps = sorted(set(values))[::2] if len(set(values)) > 4 else sorted(set(values))
+            axis.set_ticks(whole_steps, [f"{rate:.3g}" for rate in whole_steps])
+            axis.set_ticks([], minor=True)
+    panels[0].set_ylabel("AdamW's learning rate")
+    return figure
+
+
+def draw_registers(report: dict) -> "Figure":
+    """Draw the right answers on registers, and what erase changes in the loss."""
+    groups = [group for group in report["groups"] if group["problem"] == "registers"]
+    arms = list(single_rate.REGISTERS.seeds)
+    sizes = list(single_rate.REGISTERS.sizes)
+    figure, [[answers, effects]] = plots.make_panels(1, 2, 2.8, arms)
+    entries = {}
+    for group in groups:
+        number = arms.index(group["arm"])
+        is_baseline = group["arm"] == BASELINE
+        color = plots.BASELINE_COLOR if is_baseline else plots.COLORS[(number - 1) // 2]
+        values = [100 * value for value in group["val_accuracy"]["values"]]
+        position = sizes.index(group["size"]) + (number - 2) * 0.15
+        is_filled = not group["arm"].endswith("_no_erase")
+        (entries[group["arm"]],) = answers.plot(
+            [position] * len(values),
+            values,
+            "o",
+            color=color,
+            markersize=4,
+            markerfacecolor=color if is_filled else "none",
+        )
+    answers.axhline(100 / 8, color="gray", linewidth=0.8, linestyle=":")
+    answers.set_xticks(range(len(sizes)), sizes)
+    answers.set_ylabel("right answers (%; dotted: chance)")
+    results = report["erase_in_registers"]
+    for height, result in enumerate(reversed(results)):
+        color = plots.COLORS[0 if result["arm"] == "ddl_1" else 1]
+        draw_interval(effects, result, height, color)
+    labels = [f"{result['size']}, {result['arm']}" for result in reversed(results)]
+    effects.set_yticks(range(len(results)), labels)
+    effects.axvline(0, color="black", linewidth=0.8)
+    effects.set_xlabel("effect of erase on the loss (nats)")
+    plots.add_legend(figure, entries)
+    return figure
+
+
+# The findings of the figures.
+TITLES: dict[str, str] = {}
+
+
+def save_figures(report: dict, results: Path) -> None:
+    """Draw the figures whose runs are finished."""
+    figures = {}
+    if report["effects"]:
+        figures["study_losses"] = draw_losses(report)
+        figures["study_effects"] = draw_effects(report["effects"])
+    if report["tolerance"]:
+        figures["study_rates"] = draw_tolerance(report["tolerance"])
+    if report["erase_in_registers"]:
+        figures["study_registers"] = draw_registers(report)
+    for name, figure in figures.items():
+        if name in TITLES:
+            figure.suptitle(TITLES[name], fontsize=9)
+        plots.save(figure, results / f"{name}.png")
+
+
+def main() -> None:
+    with errors.one_line_errors(ValueError, OSError):
+        names, options = configurator.split_arguments(sys.argv[1:])
+        if "help" in options:
+            print((__doc__ or "").strip())
+            return
+        if names or options.keys() - {"results"}:
+            raise ValueError(f"{' '.join(sys.argv[1:])}: give --results=FOLDER or nothing")
+        runner.check_dataset(study.DATASET, study.DATASET_COMMAND)
+        results = Path(options.get("results", runner.OPTIONS["results"]))
+        rows = {name: read_rows(results / f"{name}.jsonl") for name in PROBLEMS}
+        speeds = read_rows(results / "speeds.jsonl")
+        report = summarize(rows, speeds, compute_trigrams())
+        store_figures(results / "study.json", report, collect_provenance())
+        files.write_text(results / "study.md", format_page(report))
+        with plots.use_print_style():
+            save_figures(report, results)
+    print((results / "study.md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The claims of the controlled comparison: verdicts, token multipliers and figures of made-up runs."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize, stats
+
+from research.residual_streams import claims, rates, single_rate, study, study_report, variance
+from research.residual_streams.claims import Claim, Losses
+from research.residual_streams.streams import ARMS, BASELINE
+
+
+def make_losses(means: dict[str, float], num_seeds: int = 5, noise: float = 0.001) -> Losses:
+    """Return losses of arms at both rungs, with a little noise on every seed and group."""
+    rng = np.random.default_rng(0)
+    return Losses(
+        {
+            (arm, rung): mean + drop + noise * rng.standard_normal((num_seeds, 8))
+            for arm, mean in means.items()
+            for rung, drop in (("short", 0.5), ("long", 0.0))
+        }
+    )
+
+
+# ---- verdicts ----
+
+
+@pytest.mark.parametrize(
+    ("mean", "corrected_p", "needs_proof", "verdict"),
+    [
+        (-0.1, 0.01, False, "supported"),
+        (-0.1, 0.2, False, "undecided"),
+        (0.1, 0.01, False, "refuted"),
+        (0.0, 0.9, False, "undecided"),
+        (0.0, 0.9, True, "refuted"),
+        (0.1, 0.01, True, "refuted"),
+        (-0.1, 0.2, True, "undecided"),
+    ],
+)
+def test_the_verdict_on_a_claim(mean, corrected_p, needs_proof, verdict):
+    claim = Claim(1, "", {}, needs_proof=needs_proof)
+    contrast = variance.Contrast(mean=mean, standard_error=0.01, degrees_of_freedom=10)
+    assert claims.judge(claim, contrast, corrected_p) == verdict
+
+
+def test_weights_of_a_contrast_sum_to_zero():
+    all_weights = [claim.weights for claim in claims.list_claims(("base", "deep"))]
+    for weights in [*all_weights, *claims.list_effects().values()]:
+        assert sum(weights.values()) == pytest.approx(0)
+
+
+def test_claims_name_arms_with_five_seeds():
+    for claim in claims.list_claims(tuple(single_rate.REGISTERS.sizes)):
+        for arm, condition in claim.weights:
+            if claim.problem == "registers":
+                assert single_rate.REGISTERS.seeds[arm] == single_rate.FIVE_SEEDS
+                assert condition in single_rate.REGISTERS.sizes
+            else:
+                assert study.count_runs("long", arm) == 3 + 5
+
+
+def test_claims_are_judged_together():
+    """An arm that is far ahead supports its claims; those without runs count with p = 1."""
+    losses = make_losses({**dict.fromkeys(ARMS, 3.3), "ddl_tc": 3.1})
+    results = claims.judge_all(
+        claims.list_claims(("base",)), {"language": losses, "registers": Losses()}
+    )
+    verdicts = {result["number"]: result["verdict"] for result in results}
+    assert verdicts[9] == "not run"
+    assert [verdicts[number] for number in (2, 4, 5, 6, 8)] == ["supported"] * 5
+    assert verdicts[1] == "refuted"  # level with the baseline, so that it saves nothing
+    assert all(result["p_holm"] >= result["p"] for result in results)
+
+
+def test_a_claim_whose_seeds_are_not_all_there_is_not_judged():
+    losses = make_losses(dict.fromkeys(ARMS, 3.3), num_seeds=4)
+    results = claims.judge_all(claims.list_claims(()), {"language": losses, "registers": losses})
+    assert {result["verdict"] for result in results} == {"not run"}
+
+
+def test_diverged_runs_are_left_out():
+    rows = [
+        {"arm": "hc", "rung": "short", "phase": "report", "seed": 0, "val_loss": None},
+        {"arm": "hc", "rung": "short", "phase": "report", "seed": 1, "val_loss": 4.0}
+        | {"group_losses": [3.0, 5.0]},
+        {"arm": "hc", "rung": "short", "phase": "try", "seed": 2, "val_loss": 4.0},
+    ]
+    losses = Losses.from_rows(rows, "rung")
+    assert losses.count_seeds(("hc", "short")) == 1
+    assert losses.mean(("hc", "short")) == 4.0
+
+
+# ---- tokens and seconds ----
+
+
+def power_law(tokens: float) -> float:
+    """Return a loss that is linear in the logarithm of tokens."""
+    return 10 - 0.4 * math.log(tokens)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.8, 1.0, 1.25, 2.0])
+def test_an_arm_that_learns_from_tokens_faster_has_that_multiplier(factor):
+    rungs = (800.0, 3200.0)
+    arm_losses = tuple(power_law(factor * tokens) for tokens in rungs)
+    baseline_losses = tuple(power_law(tokens) for tokens in rungs)
+    multiplier = claims.compute_token_multiplier(arm_losses, baseline_losses)
+    assert multiplier == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("factor", "is_below"), [(1 / 0.94, True), (1 / 0.96, False)])
+def test_saving_of_tokens_is_judged_at_95_percent_of_them(factor, is_below):
+    tables = {}
+    for arm, speedup in ((BASELINE, 1.0), ("ddl_1", factor)):
+        for rung, steps in study.RUNGS.items():
+            tables[arm, rung] = np.full((5, 4), power_law(speedup * steps))
+    weights = claims.list_claims(())[0].weights
+    table = variance.combine_arms(tables, weights)
+    assert (table.mean() < 0) == is_below
+
+
+def test_the_multiplier_is_resampled_over_seeds_and_groups():
+    means = {BASELINE: 3.3, "conv": 3.25}
+    result = claims.resample_token_multiplier(make_losses(means, noise=0.02), "conv")
+    assert result["low"] < result["mean"] < result["high"]
+    exact = math.exp(0.05 / (0.5 / claims.LOG_RUNGS))
+    assert result["low"] < exact < result["high"]
+
+
+def test_a_slower_arm_is_compared_after_fewer_tokens():
+    losses = make_losses({BASELINE: 3.3, "hc": 3.3}, noise=0.0)
+    losses.tables["hc", "long"] = losses.tables["hc", "long"] + 1e-9 * np.arange(8)
+    contrast = claims.compare_at_equal_seconds(losses, "hc", 0.5)
+    assert contrast.mean == pytest.approx(0.5 * math.log(2) / claims.LOG_RUNGS)
+
+
+def test_relative_speeds_are_medians_over_rounds():
+    speeds = {BASELINE: [100, 50, 100], "hc": [80, 50, 90]}
+    rows = [
+        {"arm": arm, "round": number, "tokens_per_second": speed}
+        for arm, values in speeds.items()
+        for number, speed in enumerate(values)
+    ]
+    assert claims.compute_relative_speeds(rows) == {BASELINE: 1.0, "hc": 0.9}
+
+
+def test_a_size_at_chance_decides_nothing():
+    rows = []
+    for size in single_rate.REGISTERS.sizes:
+        for arm in single_rate.REGISTERS.seeds:
+            loss = 2.1 if (size, arm) == ("deep", "additive") else 1.5
+            row = {"arm": arm, "size": size, "phase": "report", "val_loss": loss}
+            rows += [{**row, "seed": seed, "group_losses": [loss, loss]} for seed in range(5)]
+    assert claims.list_sizes_below_chance(rows, study_report.CHANCE) == ("base", "wide")
+
+
+def test_the_width_of_rates_is_interpolated():
+    losses = {(power, 0.0): 0.02 * power**2 for power in (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)}
+    # 0.05 nats above 0 lie between the powers 1 (0.02) and 2 (0.08), in the middle
+    assert study_report.measure_width(losses, 0) == pytest.approx(2**3, rel=0.01)
+
+
+# ---- statistics ----
+
+
+def fit_mixed_model(table: np.ndarray) -> tuple[float, float]:
+    """Return the mean of a table and its standard error by restricted maximum likelihood."""
+    num_seeds, num_groups = table.shape
+    seed_blocks = np.kron(np.eye(num_seeds), np.ones((num_groups, num_groups)))
+    group_blocks = np.kron(np.ones((num_seeds, num_seeds)), np.eye(num_groups))
+    ones = np.ones(table.size)
+    values = table.ravel()
+
+    def solve(log_variances: np.ndarray) -> tuple[float, float, float]:
+        """Return the restricted log likelihood, the mean and its variance."""
+        seed_variance, group_variance, residual_variance = np.exp(log_variances)
+        covariance = seed_variance * seed_blocks + group_variance * group_blocks
+        covariance += residual_variance * np.eye(table.size)
+        precision = ones @ np.linalg.solve(covariance, ones)
+        mean = ones @ np.linalg.solve(covariance, values) / precision
+        likelihood = stats.multivariate_normal.logpdf(values, mean * ones, covariance)
+        return likelihood - 0.5 * np.log(precision), mean, 1 / precision
+
+    start = np.log(table.var()) - np.ones(3)
+    best = optimize.minimize(lambda x: -solve(x)[0], start, method="Nelder-Mead")
+    _, mean, mean_variance = solve(best.x)
+    return mean, mean_variance**0.5
+
+
+def test_the_contrast_is_that_of_a_mixed_model():
+    """In a balanced table, restricted maximum likelihood gives the analysis of variance."""
+    rng = np.random.default_rng(3)
+    table = rng.standard_normal((5, 1)) + 2 * rng.standard_normal((1, 12))
+    table = table + rng.standard_normal((5, 12))
+    mean, standard_error = fit_mixed_model(table)
+    contrast = variance.estimate(table)
+    assert contrast.mean == pytest.approx(mean)
+    assert contrast.standard_error == pytest.approx(standard_error, rel=1e-3)
+
+
+# ---- the report ----
+
+
+def make_rows() -> dict[str, list[dict]]:
+    """Return rows of all runs of the comparison, with made-up losses."""
+    rng = np.random.default_rng(0)
+    rows = {"language": []}
+    for stage in ("short", "long", "tolerance"):
+        for arm in study.list_arms(stage):
+            while (run := study.next_run(stage, arm, rows["language"])) is not None:
+                loss = 3.8 if run.rung == "short" else 3.3
+                loss += 0.01 * list(ARMS).index(arm) + 0.05 * sum(map(abs, run.point))
+                row = {**vars(run), "point": list(run.point), "val_loss": loss}
+                row["group_losses"] = list(loss + 0.01 * rng.standard_normal(6))
+                rows["language"].append(row)
+    for name, problem in single_rate.PROBLEMS.items():
+        rows[name] = []
+        for size in problem.sizes:
+            for arm in problem.seeds:
+                while (run := single_rate.next_run(problem, arm, size, rows[name])) is not None:
+                    loss = 1.8 + 0.05 * abs(run.power)
+                    row = {**vars(run), "val_loss": loss, "val_accuracy": 0.5}
+                    row["group_losses"] = list(loss + 0.01 * rng.standard_normal(6))
+                    rows[name].append(row)
+    return rows
+
+
+def test_the_report_of_finished_runs_has_every_table_and_figure(tmp_path):
+    speeds = [{"arm": arm, "round": 0, "tokens_per_second": 1e4} for arm in ARMS]
+    report = study_report.summarize(make_rows(), speeds, {"short": 3.9, "long": 3.6})
+    assert not any(report["missing"].values())
+    assert len(report["tolerance"]) == 2
+    page = study_report.format_page(report)
+    assert "not run" not in page
+    for arm in ARMS:
+        assert f"| `{arm}`" in page
+    study_report.save_figures(report, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "study_losses.png",
+        "study_effects.png",
+        "study_rates.png",
+        "study_registers.png",
+    }
+
+
+def test_the_report_of_a_study_that_has_begun_says_what_is_missing():
+    rows = {name: [] for name in study_report.PROBLEMS}
+    report = study_report.summarize(rows, [], {"short": 3.9, "long": 3.6})
+    page = study_report.format_page(report)
+    assert page.count("**not run**") == 9
+    num_tries = rates.NUM_TRIES
+    assert f"{9 * (num_tries + 5) + 5 * (num_tries + 3)}: `study.py short`" in page
