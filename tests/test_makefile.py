@@ -50,7 +50,7 @@ def test_run_folders_have_short_names_that_tell_arguments_apart():
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
 def test_what_scripts_write_is_no_change_of_the_clone():
     places = (
-        "runs/loss.png runs/mup.png runs/bench_quick_cpu.json exported/demo/gpt.py loss.png"
+        "runs/curves.png runs/mup.png runs/bench_quick_cpu.json exported/demo/gpt.py loss.png"
     ).split()
     places += (
         "sweeps/demo_cpu/table.md wandb/run data/copy_task/meta.json "
