@@ -32,23 +32,23 @@ train: .venv/installed $(CORPUS)
 	$(BIN)/python -m training.plot "$(RUN)"; \
 	$(BIN)/python sample.py "$(RUN)" --prompt="def" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
 
-test: .venv/installed $(CORPUS)
+test: .venv/installed-dev $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal
 
-test-research: .venv/installed $(CORPUS)
+test-research: .venv/installed-dev $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal research/tests
 
-soak: .venv/installed $(CORPUS)
+soak: .venv/installed-dev $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not golden" tests research/tests
 
-golden: .venv/installed
+golden: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_golden.py -m golden
 
-lint: .venv/installed
+lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: .venv/installed
+format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -58,6 +58,11 @@ format: .venv/installed
 	@echo "installing requirements.txt into .venv (about two minutes)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/installed-dev: requirements-dev.txt .venv/installed
+	@echo "installing requirements-dev.txt into .venv"
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 $(CORPUS): .venv/installed data/python_stdlib/prepare.py

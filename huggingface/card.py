@@ -1,5 +1,7 @@
 """The model card of an exported folder, written from what the run has recorded."""
 
+import importlib
+import re
 from pathlib import Path
 
 from model.gpt import GPT
@@ -38,16 +40,16 @@ CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 tags:
-- deep-delta-learning
 - {stem}
 ---
 
 # {name}
 
 This language model has {num_parameters:,} parameters, which are stored in {dtype}. A tied embedding is \
-counted once. The model is the variant `{stem}` of the training code for \
-[Deep Delta Learning](https://arxiv.org/abs/2601.00417), and `stem.py` in this folder defines it. It is \
-a base model, which continues text and does not follow instructions.
+counted once. Its residual connections are those of the variant `{stem}`, which `stem.py` in this folder \
+defines. It is a base model, which continues text and does not follow instructions.
+
+{description}
 
 ## Use
 
@@ -62,6 +64,13 @@ print(tokenizer.decode(model.generate(**ids, do_sample=True, top_p=0.9, max_new_
 A sequence has at most {block_size:,} tokens. `trust_remote_code` executes the Python files in this folder, \
 so read them first.
 """
+
+
+def describe_variant(variant: str) -> str:
+    """Return the first line of a variant's docstring, with links to the papers that it names."""
+    docstring = importlib.import_module(f"model.{variant}").__doc__ or ""
+    first_line = docstring.strip().partition("\n")[0]
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", first_line)
 
 
 def describe_training(state: dict, records: list[dict]) -> list[tuple[str, str]]:
@@ -119,6 +128,7 @@ def write_card(
         CARD.format(
             name=name,
             stem=variant,
+            description=describe_variant(variant),
             dtype=dtype,
             num_parameters=model.num_parameters(),
             block_size=model.config.block_size,

@@ -47,6 +47,24 @@ def test_run_folders_have_short_names_that_tell_arguments_apart():
     assert folder("--seed=1 --out_dir=runs/mine") == "runs/mine"
 
 
+def list_commands(target: str) -> str:
+    """Return what `make target` would run in a clone that has no .venv yet."""
+    command = ["make", "--dry-run", "--always-make", target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_training_installs_nothing_that_only_tests_need():
+    commands = list_commands("train")
+    assert "-r requirements.txt" in commands
+    assert "requirements-dev.txt" not in commands
+
+
+@pytest.mark.parametrize("target", ["test", "test-research", "soak", "golden", "lint", "format"])
+def test_checks_install_both_files(target):
+    commands = list_commands(target)
+    assert commands.index("-r requirements.txt") < commands.index("-r requirements-dev.txt")
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
 def test_what_scripts_write_is_no_change_of_the_clone():
     places = (
