@@ -120,8 +120,8 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--out",
         type=Path,
-        help="folder for results.json and the tables (default: eval/ in the run folder, or, of "
-        "several runs, in the folder that contains them)",
+        help="folder for results.json and the tables (default: eval/ in the run folder; of several "
+        "runs, eval_A+B/ beside the runs A and B)",
     )
     return parser.parse_args()
 

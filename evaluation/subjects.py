@@ -14,6 +14,9 @@ from model import weights
 from model.gpt import GPT
 from training import checkpoint
 
+# The longest list of run names in the name of a folder of results; file systems allow 255 bytes.
+MAX_NAMES_LENGTH = 100
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -74,19 +77,44 @@ def find_run_folder(path: Path) -> Path:
 
 
 def default_out_folder(paths: list[str]) -> Path:
-    """Return the folder for results: eval/ in the run, or in the folder that contains all runs.
+    """Return the folder for results: eval/ in a single run, eval_A+B/ beside the runs A and B.
+
+    The names of several runs are sorted, so that their order in `paths` does not matter.
 
     Raises:
         ValueError: only the root folder contains all runs
     """
-    run_folders = {find_run_folder(Path(path).resolve()) for path in paths}
+    run_folders = find_run_folders(paths)
+    common_folder = find_common_folder(paths)
+    if len(run_folders) == 1:
+        return common_folder / "eval"
+    relative_paths = sorted(str(folder.relative_to(common_folder)) for folder in run_folders)
+    names = "+".join(relative_paths).replace(os.sep, "-")
+    if len(names.encode()) > MAX_NAMES_LENGTH:
+        digest = hashlib.sha256("\n".join(relative_paths).encode()).hexdigest()[:8]
+        names = f"{len(relative_paths)}_runs_{digest}"
+    return common_folder / f"eval_{names}"
+
+
+def find_run_folders(paths: list[str]) -> set[Path]:
+    """Return the run folders of runs, checkpoints and exported models."""
+    return {find_run_folder(Path(path).resolve()) for path in paths}
+
+
+def find_common_folder(paths: list[str]) -> Path:
+    """Return the folder of a single run, or the folder that contains all runs.
+
+    Raises:
+        ValueError: only the root folder contains all runs
+    """
+    run_folders = find_run_folders(paths)
     if len(run_folders) == 1:
         common_folder = run_folders.pop()
     else:
         common_folder = Path(os.path.commonpath([folder.parent for folder in run_folders]))
     if common_folder == Path(common_folder.anchor):
         raise ValueError("the runs have no common folder for the results; give --out=FOLDER")
-    return common_folder / "eval"
+    return common_folder
 
 
 def check_has_text(subject: Subject) -> None:

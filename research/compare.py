@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from model.options import collect_options
 from research.runs import Run
+from training.config import TrainConfig
 from utils import errors
 
 CONFIDENCE_LEVEL = 0.95  # of every interval
@@ -29,6 +31,7 @@ METRIC_LABELS = {
     **FRACTION_METRICS,
 }
 MAX_LABEL_LENGTH = 60  # characters
+FIRST_LABEL_KEYS = ("model", "hidden_size", "num_hidden_layers")
 
 
 def import_special_functions() -> ModuleType:
@@ -439,7 +442,8 @@ def name_groups(runs: list[Run], keys: Sequence[str] = ()) -> list[str]:
     for run in runs:
         same_model = [other for other in runs if other.model_name == run.model_name]
         parts = [run.model_name or run.name]
-        for key, value in run.settings.items():
+        for key in sorted(run.settings, key=get_label_position):
+            value = run.settings[key]
             values = [other.settings[key] for other in same_model if key in other.settings]
             if key not in ("model", "seed") and any(other != value for other in values):
                 parts.append(f"{key}={value}")
@@ -456,16 +460,29 @@ def describe_setting(run: Run, key: str) -> str:
     return value if key in ("model", "run") else f"{key}={value}"
 
 
+def get_label_position(key: str) -> int:
+    """Return the rank of a key in labels, where the model, its width and its depth come first."""
+    if key in FIRST_LABEL_KEYS:
+        return FIRST_LABEL_KEYS.index(key)
+    run_option = collect_options(TrainConfig).get(key)
+    if run_option is None:  # a key of the model
+        return len(FIRST_LABEL_KEYS)
+    # keys that may change when a run is resumed, such as compile and max_steps, come last
+    return len(FIRST_LABEL_KEYS) + (2 if run_option.changeable else 1)
+
+
 def make_labels(runs: list[Run]) -> list[str]:
     """Return short names for runs: the values of the keys in which they differ, as many as fit.
 
-    If those do not tell the runs apart, the labels are the names of their folders.
+    Keys that distinguish models come first, those of the machine last (get_label_position). If the
+    values do not tell the runs apart, the labels are the names of their folders.
     """
     settings_by_run = [run.settings for run in runs]
     labels = [""] * len(runs)
-    for key, first_value in settings_by_run[0].items():
+    for key in sorted(settings_by_run[0], key=get_label_position):
         if not all(key in settings for settings in settings_by_run):
             continue
+        first_value = settings_by_run[0][key]
         if all(settings[key] == first_value for settings in settings_by_run):
             continue
         longer_labels = []

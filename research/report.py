@@ -80,7 +80,7 @@ def draw_curves(args: Namespace) -> None:
     loaded, notes = read_runs(args)
     lines, line_notes = make_lines(loaded, args)
     print_notes([*notes, *line_notes])
-    out = args.out or get_default_out(loaded, "loss.png")
+    out = args.out or get_default_out(loaded, "curves.png")
     out.parent.mkdir(parents=True, exist_ok=True)
     draw = plots.write_page if out.suffix == ".html" else plots.plot_losses
     draw(
@@ -295,7 +295,7 @@ def parse_arguments() -> Namespace:
     curves.add_argument(
         "--out",
         type=Path,
-        help=f"output file, {', '.join(SUFFIXES)} (default: loss.png in the run, or beside the "
+        help=f"output file, {', '.join(SUFFIXES)} (default: curves.png in the run, or beside the "
         "runs)",
     )
 

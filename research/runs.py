@@ -472,24 +472,31 @@ def find_published_results(state: dict[str, Any]) -> Published | None:
 def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> list[dict]:
     """Return the entries of eval.py for a checkpoint.
 
-    They are in the folder of the run or in its parent. A note is appended for each results file that
-    cannot be read.
+    They are in eval/ in the folder of the run, and in the folders beside the run in which it was
+    evaluated with others, eval_*/ (once eval/). Newer entries come later. A note is appended for each
+    results file that cannot be read.
     """
     checksums_file = checkpoint_folder / checkpoint.CHECKSUMS
     weights = None
     if checksums_file.is_file():
         weights = hashlib.sha256(checksums_file.read_bytes()).hexdigest()
+    results_files = [
+        *folder.glob("eval/results.json"),
+        *sorted(folder.resolve().parent.glob("eval_*/results.json")),
+        *folder.resolve().parent.glob("eval/results.json"),
+    ]
     accuracy = []
-    for path in (folder / "eval/results.json", folder.resolve().parent / "eval/results.json"):
+    for path in results_files:
         try:
-            entries = files.read_json(path).get("entries", []) if path.exists() else []
+            entries = files.read_json(path).get("entries", [])
             matching_entries = [entry for entry in entries if entry.get("weights") == weights]
         except (ValueError, AttributeError) as error:
             notes.append(f"{path} is left out: {error}")
             continue
         for entry in matching_entries:
             accuracy.append({key: entry[key] for key in ACCURACY_KEYS if key in entry})
-    return accuracy
+    # a task that was evaluated twice has the newer result in a report
+    return sorted(accuracy, key=lambda entry: entry.get("date", ""))
 
 
 # ---- runs.csv ----

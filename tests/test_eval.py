@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import lm_eval_tasks
 import numpy as np
@@ -581,7 +582,7 @@ def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
     assert runner.read_entries(tmp_path) == [other_task, replacement]
 
 
-def test_labels_and_places_of_results(run):
+def test_labels_of_runs_and_checkpoints(run):
     def labels(*paths):
         return [subject.label for subject in subjects.find_all([str(path) for path in paths])]
 
@@ -590,8 +591,31 @@ def test_labels_and_places_of_results(run):
     shutil.copytree(run, other)
     assert labels(run, step) == ["tiny, step 6", "tiny, step 3"]
     assert labels(run, other) == [f"{run.parent.name}/tiny, step 6", "again/tiny, step 6"]
-    assert subjects.default_out_folder([str(step)]) == run / "eval"
-    assert subjects.default_out_folder([str(run), str(other)]) == run.parent / "eval"
+
+
+@pytest.mark.parametrize(
+    ("paths", "folder"),
+    [
+        (["/runs/a"], "/runs/a/eval"),
+        (["/runs/a/checkpoints/step_00000003"], "/runs/a/eval"),
+        (["/runs/a", "/runs/a/checkpoints/step_00000003"], "/runs/a/eval"),
+        (["/runs/a", "/runs/b"], "/runs/eval_a+b"),
+        (["/runs/b", "/runs/a/checkpoints/step_00000003"], "/runs/eval_a+b"),
+        (["/runs/x/a", "/runs/y/a"], "/runs/eval_x-a+y-a"),
+    ],
+)
+def test_results_are_in_the_run_or_in_a_folder_with_the_names_of_the_runs(paths, folder):
+    assert subjects.default_out_folder(paths) == Path(folder)
+
+
+def test_sets_of_many_runs_have_short_and_different_folders():
+    paths = [f"/runs/seed={seed},learning_rate=0.001" for seed in range(9)]
+    names = {subjects.default_out_folder(paths[:count]).name for count in (7, 8, 9)}
+    assert len(names) == 3
+    assert all(re.fullmatch(r"eval_[789]_runs_[0-9a-f]{8}", name) for name in names)
+
+
+def test_runs_without_a_common_folder_need_out():
     with pytest.raises(ValueError, match="give --out=FOLDER"):
         subjects.default_out_folder(["/a/run", "/b/run"])
 

@@ -68,7 +68,7 @@ def test_checks_install_both_files(target):
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
 def test_what_scripts_write_is_no_change_of_the_clone():
     places = (
-        "runs/loss.png runs/mup.png runs/bench_quick_cpu.json exported/demo/gpt.py loss.png"
+        "runs/curves.png runs/mup.png runs/bench_quick_cpu.json exported/demo/gpt.py loss.png"
     ).split()
     places += (
         "sweeps/demo_cpu/table.md wandb/run data/copy_task/meta.json "

@@ -90,8 +90,8 @@ def test_uncommitted_changes_are_reported_once_per_file(tmp_path, capsys):
     for value in (1, 2):
         provenance.store_figures(figures, {"rows": [value]}, {"commit": "0123456789ab-dirty"})
     assert capsys.readouterr().err == (
-        f"note: the figures in {figures} were measured at 0123456789ab-dirty, with uncommitted "
-        "changes; commit the changes and measure again\n"
+        f"note: {figures} names commit 0123456789ab-dirty, because the code has uncommitted changes, "
+        "such as a new variant; commit them before you measure figures that others should reproduce\n"
     )
 
 

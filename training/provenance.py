@@ -108,8 +108,8 @@ def run_git(repository: Path, *arguments: str) -> str:
 def store_figures(path: Path, figures: dict, origin: dict | None = None) -> None:
     """Write figures and their provenance to a JSON file, which is complete or absent.
 
-    If the code had uncommitted changes a note is printed, because nobody else can repeat the
-    measurement.
+    If the code had uncommitted changes, a note says so, because nobody else can reproduce the
+    figures.
 
     Args:
         origin: the provenance of the figures, if they were not measured by this process
@@ -126,8 +126,8 @@ def report_uncommitted(path: Path, commit: str) -> None:
     """Print once per file that its figures were measured with uncommitted changes."""
     # on stderr, because the output may be a table that is written to a file
     print(
-        f"note: the figures in {path} were measured at {commit}, with uncommitted changes; commit "
-        "the changes and measure again",
+        f"note: {path} names commit {commit}, because the code has uncommitted changes, such as a "
+        "new variant; commit them before you measure figures that others should reproduce",
         file=sys.stderr,
         flush=True,
     )

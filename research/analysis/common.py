@@ -74,7 +74,7 @@ def find_subjects(args: argparse.Namespace) -> list[Subject]:
 
 def prepare_output_file(args: argparse.Namespace, name: str) -> Path:
     """Return the path of a command's JSON file, and create its folder."""
-    out = args.json or subjects.default_out_folder(args.runs).parent / f"{name}.json"
+    out = args.json or subjects.find_common_folder(args.runs) / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers import one_line_error
+from helpers import SMALL, one_line_error
 from in_process import call
 from report_helpers import BASE, CORPUS, by_hand, edit_state, load, write_run
 from scipy import stats
@@ -266,6 +266,28 @@ def test_labels_are_short_and_name_what_differs(tmp_path):
     assert labels(**{"i" * 90: {}, "j": {}}) == ["i" * 30 + "..." + "i" * 30, "j"]
     (tmp_path / "e/checkpoints").rename(tmp_path / "e/gone")  # a run before its first checkpoint
     assert compare.make_labels(load(tmp_path / "e", tmp_path / "d")) == ["e", "d"]
+
+
+def write_two_runs_that_differ_in_much(folder):
+    """Write runs whose stored settings begin with max_steps and compile."""
+    small = {"compile": True, "max_steps": 4, "beta1": 0.9}
+    large = {"compile": False, "max_steps": 8, "beta1": 0.8}
+    write_run(folder / "a", config={**SMALL, "hidden_size": 64, "num_hidden_layers": 2}, **small)
+    write_run(folder / "b", config={**SMALL, "hidden_size": 128, "num_hidden_layers": 4}, **large)
+
+
+def test_labels_name_width_and_depth_before_compile_and_max_steps(tmp_path):
+    write_two_runs_that_differ_in_much(tmp_path)
+    assert compare.make_labels(load(tmp_path)) == [
+        "hidden_size=64, num_hidden_layers=2, beta1=0.9, max_steps=4",
+        "hidden_size=128, num_hidden_layers=4, beta1=0.8, max_steps=8",
+    ]
+
+
+def test_groups_are_named_by_width_and_depth_before_compile_and_max_steps(tmp_path):
+    write_two_runs_that_differ_in_much(tmp_path)
+    keys = [part.partition("=")[0] for part in compare.name_groups(load(tmp_path))[0].split()]
+    assert keys == [BASE, "hidden_size", "num_hidden_layers", "beta1", "max_steps", "compile"]
 
 
 def test_pairs_over_validation_sequences_are_of_the_same_sequences(tmp_path):

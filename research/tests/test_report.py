@@ -369,7 +369,7 @@ def test_curves_of_every_axis(tmp_path, monkeypatch):
             [at[1], at[3]],
             [2, 2],
         )
-        assert (out, title) == (run / "loss.png", "a")
+        assert (out, title) == (run / "curves.png", "a")
     [line], *_ = draw_lines(monkeypatch, run, "--y=bits_per_byte")
     bits = 1 / math.log(2) / 4  # four bytes a token
     expected = [value * bits for value in smoothed_by_hand([4.0, 3.0, 2.0, 1.0])]
@@ -421,7 +421,7 @@ def test_a_model_has_one_look_in_curves_and_in_a_paper(tmp_path, monkeypatch):
 def test_curves_are_files_beside_the_runs_or_where_they_were_asked_for(tmp_path, suffix):
     folders = [write_run(tmp_path / name) for name in ("a", "b")]
     ended = call("research/report.py", "curves", *folders)
-    assert ended.stdout.decode() == f"drew {tmp_path / 'loss.png'}\n"
+    assert ended.stdout.decode() == f"drew {tmp_path / 'curves.png'}\n"
     out = tmp_path / "figures" / f"loss.{suffix}"
     assert call("research/report.py", "curves", *folders, f"--out={out}").returncode == 0
     assert [path.name for path in out.parent.iterdir()] == [out.name]

@@ -177,6 +177,20 @@ def test_stored_accuracy_is_that_of_the_runs_own_weights(tmp_path):
     assert "results.json is left out" in run.notes[0]
 
 
+def test_accuracy_is_read_from_all_evaluations_with_other_runs(tmp_path):
+    folder = write_run(tmp_path / "a")
+    sums = folder / "checkpoints/step_00000004" / checkpoint.CHECKSUMS
+    weights = hashlib.sha256(sums.read_bytes()).hexdigest()
+    dates = {"a/eval": "2026-01-02", "eval_a+b": "2026-01-03", "eval_a+c": "2026-01-01"}
+    for path, date in dates.items():
+        (tmp_path / path).mkdir()
+        entry = {"weights": weights, "task": path, "date": date}
+        (tmp_path / path / "results.json").write_text(json.dumps({"entries": [entry]}))
+    [run] = load(folder)
+    # the newest comes last
+    assert [entry["task"] for entry in run.accuracy] == ["eval_a+c", "a/eval", "eval_a+b"]
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     for name in ("a/x/run", "b/x/run", "b/other"):
         write_run(tmp_path / name)
