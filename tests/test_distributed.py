@@ -53,7 +53,7 @@ def test_the_memory_of_a_step_is_reused_in_the_next():
 
 @pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
 def test_a_later_process_finds_the_compiled_model():
-    """The model turns autocast off for its gates, which torch itself does not cache."""
+    """The model disables autocast for its gates; torch by itself does not cache such a graph."""
     world = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     ids = torch.zeros(1, 4, dtype=torch.long)
     cache_counters = []
@@ -84,7 +84,7 @@ def test_a_later_process_finds_the_compiled_model():
 
 @pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
 def test_a_cached_graph_belongs_to_one_autocast():
-    """Graphs that differ only in the arguments of autocast have entries of their own."""
+    """Graphs that differ only in the arguments of autocast are cached separately."""
     distributed.cache_graphs_with_autocast()
 
     def product(x, weight, enabled, dtype):
@@ -117,7 +117,7 @@ LARGE = {"hidden_size": 192, "num_hidden_layers": 3}
 
 
 def kill_ranks(monkeypatch, ranks: range, fatal_step: int) -> None:
-    """Let processes of these ranks end by SIGKILL when they begin a step."""
+    """Kill the processes of these ranks when they begin a step."""
     begin_step = distributed.seed_step
 
     def seed_step(seed, step, world):
@@ -128,7 +128,7 @@ def kill_ranks(monkeypatch, ranks: range, fatal_step: int) -> None:
     monkeypatch.setattr(distributed, "seed_step", seed_step)
 
 
-def slow(*case):
+def slow_case(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
@@ -136,15 +136,15 @@ def slow(*case):
 CASES = [
     (3, "ddp", (5,), {}),
     (3, "fsdp", (5,), {"num_hidden_layers": 1}),
-    slow(4, "fsdp", (3, 7), {}),
-    slow(2, "ddp", (3, 7), {}),
-    slow(2, "fsdp", (3, 7), {}),
-    slow(3, "fsdp", (3, 7), RECOMPUTED),
-    slow(4, "ddp", (3, 7), {}),
-    slow(4, "ddp", (5,), LARGE),
-    slow(3, "ddp", (3, 7), MUON),
-    slow(3, "ddp", (3, 7), RECOMPUTED),
-    slow(3, "ddp", (3, 7), {"dtype": "bfloat16"}),
+    slow_case(4, "fsdp", (3, 7), {}),
+    slow_case(2, "ddp", (3, 7), {}),
+    slow_case(2, "fsdp", (3, 7), {}),
+    slow_case(3, "fsdp", (3, 7), RECOMPUTED),
+    slow_case(4, "ddp", (3, 7), {}),
+    slow_case(4, "ddp", (5,), LARGE),
+    slow_case(3, "ddp", (3, 7), MUON),
+    slow_case(3, "ddp", (3, 7), RECOMPUTED),
+    slow_case(3, "ddp", (3, 7), {"dtype": "bfloat16"}),
 ]
 
 
@@ -152,9 +152,9 @@ CASES = [
 def test_killed_processes_end_bit_for_bit_as_undisturbed_ones(
     corpus, tmp_path, monkeypatch, num_processes, engine, fatal_steps, changes
 ):
-    """The first time all processes are killed, the second time one of them.
+    """All processes are killed the first time, and one of them the second time.
 
-    Three or more processes sum gradients in an order that must not change.
+    With three or more processes, the order in which gradients are summed must not change.
     """
     settings = {
         **SETTINGS,

@@ -1,4 +1,4 @@
-"""eval.py: item by item the numbers of lm-eval's own `hf` model; tables, stores and mistakes."""
+"""Test eval.py: results equal lm-eval's own `hf` model item by item; tables, stores, mistakes."""
 
 import csv
 import dataclasses
@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import lm_eval_tasks
 import numpy as np
@@ -40,8 +41,14 @@ from utils import machine
 
 ALONE = World(0, 1, torch.device("cpu"))
 CHOICES = list(lm_eval_tasks.FORMATS)
-TINY = {"vocab_size": 328, "block_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-TINY |= {"head_dim": 8, "hidden_size": 12}
+TINY = {
+    "vocab_size": 328,
+    "block_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "hidden_size": 12,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,124 +59,191 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for package in ("huggingface_hub.constants", "datasets.config"):  # imported before, perhaps
+    # the packages may have been imported already
+    for package in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{package}.HF_HUB_OFFLINE", True)
 
 
-def lm_evals_results(language_model, names, folder, shots):
+def evaluate_with_lm_eval(language_model, names, folder, shots):
     """Evaluate tasks as lm-eval's command line does."""
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    keys = {"num_fewshot": shots, "task_manager": manager, "bootstrap_iters": 0}
-    return lm_eval.evaluator.simple_evaluate(language_model, tasks=list(names), **keys)
+    return lm_eval.evaluator.simple_evaluate(
+        language_model,
+        tasks=list(names),
+        num_fewshot=shots,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        bootstrap_iters=0,
+    )
 
 
 @pytest.fixture(scope="module")
 def encoding(folder):
-    """Byte pairs of the tasks' own text: borders of contexts and choices fall within tokens."""
+    """Train byte pairs on the tasks' own text, so that contexts and choices end within tokens."""
     texts = [path.read_text() for path in sorted(folder.glob("*.jsonl"))]
     return tokenizer.train_byte_pairs(texts, 320)
 
 
-def language_model(model, batch_size=4, encoding=None, **keys):
-    return LanguageModel(model, encoding or tokenizer.byte_tokenizer(), ALONE, batch_size, **keys)
+def language_model(model, batch_size=4, encoding=None, add_bos_token=False):
+    encoding = encoding or tokenizer.byte_tokenizer()
+    return LanguageModel(model, encoding, ALONE, batch_size, add_bos_token=add_bos_token)
 
 
 # ---- the numbers ----
 
-IN_EVERY_RUN = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC")  # the others take two seconds each
-SLOW = [s if s in IN_EVERY_RUN else pytest.param(s, marks=pytest.mark.slow) for s in MODEL_NAMES]
+# the other models take two seconds each
+IN_EVERY_RUN = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC")
+MODELS = [
+    name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow)
+    for name in MODEL_NAMES
+]
 
 
-@pytest.mark.parametrize("stem", SLOW)
-def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
-    folder, encoding, tmp_path, monkeypatch, stem
-):
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # seconds of pip
-    model = move_parameters(build(stem, **TINY))
-    state = {"step": 1, "seconds": 0.0, "model": stem, "run_config": {}, "corpus": {}}
-    state["model_config"] = dataclasses.asdict(model.config)
-    weights = checkpoint.get_model_tensors(model)
-    saved = checkpoint.save(tmp_path, weights, {}, state, tokenizer.to_json(encoding))
-    exported = tmp_path / "exported"
+def export_model(model, model_name, encoding, folder):
+    """Save a model and export it; return its checkpoint and the exported folder."""
+    saved = checkpoint.save(
+        folder,
+        checkpoint.get_model_tensors(model),
+        {},
+        {
+            "step": 1,
+            "seconds": 0.0,
+            "model": model_name,
+            "model_config": dataclasses.asdict(model.config),
+            "run_config": {},
+            "corpus": {},
+        },
+        tokenizer.to_json(encoding),
+    )
+    exported = folder / "exported"
     exported.mkdir()
     export.write(exported, "exported", saved, "float32")
-    keys = {"device": "cpu", "dtype": "float32", "batch_size": 16}
-    theirs = HFLM(str(exported), trust_remote_code=True, **keys)
-    found_model, found_encoding, _ = subjects.find(str(saved)).load("cpu")
-    own = language_model(found_model, 16, found_encoding)
+    return saved, exported
+
+
+def check_sample(task_name, own, expected):
+    """Compare one item's requests, answers and metrics with those of lm-eval's model."""
+    assert own["arguments"] == expected["arguments"]
+    if task_name == "continued":
+        assert own["resps"] == expected["resps"]
+    elif task_name == "texts":
+        nats = own["resps"][0][0]
+        assert nats == pytest.approx(expected["resps"][0][0], abs=1e-4, rel=1e-6)
+    else:
+        nats, greedy = zip(*own["filtered_resps"])
+        expected_nats, expected_greedy = zip(*expected["filtered_resps"])
+        assert nats == pytest.approx(expected_nats, abs=1e-4)
+        assert greedy == expected_greedy
+        assert own["acc"] == expected["acc"]
+        assert own["acc_norm"] == expected["acc_norm"]
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
+    folder, encoding, tmp_path, monkeypatch, model_name
+):
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # seconds of pip
+    model = move_parameters(build(model_name, **TINY))
+    saved, exported = export_model(model, model_name, encoding, tmp_path)
+    hf_model = HFLM(
+        str(exported), trust_remote_code=True, device="cpu", dtype="float32", batch_size=16
+    )
+    loaded_model, loaded_encoding, _ = subjects.find(str(saved)).load("cpu")
+    own = language_model(loaded_model, 16, loaded_encoding)
     names = [*CHOICES, "texts", "continued"]
     loaded, missing = tasks.load_all(names, str(folder), ALONE)
     assert not missing
     chosen = {name: [] for name in CHOICES}
     for shots in (0, 1):
-        wanted = lm_evals_results(theirs, names, folder, shots)
+        expected = evaluate_with_lm_eval(hf_model, names, folder, shots)
         for task in loaded:
-            found = tasks.evaluate(
+            evaluated = tasks.evaluate(
                 own, task, shots, log_samples=True, limit=None, standard_errors=True
             )
-            samples = found["samples"][task.name], wanted["samples"][task.name]
-            for mine, other in zip(*samples, strict=True):
-                assert mine["arguments"] == other["arguments"]
-                if task.name == "continued":
-                    assert mine["resps"] == other["resps"]
-                elif task.name == "texts":
-                    nats = mine["resps"][0][0], other["resps"][0][0]
-                    assert nats[0] == pytest.approx(nats[1], abs=1e-4, rel=1e-6)
-                else:
-                    nats, greedy = zip(*mine["filtered_resps"])
-                    other_nats, other_greedy = zip(*other["filtered_resps"])
-                    assert nats == pytest.approx(other_nats, abs=1e-4)
-                    assert greedy == other_greedy
-                    assert (mine["acc"], mine["acc_norm"]) == (other["acc"], other["acc_norm"])
+            own_samples = evaluated["samples"][task.name]
+            expected_samples = expected["samples"][task.name]
+            for own_sample, expected_sample in zip(own_samples, expected_samples, strict=True):
+                check_sample(task.name, own_sample, expected_sample)
+            if task.name in CHOICES:
+                for sample in own_samples:
+                    nats = [nats for nats, _ in sample["filtered_resps"]]
                     chosen[task.name].append(np.argmax(nats))
-            for key, value in wanted["results"][task.name].items():
+            for key, value in expected["results"][task.name].items():
                 if "," in key and "stderr" not in key:
-                    assert found["results"][task.name][key] == pytest.approx(value, rel=1e-5), key
+                    own_value = evaluated["results"][task.name][key]
+                    assert own_value == pytest.approx(value, rel=1e-5), key
+    # the comparison means something: items were scored, and not always the same choice won
     assert sum(map(len, chosen.values())) == 2 * 4 * 52
-    assert all(len(set(numbers)) > 1 for numbers in chosen.values())
+    assert all(len(set(choices)) > 1 for choices in chosen.values())
 
 
-def naive(model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """One request by itself, the whole text read anew for every token, in float64."""
-    nats, greedy = 0.0, True
+def score_naively(model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Score one request alone; compute the logits of each token from the whole text before it."""
+    nats = 0.0
+    is_greedy = True
     tokens = [*context, *continuation][-(model.config.block_size + 1) :]
-    for place in range(len(tokens) - len(continuation), len(tokens)):
-        logits = model(torch.tensor([tokens[:place]]))[0][0, -1]
-        nats += F.log_softmax(logits, dim=-1)[tokens[place]].item()
-        greedy &= logits.argmax().item() == tokens[place]
-    return nats, greedy
+    for position in range(len(tokens) - len(continuation), len(tokens)):
+        logits = model(torch.tensor([tokens[:position]]))[0][0, -1]
+        nats += F.log_softmax(logits, dim=-1)[tokens[position]].item()
+        if logits.argmax().item() != tokens[position]:
+            is_greedy = False
+    return nats, is_greedy
 
 
-def likeliest(model, context: list[int], count: int) -> list[int]:
+def generate_greedily(model, context: list[int], count: int) -> list[int]:
+    """Return the most likely token after a context, `count` times."""
     for _ in range(count):
         logits = model(torch.tensor([context[-model.config.block_size :]]))[0][0, -1]
         context = [*context, logits.argmax().item()]
     return context[-count:]
 
 
-@pytest.mark.parametrize(("batch_size", "at_once"), [(1, 2**26), (3, 2**26), (100, 3 * 328)])
-def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, at_once):
-    """at_once: logits, in the last case those of three places."""
-    monkeypatch.setattr("evaluation.language_model.MAX_LOGITS", at_once)
-    model = (
-        move_parameters(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
-    )
+@pytest.mark.parametrize(
+    ("batch_size", "max_logits"),
+    [
+        (1, 2**26),
+        (3, 2**26),
+        (100, 3 * 328),  # the logits of three positions at once
+    ],
+)
+def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, max_logits):
+    monkeypatch.setattr("evaluation.language_model.MAX_LOGITS", max_logits)
+    model = move_parameters(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20}))
+    model = model.double().eval()
     with torch.no_grad():
         start = [5, 6, 7]
-        long = list(range(30))
-        filled = [7] * 19
-        greedy = likeliest(model, start, 4)
-        pairs = [(start, greedy), (start, greedy[:3]), (start, [*greedy[:3], 9])]
-        pairs += [(start, greedy[:1]), (start, greedy), ([256], [1]), ([256], list(range(20)))]
-        pairs += [(long, [1, 2]), (long, [1, 3]), (long, [1]), (filled, [7, 7]), (filled, [7, 8])]
-        pairs += [([9] * 12, [3] * 7), ([9] * 12, [4] * 8), ([9] * 3, [4])]
-        pairs += [([1, 2, 3, 4, 5, 6], [7]), ([1, 2, 3], [9])]
-        wanted = [naive(model, *pair) for pair in pairs]
+        too_long = list(range(30))
+        almost_full = [7] * 19
+        greedy = generate_greedily(model, start, 4)
+        requests = [
+            # continuations that begin alike, some of them greedy, one of them twice
+            (start, greedy),
+            (start, greedy[:3]),
+            (start, [*greedy[:3], 9]),
+            (start, greedy[:1]),
+            (start, greedy),
+            # no context but the end of a text
+            ([256], [1]),
+            ([256], list(range(20))),
+            # contexts that must be truncated
+            (too_long, [1, 2]),
+            (too_long, [1, 3]),
+            (too_long, [1]),
+            (almost_full, [7, 7]),
+            (almost_full, [7, 8]),
+            # contexts of which one begins another
+            ([9] * 12, [3] * 7),
+            ([9] * 12, [4] * 8),
+            ([9] * 3, [4]),
+            ([1, 2, 3, 4, 5, 6], [7]),
+            ([1, 2, 3], [9]),
+        ]
+        expected = [score_naively(model, *request) for request in requests]
     own = language_model(model, batch_size)
-    scores = own._loglikelihood_tokens([(None, *pair) for pair in pairs])
-    assert [greedy for _, greedy in scores] == [greedy for _, greedy in wanted]
-    assert [greedy for _, greedy in wanted].count(True) >= 4
-    assert [nats for nats, _ in scores] == pytest.approx([nats for nats, _ in wanted], abs=1e-9)
+    scores = own._loglikelihood_tokens([(None, *request) for request in requests])
+    expected_nats = [nats for nats, _ in expected]
+    expected_greedy = [is_greedy for _, is_greedy in expected]
+    assert [nats for nats, _ in scores] == pytest.approx(expected_nats, abs=1e-9)
+    assert [is_greedy for _, is_greedy in scores] == expected_greedy
+    assert expected_greedy.count(True) >= 4
 
 
 @pytest.mark.parametrize("count", [0, 21])
@@ -179,55 +253,113 @@ def test_a_continuation_that_cannot_be_scored_is_refused(count):
         own._loglikelihood_tokens([(None, [1], [2] * count)])
 
 
-def test_what_choices_share_is_read_once():
-    """Each case lists its passes as (sequences, tokens)."""
-    question = [1] * 50
+QUESTION = [1] * 50
+FOUR_CHOICES = (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        pytest.param(
+            [(QUESTION, [choice] * 3) for choice in FOUR_CHOICES],
+            [(1, 50), (4, 2)],
+            id="a_common_question",
+        ),
+        pytest.param(
+            # the logits after the question are those of all four
+            [(QUESTION, [choice]) for choice in FOUR_CHOICES],
+            [(1, 50)],
+            id="choices_of_one_token",
+        ),
+        pytest.param(
+            [([choice], [1, 2, 3]) for choice in FOUR_CHOICES],
+            [(4, 3)],
+            id="nothing_in_common",
+        ),
+        pytest.param(
+            # after the question, nothing is left of the first request
+            [(QUESTION, [2]), (QUESTION, [3, 4, 5])],
+            [(1, 50), (1, 2)],
+            id="one_choice_of_one_token",
+        ),
+        pytest.param(
+            # the second question needs one pass, and takes no part in the two of the first
+            [(QUESTION, [2, 2]), (QUESTION, [3, 3]), ([9] * 30, [2]), ([9] * 30, [3])],
+            [(1, 50), (2, 1), (1, 30)],
+            id="two_questions",
+        ),
+        pytest.param(
+            # if the last request shared ten tokens, the other three would have to read forty more
+            [
+                (QUESTION, [2, 2]),
+                (QUESTION, [3, 3]),
+                (QUESTION, [4, 4]),
+                ([*QUESTION[:10], *[7] * 30], [8]),
+            ],
+            [(1, 50), (3, 1), (1, 40)],
+            id="a_short_common_beginning",
+        ),
+    ],
+)
+def test_a_common_context_is_read_once(requests, expected):
+    """The expected passes of the model are given as (sequences, tokens)."""
     passes = []
-    four = (2, 3, 4, 5)
     model = build("gpt-mha-rope", **TINY)
     hidden = model.hidden
-    model.hidden = lambda ids, *more: passes.append(ids.shape) or hidden(ids, *more)
+
+    def record_pass(ids, *arguments):
+        passes.append(ids.shape)
+        return hidden(ids, *arguments)
+
+    model.hidden = record_pass
     own = language_model(model, 8)
-    of_two = [(question, [c, c]) for c in (2, 3)]
-    of_three = [(question, [c, c]) for c in (2, 3, 4)]
-    for requests, expected in (
-        ([(question, [c, c, c]) for c in four], [(1, 50), (4, 2)]),
-        ([(question, [c]) for c in four], [(1, 50)]),  # a token each: the logits are the same
-        ([([c], [1, 2, 3]) for c in four], [(4, 3)]),  # nothing to share
-        ([(question, [2]), (question, [3, 4, 5])], [(1, 50), (1, 2)]),  # nothing left of the first
-        # A question that one pass answers is no part of the two.
-        ([*of_two, *(([9] * 30, [c]) for c in (2, 3))], [(1, 50), (2, 1), (1, 30)]),
-        # To share ten tokens, three would read forty more.
-        ([*of_three, ([*question[:10], *[7] * 30], [8])], [(1, 50), (3, 1), (1, 40)]),
-    ):
-        passes.clear()
-        own._loglikelihood_tokens([(None, *request) for request in requests])
-        assert passes == expected
+    own._loglikelihood_tokens([(None, *request) for request in requests])
+    assert passes == expected
 
 
-def test_batches_hold_every_request_once_within_the_bounds():
-    draw = np.random.default_rng(0)
-    requests = []
-
-    def add(context, continuation):
-        requests.append(batches.truncate_request(len(requests), context, continuation, 48))
-
+@pytest.fixture(scope="module")
+def requests_in_batches():
+    """Return random requests, and the batches of at most 7 requests and 48 tokens of them."""
+    generator = np.random.default_rng(0)
+    pairs = []
     for _ in range(60):
-        context = draw.integers(0, 9, draw.integers(1, 60)).tolist()
-        for _ in range(draw.integers(1, 6)):
-            add(context, draw.integers(0, 9, draw.integers(1, 9)).tolist())
-    for continuation in ([1, 2, 3, 4], [1, 2, 3], [1]):  # each whole within the one before
-        add([5] * 9, continuation)
-    batched = batches.batch_groups(batches.group_requests(requests, 7), 7, 48)
-    indices = sorted(r.index for batch in batched for group in batch for r in group.requests)
-    assert indices == list(range(len(requests)))
+        context = generator.integers(0, 9, generator.integers(1, 60)).tolist()
+        for _ in range(generator.integers(1, 6)):
+            continuation = generator.integers(0, 9, generator.integers(1, 9)).tolist()
+            pairs.append((context, continuation))
+    # each of these continuations begins the one before
+    for continuation in ([1, 2, 3, 4], [1, 2, 3], [1]):
+        pairs.append(([5] * 9, continuation))
+    requests = [
+        batches.truncate_request(index, context, continuation, 48)
+        for index, (context, continuation) in enumerate(pairs)
+    ]
+    groups = batches.group_requests(requests, 7)
+    return requests, batches.batch_groups(groups, 7, 48)
+
+
+def test_batches_hold_every_request_once(requests_in_batches):
+    requests, batched = requests_in_batches
+    indices = [request.index for batch in batched for group in batch for request in group.requests]
+    assert sorted(indices) == list(range(len(requests)))
+
+
+def test_batches_keep_to_their_size(requests_in_batches):
+    _, batched = requests_in_batches
     assert max(len(batch) for batch in batched) > 1
     for batch in batched:
         assert sum(len(group.requests) for group in batch) <= 7
-        assert max(g.prefix_len for g in batch) + max(g.suffix_len for g in batch) <= 48
-        for group in batch:
-            assert len({tuple(m.tokens[: group.prefix_len]) for m in group.requests}) == 1
-            assert all(1 <= group.prefix_len <= m.num_read for m in group.requests)
+        max_prefix_len = max(group.prefix_len for group in batch)
+        max_suffix_len = max(group.suffix_len for group in batch)
+        assert max_prefix_len + max_suffix_len <= 48
+
+
+def test_the_requests_of_a_group_have_its_prefix(requests_in_batches):
+    _, batched = requests_in_batches
+    for group in [group for batch in batched for group in batch]:
+        prefixes = {tuple(request.tokens[: group.prefix_len]) for request in group.requests}
+        assert len(prefixes) == 1
+        assert all(1 <= group.prefix_len <= request.num_read for request in group.requests)
 
 
 def test_a_beginning_that_all_share_does_not_make_one_batch(monkeypatch):
@@ -240,16 +372,24 @@ def test_a_beginning_that_all_share_does_not_make_one_batch(monkeypatch):
     assert {group.prefix_len for group in groups} == {20}
 
 
-def test_end_of_text_before_every_text():
+def test_add_bos_token_puts_one_end_of_text_first():
     own = language_model(build("gpt-mha-rope", **TINY), add_bos_token=True)
-    assert own.tok_encode("ab") == own.tok_encode("<|endoftext|>ab") == [256, 97, 98]
+    assert own.tok_encode("ab") == [256, 97, 98]
+    assert own.tok_encode("<|endoftext|>ab") == [256, 97, 98]
+
+
+def test_add_special_tokens_overrides_add_bos_token():
+    own = language_model(build("gpt-mha-rope", **TINY), add_bos_token=True)
     assert own.tok_encode("ab", add_special_tokens=False) == [97, 98]
-    own.add_bos_token = False
+
+
+def test_end_of_text_within_a_text_is_one_token():
+    own = language_model(build("gpt-mha-rope", **TINY))
     assert own.tok_encode("ab<|endoftext|>") == [97, 98, 256]
 
 
-def continued(model, encoding, context: str, count: int) -> str:
-    """Return the most likely tokens after the end of a context, read anew for each of them."""
+def generate_naively(model, encoding, context: str, count: int) -> str:
+    """Generate greedily after the end of a context; read the whole text anew for each token."""
     max_context = model.config.block_size - count
     new = []
     tokens = encoding.encode(context, allowed_special="all")[-max_context:] or [256]
@@ -258,38 +398,56 @@ def continued(model, encoding, context: str, count: int) -> str:
     return encoding.decode(new[: new.index(256)] if 256 in new else new)
 
 
+def build_generating_model():
+    model = move_parameters(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40}))
+    return model.double().eval()
+
+
+def generation_request(context, settings):
+    return lm_eval.api.instance.Instance("generate_until", {}, (context, settings), 0)
+
+
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_generated_text_is_the_likeliest_up_to_a_stop_string(batch_size):
-    model = (
-        move_parameters(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40})).double().eval()
-    )
+    model = build_generating_model()
     encoding = tokenizer.byte_tokenizer()
-    contexts = ["", "a", "Question: why?\nAnswer:", "much longer " * 9, "b<|endoftext|>c"]
-    contexts += ["Ünder", "x y", "?", "1"]
+    contexts = [
+        "",
+        "a",
+        "Question: why?\nAnswer:",
+        "much longer " * 9,
+        "b<|endoftext|>c",
+        "Ünder",
+        "x y",
+        "?",
+        "1",
+    ]
     with torch.no_grad():
-        model.transformer.wte.weight[128:] *= 0.3  # rather letters than what is no text
-        texts = [continued(model, encoding, context, 12) for context in contexts]
+        # letters become more likely than bytes that are no text
+        model.transformer.wte.weight[128:] *= 0.3
+        texts = [generate_naively(model, encoding, context, 12) for context in contexts]
     stops = [texts[1][4:6], texts[2][2], "never there"]
-    settings = {"until": stops, "max_gen_toks": 12}, {"until": stops[2], "max_gen_toks": 12}
-    pairs = [(context, keys) for context in contexts for keys in settings]
-    requests = [lm_eval.api.instance.Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    requests = []
+    for context in contexts:
+        requests.append(generation_request(context, {"until": stops, "max_gen_toks": 12}))
+        requests.append(generation_request(context, {"until": stops[2], "max_gen_toks": 12}))
     generated = language_model(model, batch_size, encoding).generate_until(requests)
-    stopped = generated[::2]
+    stopped_texts = generated[::2]
     assert generated[1::2] == texts
-    assert stopped == [min((text.split(stop)[0] for stop in stops), key=len) for text in texts]
-    assert 0 < sum(one != other for one, other in zip(stopped, texts)) < len(texts)
+    expected = [min((text.split(stop)[0] for stop in stops), key=len) for text in texts]
+    assert stopped_texts == expected
+    num_stopped = sum(stopped != text for stopped, text in zip(stopped_texts, texts))
+    assert 0 < num_stopped < len(texts)
 
 
 def test_many_batches_share_one_compiled_decoder(monkeypatch):
-    """It has as many rows as the largest batch, and gives the texts that each batch's own gives."""
-    model = (
-        move_parameters(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40})).double().eval()
-    )
+    """The decoder has the size of the largest batch, and generates what each batch's own does."""
+    model = build_generating_model()
     requests = [
-        lm_eval.api.instance.Instance("generate_until", {}, (context, {"max_gen_toks": 5}), 0)
+        generation_request(context, {"max_gen_toks": 5})
         for context in ("a", "Question: why?", "x y z", "", "much longer " * 5)
     ]
-    texts = language_model(model, 2, tokenizer.byte_tokenizer()).generate_until(requests)
+    texts = language_model(model, 2).generate_until(requests)
     sizes = []
 
     def make_decoder(model, batch_size, length, compiled=False):
@@ -298,18 +456,31 @@ def test_many_batches_share_one_compiled_decoder(monkeypatch):
 
     monkeypatch.setattr("evaluation.language_model.Decoder", make_decoder)
     monkeypatch.setattr(machine, "MIN_STEPS_TO_COMPILE", 15)  # of three batches
-    shared = language_model(model, 2, tokenizer.byte_tokenizer()).generate_until(requests)
+    shared_texts = language_model(model, 2).generate_until(requests)
     assert sizes == [(2, 40, True)]
-    assert shared == texts
+    assert shared_texts == texts
 
 
-def test_settings_of_generation():
-    drawn = {"until": "x", "do_sample": True, "temperature": 0.7, "top_p": 0.9}
-    sampling, stop, new = generation_settings(drawn)
-    assert (sampling.temperature, sampling.top_p, stop, new) == (0.7, 0.9, ["x"], 256)
-    greedy = {"do_sample": False, "temperature": 0.7, "max_gen_toks": 3}
-    assert generation_settings(greedy)[0].temperature == 0
+def test_settings_of_sampling_are_read():
+    sampling, stop, max_new_tokens = generation_settings(
+        {"until": "x", "do_sample": True, "temperature": 0.7, "top_p": 0.9}
+    )
+    assert sampling.temperature == 0.7
+    assert sampling.top_p == 0.9
+    assert stop == ["x"]
+    assert max_new_tokens == 256
+
+
+def test_generation_without_do_sample_is_greedy():
+    settings = {"do_sample": False, "temperature": 0.7, "max_gen_toks": 3}
+    assert generation_settings(settings)[0].temperature == 0
+
+
+def test_an_empty_stop_string_is_ignored():
     assert generation_settings({"until": [""], "top_k": 0})[1] == []
+
+
+def test_unsupported_generation_settings_are_refused():
     with pytest.raises(ValueError, match="num_beams is not supported"):
         generation_settings({"num_beams": 4})
 
@@ -319,139 +490,239 @@ def test_settings_of_generation():
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
-    """A trained run of bytes."""
+    """Train a model of bytes."""
     out = tmp_path_factory.mktemp("runs") / "tiny"
-    keys = {"model": "DDL-gpt-mha-rope-CC", "block_size": 40, "learning_rate": 0.1}
-    result = call("train.py", *small_run(corpus, out, **keys))
+    arguments = small_run(
+        corpus, out, model="DDL-gpt-mha-rope-CC", block_size=40, learning_rate=0.1
+    )
+    result = call("train.py", *arguments)
     assert result.returncode == 0, result.stderr.decode()
     return out
 
 
-def evaluated(*arguments) -> tuple[int, str, str]:
-    """eval.py in this process: exit code, output and errors."""
+class EvalResult(NamedTuple):
+    code: int
+    output: str
+    error: str
+
+
+def run_eval(*arguments) -> EvalResult:
+    """Run eval.py in this process."""
     result = call("eval.py", *arguments)
-    return result.returncode, result.stdout.decode(), result.stderr.decode()
+    return EvalResult(result.returncode, result.stdout.decode(), result.stderr.decode())
 
 
-def entries(out) -> dict:
+def read_entries(out) -> dict:
     stored = json.loads((out / "results.json").read_text())["entries"]
     return {(entry["task"], entry["shots"]): entry for entry in stored}
 
 
-def test_the_whole_validation_split_as_training_measured_it(run, corpus, tmp_path):
-    code, out, _ = evaluated(run, "--val", f"--out={tmp_path}")
-    assert code == 0
+@pytest.fixture(scope="module")
+def validation(run, tmp_path_factory):
+    """Evaluate the run on its validation split; return the entry of the results and the output."""
+    out = tmp_path_factory.mktemp("validation")
+    code, output, error = run_eval(run, "--val", f"--out={out}")
+    assert code == 0, error
+    return read_entries(out)["validation", None], output
+
+
+@pytest.mark.parametrize("key", ["val_loss", "val_perplexity", "val_bits_per_byte"])
+def test_the_validation_split_is_measured_as_in_training(run, validation, key):
+    entry, output = validation
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    entry = entries(tmp_path)["validation", None]
-    for key in ("val_loss", "val_perplexity", "val_bits_per_byte"):
-        assert entry["record"][key] == pytest.approx(last[key], rel=1e-6)
-        assert f"{entry['record'][key]:.4f}" in out
-    assert "\nThe paper reports no results for tiny, step 6 (" in out
-    assert "| published" not in out
+    assert entry["record"][key] == pytest.approx(last[key], rel=1e-6)
+    assert f"{entry['record'][key]:.4f}" in output
+
+
+def test_the_whole_validation_split_is_evaluated(run, corpus, validation):
+    entry, _ = validation
     model, _, _ = load_model(run, "cpu")
     tokens = torch.from_numpy(open_corpus(str(corpus)).val[0].astype(np.int64))
     nats = 0.0
     with torch.no_grad():
-        for part in [tokens[start : start + 41] for start in range(0, len(tokens) - 1, 40)]:
-            logits = model(part[None, :-1])[0][0]
-            nats += F.cross_entropy(logits, part[1:], reduction="sum").item()
+        for start in range(0, len(tokens) - 1, 40):
+            sequence = tokens[start : start + 41]
+            logits = model(sequence[None, :-1])[0][0]
+            nats += F.cross_entropy(logits, sequence[1:], reduction="sum").item()
+    mean_nats = nats / (len(tokens) - 1)
     assert entry["tokens"] == len(tokens) - 1
-    mean = nats / (len(tokens) - 1)
-    record = entry["record"]["val_loss"], entry["record"]["val_bits_per_byte"]
-    assert record == pytest.approx((mean, mean / math.log(2)), rel=1e-5)
+    assert entry["record"]["val_loss"] == pytest.approx(mean_nats, rel=1e-5)
+    assert entry["record"]["val_bits_per_byte"] == pytest.approx(mean_nats / math.log(2), rel=1e-5)
+
+
+def test_a_result_names_its_circumstances(validation):
+    entry, _ = validation
     assert all(entry[key] for key in ("commit", "date", "machine", "command"))
 
 
+def test_a_model_that_is_not_in_the_paper_is_compared_with_nothing(validation):
+    _, output = validation
+    assert "\nThe paper reports no results for tiny, step 6 (" in output
+    assert "| published" not in output
+
+
 def test_two_processes_write_what_one_writes(run, folder, tmp_path):
-    names = ",".join([*CHOICES, "texts", "continued"])
-    arguments = [run, "--shots=1", f"--tasks={names}", "--val", "--limit=5"]
-    arguments += [f"--include_path={folder}", "--batch_size=4", "--log_samples"]
-    assert evaluated(*arguments, f"--out={tmp_path / 'one'}")[0] == 0
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py"]
-    result = run_script(*several, *arguments, f"--out={tmp_path / 'two'}")
+    task_names = [*CHOICES, "texts", "continued"]
+    arguments = [
+        run,
+        "--shots=1",
+        f"--tasks={','.join(task_names)}",
+        "--val",
+        "--limit=5",
+        f"--include_path={folder}",
+        "--batch_size=4",
+        "--log_samples",
+    ]
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    assert run_eval(*arguments, f"--out={one}").code == 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = run_script(*torchrun, "eval.py", *arguments, f"--out={two}")
     assert result.returncode == 0, result.stderr.decode()
-    one = entries(tmp_path / "one")
-    two = entries(tmp_path / "two")
-    assert one.keys() == two.keys()
-    assert len(one) == 6 + 1
-    files = ["table.md", "table.tex", "table.csv"]
-    for key, entry in one.items():
-        for name in ("results", "record", "digest", "weights"):
-            assert entry.get(name) == two[key].get(name), key
+    entries_of_one = read_entries(one)
+    entries_of_two = read_entries(two)
+    assert entries_of_one.keys() == entries_of_two.keys()
+    assert len(entries_of_one) == 6 + 1
+    for key, entry in entries_of_one.items():
+        other_entry = entries_of_two[key]
+        for field in ("results", "record", "digest", "weights"):
+            assert entry.get(field) == other_entry.get(field), key
         if key != ("validation", None):
-            names = [each[key]["samples"].replace("TASK", key[0]) for each in (one, two)]
-            texts = [(tmp_path / n / name).read_text() for n, name in zip(("one", "two"), names)]
-            assert texts[0] == texts[1]
-    for name in files:
-        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+            file = entry["samples"].replace("TASK", key[0])
+            other_file = other_entry["samples"].replace("TASK", key[0])
+            assert (one / file).read_text() == (two / other_file).read_text()
+    for name in ("table.md", "table.tex", "table.csv"):
+        assert (one / name).read_text() == (two / name).read_text()
 
 
-def test_finished_results_stay_and_what_changed_is_evaluated_anew(run, tmp_path, monkeypatch):
-    files = lm_eval_tasks.write_tasks(tmp_path, 3)
-    out = tmp_path / "out"
-    options = ["--tasks=questions,gaps", f"--include_path={files}", f"--out={out}"]
-    both = ["questions", "gaps"]
-    calls = []  # (name of the task, number of shots)
-    evaluate = tasks.evaluate
+# ---- what is evaluated again ----
 
-    def counted(language_model, task, num_shots, **options):
-        calls.append((task.name, num_shots))
-        return evaluate(language_model, task, num_shots, **options)
 
-    monkeypatch.setattr(tasks, "evaluate", counted)
+class Evaluation:
+    """An evaluation of two tasks with the same options, which can be repeated."""
 
-    def evaluated_now(*more, runs=(run,), shots=0):
-        """Return the names of the tasks that were evaluated, and what was printed."""
-        calls.clear()
-        code, out, error = evaluated(*runs, *options, *more)
+    def __init__(self, run, folder, monkeypatch):
+        self.run = run
+        self.files = lm_eval_tasks.write_tasks(folder, 3)
+        self.out = folder / "out"
+        self.calls = []  # (name of the task, number of shots)
+        evaluate = tasks.evaluate
+
+        def record_call(language_model, task, num_shots, **options):
+            self.calls.append((task.name, num_shots))
+            return evaluate(language_model, task, num_shots, **options)
+
+        monkeypatch.setattr(tasks, "evaluate", record_call)
+        self.first_output = self.repeat()
+
+    def repeat(self, *options, runs=None) -> str:
+        """Evaluate again, and return what is printed; `calls` are the tasks that are evaluated."""
+        self.calls.clear()
+        code, output, error = run_eval(
+            *(runs or [self.run]),
+            "--tasks=questions,gaps",
+            f"--include_path={self.files}",
+            f"--out={self.out}",
+            *options,
+        )
         assert code == 0, error
-        assert {num_shots for _, num_shots in calls} <= {shots}
-        return [name for name, _ in calls], out
+        return output
 
-    def edit(name, old, new):
-        (files / name).write_text((files / name).read_text().replace(old, new))
+    def edit(self, name, old, new):
+        text = (self.files / name).read_text()
+        assert old in text
+        (self.files / name).write_text(text.replace(old, new))
 
-    names, first = evaluated_now()
-    assert names == both
-    names, again = evaluated_now()
-    assert names == []
-    assert again.partition("0-shot, float32\n")[2].partition("written")[0] in first
-    assert evaluated_now("--shots=0,1", shots=1)[0] == both
-    lines = (files / "gaps_test.jsonl").read_text().splitlines()
-    (files / "gaps_test.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
-    assert evaluated_now()[0] == ["gaps"]
-    edit("questions.yaml", "Question:", "Q:")
-    assert evaluated_now()[0] == ["questions"]
-    edit("questions.yaml", "target: label", "target: 0")  # another answer to the same requests
-    assert evaluated_now()[0] == ["questions"]
-    names, out_text = evaluated_now(runs=(run / "checkpoints/step_00000003", run))
-    assert names == both  # of other weights, beside the others
-    assert "tiny, step 3" in out_text
-    assert "tiny, step 6" in out_text
-    assert evaluated_now("--log_samples")[0] == both
-    for file in out.glob("samples_gaps_*"):
+
+BOTH_TASKS = [("questions", 0), ("gaps", 0)]
+
+
+@pytest.fixture
+def evaluation(run, tmp_path, monkeypatch):
+    evaluation = Evaluation(run, tmp_path, monkeypatch)
+    assert evaluation.calls == BOTH_TASKS
+    return evaluation
+
+
+def test_finished_results_are_kept(evaluation):
+    output = evaluation.repeat()
+    assert evaluation.calls == []
+    table = output.partition("0-shot, float32\n")[2].partition("written")[0]
+    assert table in evaluation.first_output
+
+
+def test_only_new_numbers_of_shots_are_evaluated(evaluation):
+    evaluation.repeat("--shots=0,1")
+    assert evaluation.calls == [("questions", 1), ("gaps", 1)]
+
+
+def test_a_task_is_evaluated_again_after_its_data_changed(evaluation):
+    data = evaluation.files / "gaps_test.jsonl"
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join([*lines[1:], lines[0]]) + "\n")
+    evaluation.repeat()
+    assert evaluation.calls == [("gaps", 0)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Question:", "Q:"),
+        ("target: label", "target: 0"),  # another answer to the same requests
+    ],
+)
+def test_a_task_is_evaluated_again_after_its_definition_changed(evaluation, old, new):
+    evaluation.edit("questions.yaml", old, new)
+    evaluation.repeat()
+    assert evaluation.calls == [("questions", 0)]
+
+
+def test_only_new_weights_are_evaluated(evaluation):
+    earlier = evaluation.run / "checkpoints/step_00000003"
+    output = evaluation.repeat(runs=[earlier, evaluation.run])
+    assert evaluation.calls == BOTH_TASKS
+    assert "tiny, step 3" in output
+    assert "tiny, step 6" in output
+
+
+def test_samples_that_are_missing_are_made(evaluation):
+    evaluation.repeat("--log_samples")
+    assert evaluation.calls == BOTH_TASKS
+    for file in evaluation.out.glob("samples_gaps_*"):
         file.unlink()
-    assert evaluated_now("--log_samples")[0] == ["gaps"]
-    assert evaluated_now("--limit=2")[0] == both
-    assert evaluated_now("--batch_size=3", "--add_bos_token")[0] == both
+    evaluation.repeat("--log_samples")
+    assert evaluation.calls == [("gaps", 0)]
+
+
+@pytest.mark.parametrize("options", [["--limit=2"], ["--batch_size=3", "--add_bos_token"]])
+def test_other_settings_are_evaluated_beside_the_first(evaluation, options):
+    evaluation.repeat(*options)
+    assert evaluation.calls == BOTH_TASKS
 
 
 def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
     run, folder, tmp_path
 ):
-    options = ["--tasks=absent,questions", f"--include_path={folder}", f"--out={tmp_path}"]
-    # Nothing listens there: asked once, not for every task and file.
-    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
-    result = run_script("eval.py", run, *options, "--limit=2", env=environment)
+    result = run_script(
+        "eval.py",
+        run,
+        "--tasks=absent,questions",
+        f"--include_path={folder}",
+        f"--out={tmp_path}",
+        "--limit=2",
+        # nothing listens at this address, which is asked once and not for every task and file
+        env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""},
+    )
     assert result.returncode == 3
     [line] = result.stderr.decode().strip().splitlines()
-    assert all(word in line for word in ("task absent", "nobody/has_this", "HF_HOME"))
+    for part in ("task absent", "nobody/has_this", "HF_HOME"):
+        assert part in line
     assert "questions (acc_norm)" in result.stdout.decode()
-    assert list(entries(tmp_path)) == [("questions", 0)]
+    assert list(read_entries(tmp_path)) == [("questions", 0)]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "parts"),
     [
         ("--tasks=question --include_path=TASKS", "no task question | did you mean questions?"),
         ("--tasks=questions --include_path=nowhere", "--include_path=nowhere | no such folder"),
@@ -466,7 +737,7 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
     ],
 )
 def test_mistakes_end_in_one_line_before_any_work(
-    run, folder, tmp_path, monkeypatch, arguments, words
+    run, folder, tmp_path, monkeypatch, arguments, parts
 ):
     other = tokenizer.train_byte_pairs(["some words of another corpus"] * 9, 260)
     for split in ("train", "val"):
@@ -474,103 +745,174 @@ def test_mistakes_end_in_one_line_before_any_work(
     (tmp_path / "meta.json").write_text(json.dumps(tokenizer.meta_entries(other)))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(other)))
     arguments = arguments.replace("TASKS", str(folder)).replace("OTHER", str(tmp_path)).split()
-    # Without lm-eval's own thousands of files, which take seconds to read.
-    few = lambda include_path, **_: TaskManager(None, include_path, False)  # noqa: E731
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", few)
-    code, _, error = evaluated(run, *arguments, f"--out={tmp_path / 'out'}")
+
+    def read_own_tasks(include_path, **_):
+        """Read no task of lm-eval's own thousands of files, which takes seconds."""
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", read_own_tasks)
+    code, _, error = run_eval(run, *arguments, f"--out={tmp_path / 'out'}")
     assert code == 2
     [line] = error.strip().splitlines()
-    assert all(word in line for word in words.split(" | ")), line
+    for part in parts.split(" | "):
+        assert part in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     assert "holds no checkpoint" in one_line_error(call("eval.py", tmp_path, "--val"))
 
 
-def test_an_exported_folder_has_its_runs_numbers_and_needs_a_corpus(run, folder, corpus, tmp_path):
-    exported = tmp_path / "exported"
-    out = tmp_path / "out"
-    exported.mkdir()
-    export.write(exported, "exported", checkpoint.find(run), "float32")
-    options = ["--tasks=gaps", f"--include_path={folder}", "--limit=9", f"--out={out}"]
-    code, _, error = evaluated(exported, *options, "--val")
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exports") / "exported"
+    folder.mkdir()
+    export.write(folder, "exported", checkpoint.find(run), "float32")
+    return folder
+
+
+def test_an_exported_folder_needs_a_corpus(exported, tmp_path):
+    code, _, error = run_eval(exported, "--val", f"--out={tmp_path}")
     assert code == 2
     assert "give --val=DATASET" in error
-    assert evaluated(run, exported, *options, f"--val={corpus}")[0] == 0
-    stored = json.loads((out / "results.json").read_text())["entries"]
-    assert len(stored) == 4
-    for name, key in (("validation", "record"), ("gaps", "results")):
-        one, other = (entry[key] for entry in stored if entry["task"] == name)
-        assert one == other
 
 
-def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run, tmp_path):
+def test_an_exported_folder_has_the_results_of_its_run(run, exported, folder, corpus, tmp_path):
+    code, _, error = run_eval(
+        run,
+        exported,
+        "--tasks=gaps",
+        f"--include_path={folder}",
+        "--limit=9",
+        f"--out={tmp_path}",
+        f"--val={corpus}",
+    )
+    assert code == 0, error
+    entries = json.loads((tmp_path / "results.json").read_text())["entries"]
+    assert len(entries) == 4
+    for task, key in (("validation", "record"), ("gaps", "results")):
+        result, exported_result = (entry[key] for entry in entries if entry["task"] == task)
+        assert result == exported_result
+
+
+def test_a_group_without_a_figure_shows_those_of_its_tasks(run, tmp_path):
     files = lm_eval_tasks.write_tasks(tmp_path, 3)
     out = tmp_path / "out"
     (files / "both.yaml").write_text("group: both\ntask: [questions, gaps]\n")
-    text = (files / "continued.yaml").read_text().replace("task: continued", "task: beams")
-    beams = text.replace("max_gen_toks: 12", "max_gen_toks: 12, num_beams: 3")
-    (files / "beams.yaml").write_text(beams)
-    options = ["--tasks=beams,both", f"--include_path={files}", f"--out={out}", "--limit=3"]
-    code, printed, error = evaluated(run, *options)
+    code, output, error = run_eval(
+        run, "--tasks=both", f"--include_path={files}", f"--out={out}", "--limit=3"
+    )
+    assert code == 0, error
+    assert "0-shot, float32, only the first 3 items\n" in output
+    assert list(read_entries(out)["both", 0]["shown"]) == ["questions", "gaps"]
+
+
+def test_a_task_that_fails_is_named_and_the_others_are_evaluated(run, tmp_path):
+    files = lm_eval_tasks.write_tasks(tmp_path, 3)
+    out = tmp_path / "out"
+    text = (files / "continued.yaml").read_text()
+    text = text.replace("task: continued", "task: beams")
+    text = text.replace("max_gen_toks: 12", "max_gen_toks: 12, num_beams: 3")
+    (files / "beams.yaml").write_text(text)
+    code, _, error = run_eval(
+        run, "--tasks=beams,questions", f"--include_path={files}", f"--out={out}", "--limit=3"
+    )
     assert code == 3
     [line] = error.strip().splitlines()
     assert "task beams, 0-shot, of " in line
     assert "num_beams is not supported" in line
-    assert "0-shot, float32, only the first 3 items\n" in printed
-    assert list(entries(out)["both", 0]["shown"]) == ["questions", "gaps"]
+    assert list(read_entries(out)) == [("questions", 0)]
 
 
 def test_the_samples_are_the_file_that_lm_eval_writes(run, tmp_path, monkeypatch):
-    """Its own evaluation of our model with its own tracker, and --log_samples: the same bytes."""
+    """Compare --log_samples with lm-eval's own tracker after its own evaluation of our model."""
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
     folder = lm_eval_tasks.write_tasks(tmp_path, 7)
-    names = ["questions", "texts", "continued"]
-    filters = [f"- {{name: {n}, filter: [{{function: take_first}}]}}" for n in ("one", "two")]
     text = (folder / "continued.yaml").read_text().replace("task: continued", "task: filtered")
-    (folder / "filtered.yaml").write_text("\n".join([text, "filter_list:", *filters]))
-    names.append("filtered")
-    options = [f"--tasks={','.join(names)}", f"--include_path={folder}", "--shots=1"]
-    assert evaluated(run, *options, "--log_samples", f"--out={tmp_path / 'ours'}")[0] == 0
+    filters = [
+        "filter_list:",
+        "- {name: one, filter: [{function: take_first}]}",
+        "- {name: two, filter: [{function: take_first}]}",
+    ]
+    (folder / "filtered.yaml").write_text("\n".join([text, *filters]))
+    task_names = ["questions", "texts", "continued", "filtered"]
+    code, _, error = run_eval(
+        run,
+        f"--tasks={','.join(task_names)}",
+        f"--include_path={folder}",
+        "--shots=1",
+        "--log_samples",
+        f"--out={tmp_path / 'own'}",
+    )
+    assert code == 0, error
     model, encoding, _ = load_model(run, "cpu")
-    results = lm_evals_results(language_model(model, 64, encoding), names, folder, 1)
-    tracker = EvaluationTracker(output_path=str(tmp_path / "theirs"))
-    tracker.general_config_tracker.log_experiment_args("ours", f"pretrained={run}", "", "", False)
+    results = evaluate_with_lm_eval(language_model(model, 64, encoding), task_names, folder, 1)
+    tracker = EvaluationTracker(output_path=str(tmp_path / "expected"))
+    tracker.general_config_tracker.log_experiment_args(
+        model_source="own",
+        model_args=f"pretrained={run}",
+        system_instruction="",
+        chat_template="",
+        fewshot_as_multiturn=False,
+    )
     samples = results.pop("samples")
     tracker.save_results_aggregated(results=results, samples=samples)
-    for name in names:
+    for name in task_names:
         tracker.save_results_samples(task_name=name, samples=samples[name])
-        [theirs] = (tmp_path / "theirs").glob(f"*/samples_{name}_*.jsonl")
-        [ours] = (tmp_path / "ours").glob(f"samples_{name}_*.jsonl")
-        assert ours.read_text() == theirs.read_text()
-        first = json.loads(ours.read_text().splitlines()[0])
-        assert first.keys() >= {"doc_hash", "prompt_hash", "target_hash"}
-        assert re.sub(r"\d", "0", ours.name) == re.sub(r"\d", "0", theirs.name)
+        [expected] = (tmp_path / "expected").glob(f"*/samples_{name}_*.jsonl")
+        [own] = (tmp_path / "own").glob(f"samples_{name}_*.jsonl")
+        assert own.read_text() == expected.read_text()
+        first_sample = json.loads(own.read_text().splitlines()[0])
+        assert first_sample.keys() >= {"doc_hash", "prompt_hash", "target_hash"}
+        # the names differ in the date alone
+        assert re.sub(r"\d", "0", own.name) == re.sub(r"\d", "0", expected.name)
 
 
 # ---- stores and tables ----
 
 
-def test_older_tables_stay_and_grow(run, folder, tmp_path):
+class Tables(NamedTuple):
+    markdown: str
+    num_csv_lines: int
+
+
+@pytest.fixture
+def write_tables(run, folder, tmp_path):
+    """Return a function that evaluates tasks into one folder, and reads the tables."""
     out = tmp_path / "out"
 
-    def table(expected, *arguments):
-        code, _, error = evaluated(run, f"--include_path={folder}", f"--out={out}", *arguments)
-        assert code == expected, error
-        return (out / "table.md").read_text(), len((out / "table.csv").read_text().splitlines())
+    def write(*arguments, expected_code=0) -> Tables:
+        code, _, error = run_eval(run, f"--include_path={folder}", f"--out={out}", *arguments)
+        assert code == expected_code, error
+        return Tables(
+            (out / "table.md").read_text(),
+            len((out / "table.csv").read_text().splitlines()),
+        )
 
-    first, _ = table(0, "--tasks=questions,gaps", "--val")
-    contents = {path: path.read_bytes() for path in out.iterdir()}
-    table(3, "--tasks=absent")
-    assert {path: path.read_bytes() for path in out.iterdir()} == contents
-    # One more task, and other settings: what was there is still there, once.
-    both, lines = table(3, "--tasks=absent,letters")
+    write("--tasks=questions,gaps", "--val")
+    return write
+
+
+def test_a_task_that_cannot_be_had_leaves_the_tables(write_tables, tmp_path):
+    contents = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    write_tables("--tasks=absent", expected_code=3)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == contents
+
+
+def test_another_task_is_added_to_the_tables(write_tables):
+    markdown, num_csv_lines = write_tables("--tasks=letters")
     for part in ("letters (acc_norm)", "questions (acc_norm)", "gaps (acc_norm)", "### validation"):
-        assert both.count(part) == 1
-    assert lines == 1 + 3 + 3
-    tried, lines = table(0, "--tasks=questions", "--limit=2")
-    assert tried.startswith("### 0-shot, float32, only the first 2 items\n")
-    assert lines == 1 + 3 + 3 + 1
-    figure = first.splitlines()[4].split("|")[2].strip()
-    assert figure in tried.partition("### 0-shot, float32\n")[2]
+        assert markdown.count(part) == 1
+    assert num_csv_lines == 1 + 3 + 3
+
+
+def test_results_with_other_settings_are_another_table(write_tables, tmp_path):
+    first_row = (tmp_path / "out" / "table.md").read_text().splitlines()[4]
+    figure = first_row.split("|")[2].strip()
+    markdown, num_csv_lines = write_tables("--tasks=questions", "--limit=2")
+    assert markdown.startswith("### 0-shot, float32, only the first 2 items\n")
+    assert figure in markdown.partition("### 0-shot, float32\n")[2]
+    assert num_csv_lines == 1 + 2 + 3 + 1
 
 
 def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
@@ -582,15 +924,19 @@ def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
     assert runner.read_entries(tmp_path) == [other_task, replacement]
 
 
-def test_labels_of_runs_and_checkpoints(run):
-    def labels(*paths):
-        return [subject.label for subject in subjects.find_all([str(path) for path in paths])]
+def find_labels(*paths):
+    return [subject.label for subject in subjects.find_all([str(path) for path in paths])]
 
+
+def test_steps_of_one_run_are_labelled_by_its_name(run):
     step = run / "checkpoints/step_00000003"
+    assert find_labels(run, step) == ["tiny, step 6", "tiny, step 3"]
+
+
+def test_runs_of_one_name_are_labelled_by_their_folders_too(run):
     other = run.parent / "again" / run.name
     shutil.copytree(run, other)
-    assert labels(run, step) == ["tiny, step 6", "tiny, step 3"]
-    assert labels(run, other) == [f"{run.parent.name}/tiny, step 6", "again/tiny, step 6"]
+    assert find_labels(run, other) == [f"{run.parent.name}/tiny, step 6", "again/tiny, step 6"]
 
 
 @pytest.mark.parametrize(
@@ -620,38 +966,60 @@ def test_runs_without_a_common_folder_need_out():
         subjects.default_out_folder(["/a/run", "/b/run"])
 
 
-def eight(value: float) -> dict:
+def make_results(value: float) -> dict:
+    """Return results of the paper's eight tasks: value, value + 1, ... with errors 1, 2, ..."""
     return {task: (value + number, 1.0 + number) for number, task in enumerate(tasks.PAPER_METRICS)}
 
 
-def test_tables_show_difference_and_error():
+MEAN = 30 + 28 / 8
+MEAN_ERROR = math.sqrt(sum(number**2 for number in range(1, 9))) / 8
+PUBLISHED_MEAN = 48.56
+
+
+@pytest.fixture(scope="module")
+def comparison_table():
+    """Return a table of two models, of which the paper has results of the first."""
     paper = published.read_results()["gpt-mha-rope", "small"]["1"]
-    other = {**eight(40.0), "arc_easy": (1.5, None)}
     rows = [
-        comparison.make_task_row("ours_a", eight(30.0), paper, "said of a"),
-        comparison.make_task_row("b", other, {}, "of b ±"),
+        comparison.make_task_row("ours_a", make_results(30.0), paper, "said of a"),
+        comparison.make_task_row(
+            "b", {**make_results(40.0), "arc_easy": (1.5, None)}, {}, "of b ±"
+        ),
     ]
-    table = comparison.make_task_table("1-shot", dict(tasks.PAPER_METRICS), rows)
-    mean = 30 + 28 / 8
-    error = math.sqrt(sum(n * n for n in range(1, 9))) / 8
-    text = " ".join(comparison.format_markdown([table]).split())
-    for part in (
+    return comparison.make_task_table("1-shot", dict(tasks.PAPER_METRICS), rows)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
         "| ours_a | 30.00 ± 1.00 | 31.00 ± 2.00 |",
-        f"{mean:.2f} ± {error:.2f} |",
+        f"{MEAN:.2f} ± {MEAN_ERROR:.2f} |",
         "| published | 29.01 | 55.85 |",
         "| difference | +0.99 ± 1.00 | -24.85 ± 2.00 |",
-        f"{mean - 48.56:+.2f} ± {error:.2f} |",
+        f"{MEAN - PUBLISHED_MEAN:+.2f} ± {MEAN_ERROR:.2f} |",
         "| b | 40.00 ± 1.00 | 1.50 |",
-    ):
-        assert part in text
+    ],
+)
+def test_a_markdown_table_shows_differences_and_errors(comparison_table, part):
+    assert part in " ".join(comparison.format_markdown([comparison_table]).split())
+
+
+def test_a_markdown_table_ends_with_its_notes(comparison_table):
+    text = " ".join(comparison.format_markdown([comparison_table]).split())
     assert text.endswith(f"{comparison.PAPER_NOTE} said of a of b ±")
-    lines = list(csv.DictReader(io.StringIO(comparison.format_csv([table]))))
+
+
+def test_a_csv_table_has_a_line_for_each_figure(comparison_table):
+    lines = list(csv.DictReader(io.StringIO(comparison.format_csv([comparison_table]))))
     assert len(lines) == 2 * 9
     assert lines[0]["column"] == "arc_challenge"
     assert float(lines[0]["difference"]) == pytest.approx(0.99)
+    assert float(lines[8]["standard_error"]) == pytest.approx(MEAN_ERROR)
     assert lines[9]["published"] == lines[9]["difference"] == ""
-    assert float(lines[8]["standard_error"]) == pytest.approx(error)
-    latex = comparison.format_latex([table])
+
+
+def test_a_latex_table_is_well_formed(comparison_table):
+    latex = comparison.format_latex([comparison_table])
     assert latex.count("\\toprule") == latex.count("\\bottomrule") == 1
     assert "ours\\_a & 30.00 $\\pm$ 1.00 & 31.00" in latex
     assert "\n% said of a\n% of b +-\n" in latex
@@ -664,33 +1032,48 @@ def test_the_average_needs_all_eight_tasks():
     assert "average" not in comparison.format_markdown([table])
 
 
-def test_the_metric_that_a_table_shows():
-    values = {"acc,none": 0.25, "acc_stderr,none": 0.1, "acc_norm,none": 0.5, "alias": "x"}
-    values["acc_norm_stderr,none"] = "N/A"
-    perplexity = {"perplexity,none": 12.5, "perplexity_stderr,none": 0.5}
-    percent = {"f1,none": 50.5, "f1_stderr,none": "N/A"}  # already
-    for task, figures, expected in (
-        ("winogrande", values, ("acc", 25.0, 10.0)),
-        ("other", values, ("acc_norm", 50.0, None)),
-        ("lambada", perplexity, ("perplexity", 12.5, 0.5)),
-        ("squad", percent, ("f1", 50.5, None)),
-    ):
-        assert tasks.choose_metric(task, figures) == expected
+ACCURACIES = {
+    "acc,none": 0.25,
+    "acc_stderr,none": 0.1,
+    "acc_norm,none": 0.5,
+    "acc_norm_stderr,none": "N/A",
+    "alias": "x",
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "results", "expected"),
+    [
+        ("winogrande", ACCURACIES, ("acc", 25.0, 10.0)),
+        ("other", ACCURACIES, ("acc_norm", 50.0, None)),
+        (
+            "lambada",
+            {"perplexity,none": 12.5, "perplexity_stderr,none": 0.5},
+            ("perplexity", 12.5, 0.5),
+        ),
+        # SQuAD's are percentages already
+        ("squad", {"f1,none": 50.5, "f1_stderr,none": "N/A"}, ("f1", 50.5, None)),
+    ],
+)
+def test_the_metric_that_a_table_shows(task, results, expected):
+    assert tasks.choose_metric(task, results) == expected
+
+
+def test_metrics_that_are_no_numbers_are_ignored():
     assert tasks.read_metrics({"alias": "odd", "acc,none": "N/A"}) == {}
 
 
 def test_bfloat16_is_rounded_and_stored_beside_float32(run, tmp_path):
-    losses = {}
     for dtype in ("float32", "bfloat16"):
-        assert evaluated(run, "--val", f"--dtype={dtype}", f"--out={tmp_path}")[0] == 0
-    for entry in json.loads((tmp_path / "results.json").read_text())["entries"]:
-        losses[entry["settings"]["dtype"]] = entry["record"]["val_loss"]
+        assert run_eval(run, "--val", f"--dtype={dtype}", f"--out={tmp_path}").code == 0
+    entries = json.loads((tmp_path / "results.json").read_text())["entries"]
+    losses = {entry["settings"]["dtype"]: entry["record"]["val_loss"] for entry in entries}
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
     assert losses["bfloat16"] != losses["float32"]
 
 
-def test_a_task_that_fixes_no_examples_keeps_it(tmp_path):
-    """lm-eval keeps a 0 in the file of a task, and takes any other number as a default."""
+def test_a_task_that_is_defined_without_examples_stays_so(tmp_path):
+    """A task's num_fewshot of 0 is final for lm-eval; any other number is a default."""
     files = lm_eval_tasks.write_tasks(tmp_path, 2)
     for name, shots in (("questions", 0), ("gaps", 3)):
         with open(files / f"{name}.yaml", "a") as file:
@@ -708,4 +1091,5 @@ def test_a_task_that_fixes_no_examples_keeps_it(tmp_path):
 def test_lm_eval_has_the_papers_tasks_and_metrics():
     manager = tasks.find(list(tasks.PAPER_METRICS), None)
     for name, metric in tasks.PAPER_METRICS.items():
-        assert metric in [each["metric"] for each in manager.task_index[name].cfg["metric_list"]]
+        metrics = manager.task_index[name].cfg["metric_list"]
+        assert metric in [settings["metric"] for settings in metrics]

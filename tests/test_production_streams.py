@@ -57,11 +57,11 @@ class Production(NamedTuple):
         for kind in ("modeling", "configuration"):
             module = f"transformers.models.{self.package}.{kind}_{self.package}"
             try:
-                found = getattr(importlib.import_module(module), name, None)
+                found_class = getattr(importlib.import_module(module), name, None)
             except ModuleNotFoundError:
                 pytest.skip(f"this transformers has no {self.package}")
-            if found is not None:
-                return found
+            if found_class is not None:
+                return found_class
         pytest.skip(f"this transformers has no {name}")
 
     def stream_keys(self) -> dict:
@@ -196,7 +196,7 @@ def test_loss_and_gradients_are_those_of_the_production_model(production, in_flo
         )
 
 
-# Each option at another value than the production model's, beside the models that have it.
+# Values of the options that no production model has.
 OTHER_VALUES = [
     ("mhc_read_eps", 0.0),
     ("mhc_write_eps", 1e-7),
@@ -208,30 +208,32 @@ MIXING_VALUES = [("mhc_iterations", 3), ("mhc_rows_last", False), ("mhc_mix", "i
 
 
 @each_model
-def test_every_option_counts(production, in_float64):
-    """With another value of any option the logits are others, by more than the tolerance."""
-    mixes = production.stream_keys()["mhc_mix"] == "sinkhorn"
+def test_every_option_changes_the_logits(production, in_float64):
+    """Another value of any option changes the logits by more than the tolerance."""
+    values = list(OTHER_VALUES)
+    if production.stream_keys()["mhc_mix"] == "sinkhorn":
+        values += MIXING_VALUES
     ids = tokens(2, 7)
     model = production.build().double()
     with torch.no_grad():
         expected = public_logits(production, model, ids)
-        for key, value in OTHER_VALUES + (MIXING_VALUES if mixes else []):
+        for key, value in values:
             other = build("mHC-gpt-mha-rope", **{**SIZE, **production.stream_keys(), key: value})
-            copy_what_fits(model, other.double())
+            copy_parameters(model, other.double())
             assert (other(ids)[0] - expected).abs().max() > 1e-9, key
 
 
-def copy_what_fits(source: nn.Module, target: nn.Module) -> None:
-    """Copy the parameters, of those with more rows only the first ones."""
+def copy_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Copy the parameters, and of those that have more rows in the source only the first ones."""
     for name, parameter in target.named_parameters():
         value = source.get_parameter(name)
         parameter.copy_(value[: len(parameter)] if parameter.ndim else value)
 
 
-def equal_share(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return which part of the numbers has the same bits."""
-    assert found.dtype == expected.dtype == torch.bfloat16
-    return (found == expected).double().mean().item()
+def fraction_equal(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the fraction of the numbers that have the same bits."""
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    return (actual == expected).double().mean().item()
 
 
 def step_in_bfloat16(production: Production, **keys: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,28 +243,28 @@ def step_in_bfloat16(production: Production, **keys: object) -> tuple[torch.Tens
     generator = torch.Generator().manual_seed(4)
     state = torch.randn(8, 16, 4, SIZE["hidden_size"], generator=generator).bfloat16()
     hs = [torch.randn(8, 16, SIZE["hidden_size"], generator=generator).bfloat16() for _ in range(2)]
-    found = state
+    actual = state
     with torch.no_grad():
         expected = production.layer(block, [lambda c, h=h: h for h in hs])(state)
         for site, h in zip(block.sites, hs):
-            found = site.write(found, h, site.read(found), None)
-    return found, expected
+            actual = site.write(actual, h, site.read(actual), None)
+    return actual, expected
 
 
 @each_model
 def test_a_state_in_bfloat16_is_rounded_as_in_the_production_model(production):
-    """All but the few numbers whose rounding the order of a sum in float32 decides."""
-    found, expected = step_in_bfloat16(production)
-    assert equal_share(found, expected) > 0.99
-    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+    """The order of a sum in float32 decides the rounding of a few numbers, which may differ."""
+    actual, expected = step_in_bfloat16(production)
+    assert fraction_equal(actual, expected) > 0.99
+    torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6)
 
 
 @each_model
-def test_the_other_dtype_of_the_write_rounds_otherwise(production):
+def test_the_other_dtype_of_the_write_rounds_differently(production):
     own = production.stream_keys()["mhc_write_dtype"]
     other = {"state": "float32", "float32": "state"}[own]
-    found, expected = step_in_bfloat16(production, mhc_write_dtype=other)
-    assert equal_share(found, expected) < 0.95
+    actual, expected = step_in_bfloat16(production, mhc_write_dtype=other)
+    assert fraction_equal(actual, expected) < 0.95
 
 
 @each_model
@@ -275,8 +277,8 @@ def test_reads_and_readouts_are_rounded_as_in_the_production_model(production):
         expected_x_in = production.connection(read)(state)[-1]
         x = model.readout(state)
         expected_x = production.readout(model.readout)(state)
-    assert equal_share(x_in, expected_x_in) > 0.99
-    assert equal_share(x, expected_x) > 0.99
+    assert fraction_equal(x_in, expected_x_in) > 0.99
+    assert fraction_equal(x, expected_x) > 0.99
 
 
 @each_model
@@ -295,26 +297,40 @@ def test_a_config_has_the_values_of_the_production_model(production):
     assert {key: keys[key] for key in expected} == expected
 
 
-@each_model
-def test_a_stream_starts_as_the_production_model(production):
-    """Its own initialization of its own modules: biases and scales are the same, maps as large."""
+def build_wide(production: Production) -> GPT:
+    """Return an untrained model that is wide enough to measure the spread of its maps."""
     keys = {**SIZE, "hidden_size": 64, "head_dim": 16}
-    model = build("mHC-gpt-mha-rope", **{**keys, **production.stream_keys()})
+    return build("mHC-gpt-mha-rope", **{**keys, **production.stream_keys()})
+
+
+def initialize_public(production: Production, name: str) -> nn.Module:
+    """Return a module of the production model as its own code initializes it."""
     settings = production.find(production.settings)(hidden_size=64)
     pretrained = empty_module(production.find(production.pretrained_model))
     pretrained.config = settings
+    module = production.find(f"{production.prefix}{name}")(settings)
+    pretrained._init_weights(module)
+    return module
 
-    def started(name: str) -> nn.Module:
-        module = production.find(f"{production.prefix}{name}")(settings)
-        pretrained._init_weights(module)
-        return module
 
-    read, public = model.transformer.h[1].hc_attn, started("HyperConnection")
+@each_model
+def test_reads_are_initialized_as_in_the_production_model(production):
+    """Biases and scales are equal; the random maps have the same spread."""
+    read = build_wide(production).transformer.h[1].hc_attn
+    public = initialize_public(production, "HyperConnection")
     assert read.bias.tolist() == pytest.approx(public.base.tolist())
     assert read.scales.tolist() == pytest.approx(public.scale.tolist())
     assert read.maps.weight.std().item() == pytest.approx(public.fn.std().item(), rel=0.1)
-    if model.config.mhc_readout == "sigmoid":
-        readout, public = model.readout, started("HyperHead")
-        assert readout.bias.tolist() == pytest.approx(public.hc_base.tolist())
-        assert readout.scale.tolist() == pytest.approx(public.hc_scale.tolist())
-        assert readout.maps.weight.std().item() == pytest.approx(public.hc_fn.std().item(), rel=0.1)
+
+
+@each_model
+def test_readouts_are_initialized_as_in_the_production_model(production):
+    model = build_wide(production)
+    if model.config.mhc_readout != "sigmoid":
+        pytest.skip("this readout has no parameters")
+    public = initialize_public(production, "HyperHead")
+    assert model.readout.bias.tolist() == pytest.approx(public.hc_base.tolist())
+    assert model.readout.scale.tolist() == pytest.approx(public.hc_scale.tolist())
+    assert model.readout.maps.weight.std().item() == pytest.approx(
+        public.hc_fn.std().item(), rel=0.1
+    )

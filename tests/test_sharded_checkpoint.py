@@ -66,7 +66,7 @@ def run_one(task, num_processes: int, rank: int, folder: Path, meeting: Path) ->
 
 
 def build_trained(world: World, engine: str, seed: int = 0):
-    """Return a model and its optimizers after one step that is the same with every engine."""
+    """Return a model and its optimizers after one step, which is the same with every engine."""
     name, shard_size, bfloat16 = ENGINES[engine]
     torch.manual_seed(seed)
     model = build(MODEL, **SMALL)
@@ -76,8 +76,8 @@ def build_trained(world: World, engine: str, seed: int = 0):
     optimizers = optimizer.build_optimizers(model, TrainConfig())
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
-    for each_optimizer in optimizers:
-        each_optimizer.step()
+    for torch_optimizer in optimizers:
+        torch_optimizer.step()
     return model, optimizers
 
 
@@ -138,7 +138,7 @@ def save_from_threads(run_folder: Path, step: int, num_writers: int = 2) -> Path
     """Write a checkpoint of several files without other processes."""
     world = World(0, 1, torch.device("cpu"))
     model, optimizers = build_trained(world, "ddp")
-    kinds = {
+    tensors_by_kind = {
         "model": checkpoint.get_model_tensors(model),
         "optimizer": optimizer.state_by_parameter_name(optimizers),
     }
@@ -149,7 +149,7 @@ def save_from_threads(run_folder: Path, step: int, num_writers: int = 2) -> Path
             sharded_checkpoint.gather_shard(
                 kind, tensors, list(range(num_writers)), peers.rank, copy=False
             )
-            for kind, tensors in kinds.items()
+            for kind, tensors in tensors_by_kind.items()
         ]
         checkpoint.write(path, shards, make_state(step), TOKENIZER, peers)
 
@@ -157,7 +157,7 @@ def save_from_threads(run_folder: Path, step: int, num_writers: int = 2) -> Path
     return path
 
 
-def read_all(path: Path, kind: str) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, kind: str) -> dict[str, torch.Tensor]:
     return {name: saved[...] for name, saved in sharded_checkpoint.open_tensors(path, kind).items()}
 
 
@@ -311,7 +311,7 @@ def test_tensors_do_not_depend_on_engine_processes_and_writers(tmp_path):
     for engine, writers in CASES:
         other = checkpoint.find(tmp_path / f"{engine}_{writers}")
         for kind in ("model", "optimizer"):
-            check_same(read_all(other, kind), load_file(path / f"{kind}.safetensors"))
+            check_same(read_tensors(other, kind), load_file(path / f"{kind}.safetensors"))
             num_files = len(list(other.glob(f"{kind}*.safetensors")))
             assert num_files == writers
         subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=other, check=True)
@@ -330,10 +330,10 @@ def test_tensors_do_not_depend_on_engine_processes_and_writers(tmp_path):
 # ---- the background ----
 
 
-def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_a_copy_is_written(tmp_path, monkeypatch):
     world = World(0, 1, torch.device("cpu"))
     model, optimizers = build_trained(world, "ddp")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     may_write = threading.Event()
     write_shards = checkpoint.write_shards
 
@@ -343,22 +343,23 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write_shards", write_later)
     checkpoint_saver = make_saver(world, "ddp", 1)
-    arguments = (
+    checkpoint_saver.save(
+        tmp_path,
+        1,
         checkpoint.get_model_tensors(model),
         optimizer.state_by_parameter_name(optimizers),
         make_state(1),
         TOKENIZER,
     )
-    checkpoint_saver.save(tmp_path, 1, *arguments)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     assert checkpoint.list_checkpoints(tmp_path) == []
     may_write.set()
     assert checkpoint_saver.wait()
-    saved = read_all(checkpoint.find(tmp_path), "model")
+    saved = read_tensors(checkpoint.find(tmp_path), "model")
     for name, tensor in saved.items():
-        assert torch.equal(tensor, before[name])
+        assert torch.equal(tensor, trained[name])
 
 
 def test_a_bug_in_the_background_ends_the_run(tmp_path, monkeypatch):
@@ -496,11 +497,15 @@ def test_an_export_reads_several_files(tmp_path):
     check_same(exported.state_dict(), model.state_dict())
 
 
-def test_runs_in_the_background_end_as_those_in_the_foreground(corpus, tmp_path):
-    keys = {**CONSTANT_RATE, "checkpoint_interval": 1, "max_steps": 4}
+def test_saving_in_the_background_does_not_change_a_run(corpus, tmp_path):
     for background in (True, False):
         arguments = small_run(
-            corpus, tmp_path / str(background), **keys, save_in_background=background
+            corpus,
+            tmp_path / str(background),
+            **CONSTANT_RATE,
+            checkpoint_interval=1,
+            max_steps=4,
+            save_in_background=background,
         )
         result = call("train.py", *arguments)
         assert result.returncode == 0, result.stderr.decode()
@@ -518,12 +523,14 @@ def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write_shards", write_slowly)
     run = tmp_path / "run"
-    keys = {
+    arguments = small_run(
+        corpus,
+        run,
         **CONSTANT_RATE,
-        "checkpoint_interval": 5,
-        "max_steps": 10_000,
-        "save_in_background": True,
-    }
+        checkpoint_interval=5,
+        max_steps=10_000,
+        save_in_background=True,
+    )
 
     def stop_run():
         wait_for(lambda: len(completed_steps(run)) > 6)
@@ -531,7 +538,7 @@ def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
 
     stop = threading.Thread(target=stop_run, daemon=True)
     stop.start()
-    result = call("train.py", *small_run(corpus, run, **keys))
+    result = call("train.py", *arguments)
     stop.join()
     assert result.returncode == stopping.EXIT_CODE, result.stderr.decode()
     latest = checkpoint.find(run)
@@ -541,21 +548,25 @@ def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_processes_change_within_runs_of_several_writers(corpus, tmp_path):
+def test_runs_of_several_writers_resume_with_other_numbers_of_processes(corpus, tmp_path):
     """The weights are those of runs with one writer in the foreground, to the bit."""
-    keys = {
-        **CONSTANT_RATE,
-        "checkpoint_interval": 2,
-        "micro_batch_size": 1,
-        "num_hidden_layers": 1,
-    }
     for name, writers, background in (("one", 1, False), ("several", 4, True)):
         run = tmp_path / name
         for processes, steps, engine in ((4, 2, "fsdp"), (1, 3, "ddp"), (2, 4, "fsdp")):
-            changes = {"max_steps": steps, "engine": engine, "save_in_background": background}
-            if processes == 4:  # resumed, the run has it from its checkpoint
-                changes["checkpoint_writers"] = writers
-            arguments = small_run(corpus, run, **keys, **changes)
+            arguments = small_run(
+                corpus,
+                run,
+                **CONSTANT_RATE,
+                checkpoint_interval=2,
+                micro_batch_size=1,
+                num_hidden_layers=1,
+                max_steps=steps,
+                engine=engine,
+                save_in_background=background,
+            )
+            # a resumed run has the number of writers from its checkpoint
+            if processes == 4:
+                arguments.append(f"--checkpoint_writers={writers}")
             if processes == 1:
                 assert call("train.py", *arguments).returncode == 0
                 continue

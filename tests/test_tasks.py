@@ -1,4 +1,4 @@
-"""Test the synthetic tasks: plain Python finds the answers of their sequences again."""
+"""Test the synthetic tasks: plain Python solves their sequences and finds the same answers."""
 
 import contextlib
 import itertools
@@ -45,17 +45,19 @@ def solve_hops(ids: list[int], task: Hops) -> list[int]:
     A hop leads to what followed the same symbol the last time.
     """
     hops = ids[0] - task.symbols
-    answers = []
     assert task.fewest <= hops <= task.hops
-    for place in range(len(ids)):
-        for _ in range(hops):
-            earlier = [j for j in range(place) if ids[j] == ids[place]]
-            place = earlier[-1] + 1 if earlier else None
-            if place is None:
-                break
-        answers.append(None if place is None else ids[place])
     half = len(ids) - len(ids) // 2
-    return [0] * half + answers[half:]
+    return [0] * half + [follow_hops(ids, position, hops) for position in range(half, len(ids))]
+
+
+def follow_hops(ids: list[int], position: int, hops: int) -> int | None:
+    """Return the symbol at which the hops from a position end, None if a symbol is new."""
+    for _ in range(hops):
+        earlier = [j for j in range(position) if ids[j] == ids[position]]
+        if not earlier:
+            return None
+        position = earlier[-1] + 1
+    return ids[position]
 
 
 def solve_words(ids: list[int], task: Words) -> list[int]:
@@ -73,12 +75,12 @@ def solve_registers(ids: list[int], task: Registers) -> list[int]:
     """Return what the register that the question names holds in the end, 0 before the question.
 
     With trained="swaps", the last token of a swap has what its first register holds after it.
-    Tokens are replaced by words first, and what the words say is done one after another.
+    Tokens are replaced by words first, and the operations that they name are done in turn.
     """
     values = [f"value {number}" for number in range(1, task.values + 1)]
     registers = [f"register {number}" for number in range(1, task.registers + 1)]
     words = ["", *values, *registers, "set", "swap", "ask"]
-    *operations, question, asked = (words[token] for token in ids)
+    *operations, question, queried_register = (words[token] for token in ids)
     holds = {}
     answers = []
     for operation, register, argument in zip(*[iter(operations)] * 3, strict=True):
@@ -92,7 +94,7 @@ def solve_registers(ids: list[int], task: Registers) -> list[int]:
             if task.trained == "swaps":
                 answers[-1] = words.index(holds[register])
     assert question == "ask"
-    return [*answers, 0, words.index(holds[asked])]
+    return [*answers, 0, words.index(holds[queried_register])]
 
 
 RECALL = Recall(7, 61, 30)
@@ -119,7 +121,7 @@ class PreparedTask(NamedTuple):
 
 
 def prepare(out: Path, task: tasks.Task, *options: str) -> PreparedTask:
-    """Run the script of a task, and read the corpus that it writes."""
+    """Run the preparation script of a task, and read the corpus that it writes."""
     keys = [f"--{key}={value}" for key, value in vars(task).items()]
     result = call(f"data/{task.name}/prepare.py", f"--out={out}", *keys, *options)
     assert result.returncode == 0, result.stderr.decode()
@@ -165,7 +167,7 @@ def test_every_document_begins_with_end_of_text_and_no_label(solved_task):
     assert (documents[:, half] == 0).all()
 
 
-def test_each_split_has_the_documents_that_were_asked_for(solved_task):
+def test_each_split_has_the_requested_number_of_documents(solved_task):
     prepared, _ = solved_task
     assert len(prepared.val) == 30
     assert len(prepared.train) == 60
@@ -323,7 +325,7 @@ def test_every_register_is_set_first():
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
-def test_swaps_are_as_frequent_as_was_asked_for(probability):
+def test_swaps_have_the_given_probability(probability):
     ids, _ = draw(Registers(3, 2, 5, probability))
     swaps = (ids[:, 9:15:3] == 10).sum()
     assert_frequencies(np.array([swaps, 40_000 - swaps]), np.array([probability, 1 - probability]))
@@ -372,7 +374,7 @@ def test_every_copy_begins_with_end_of_text(copies):
     assert (documents[:, 0] == copies.corpus.meta["eot_token"]).all()
 
 
-def test_each_split_has_the_copies_that_were_asked_for(copies):
+def test_each_split_has_the_requested_number_of_copies(copies):
     assert len(copies.val) == 70
     assert len(copies.train) == 600
     assert copies.corpus.meta["train"]["tokens"] == 600 * 11
@@ -414,10 +416,15 @@ def test_answers_alone_are_trained(copies_of_answers):
 
 
 def test_the_copy_task_with_other_targets_is_another_preparation(tmp_path):
-    """Refuse it although the shards would be the same: what is learned from them is not."""
-    options = ("--sequences=600", "--val_sequences=70")
-    prepare(tmp_path, Copies(5, trained="answers"), *options)
-    result = call("data/copy_task/prepare.py", f"--out={tmp_path}", "--half=5", *options)
+    """The shards would be the same, but a model learns something else from them."""
+    prepare(tmp_path, Copies(5, trained="answers"), "--sequences=600", "--val_sequences=70")
+    result = call(
+        "data/copy_task/prepare.py",
+        f"--out={tmp_path}",
+        "--half=5",
+        "--sequences=600",
+        "--val_sequences=70",
+    )
     assert "holds another preparation" in one_line_error(result)
 
 
@@ -426,18 +433,26 @@ def test_the_copy_task_with_other_targets_is_another_preparation(tmp_path):
 DRAWN_TASKS = [RECALL, HOPS, WORDS, REGISTERS, Copies(5)]
 
 
-@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
-def test_sequences_are_a_function_of_the_seed_and_the_split(task):
-    train = read_texts(task, 600, 0, "train")
-    assert train == read_texts(task, 600, 0, "train")
-    assert len(set(train)) == 600
-    assert not set(train) & set(read_texts(task, 600, 1, "train"))
-    assert not set(train) & set(read_texts(task, 600, 0, "val"))
-
-
 def read_texts(task, count: int, seed: int, split: str, cursor: dict | None = None) -> list:
     batches = tasks.Sequences(task, count, seed, split).read(cursor)
     return [text for batch in batches for text in batch.texts]
+
+
+@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
+def test_sequences_are_a_function_of_the_seed(task):
+    assert read_texts(task, 600, 0, "train") == read_texts(task, 600, 0, "train")
+
+
+@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
+def test_sequences_are_different(task):
+    assert len(set(read_texts(task, 600, 0, "train"))) == 600
+
+
+@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
+@pytest.mark.parametrize(("seed", "split"), [(1, "train"), (0, "val")])
+def test_another_seed_or_split_has_other_sequences(task, seed, split):
+    texts = set(read_texts(task, 600, seed, split))
+    assert not texts & set(read_texts(task, 600, 0, "train"))
 
 
 @pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
@@ -663,17 +678,27 @@ DIFFICULTIES = {
 }
 
 
-@pytest.mark.parametrize(("name", "option"), DIFFICULTIES.items(), ids=DIFFICULTIES)
-def test_the_config_fits_every_difficulty(name, option, tmp_path):
-    result = call(f"data/{name}/prepare.py", f"--out={tmp_path}", option, "--sequences=300")
+@pytest.fixture(scope="module", params=DIFFICULTIES.items(), ids=DIFFICULTIES)
+def difficult_corpus(request, tmp_path_factory) -> tuple[str, Path]:
+    """Prepare a task with another difficulty; return the task's config file and the corpus."""
+    name, option = request.param
+    folder = tmp_path_factory.mktemp(name)
+    result = call(f"data/{name}/prepare.py", f"--out={folder}", option, "--sequences=300")
     assert result.returncode == 0, result.stderr.decode()
-    config_file = str(ROOT / "config" / f"{name}_cpu.py")
-    config, model_config = configure([config_file, f"--dataset={tmp_path}"])
+    return str(ROOT / "config" / f"{name}_cpu.py"), folder
+
+
+def test_the_config_fits_every_difficulty(difficult_corpus):
+    config_file, corpus = difficult_corpus
+    config, model_config = configure([config_file, f"--dataset={corpus}"])
     open_data(config, model_config)
-    meta = open_corpus(str(tmp_path)).meta
+    meta = open_corpus(str(corpus)).meta
     assert model_config.block_size == meta["window_tokens"] // 2
     assert model_config.vocab_size == -(-meta["vocab_size"] // 64) * 64
 
-    config, model_config = configure([config_file, f"--dataset={tmp_path}", "--block_size=99"])
+
+def test_another_block_size_than_that_of_the_documents_is_refused(difficult_corpus):
+    config_file, corpus = difficult_corpus
+    config, model_config = configure([config_file, f"--dataset={corpus}", "--block_size=99"])
     with pytest.raises(ValueError, match="block_size=99, but the documents"):
         open_data(config, model_config)

@@ -544,7 +544,7 @@ def test_all_settings_that_differ_from_the_resumed_run_are_in_one_message(finish
     assert "eval_batches" not in line  # evaluation may change
 
 
-def test_a_resumed_run_may_evaluate_otherwise(branch):
+def test_a_resumed_run_may_evaluate_differently(branch):
     run_train(
         f"--out_dir={branch}",
         "--resume=auto",
@@ -775,7 +775,9 @@ def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, changes
         (2, {"global_batch_size": 24, "micro_batch_size": 5}, "try --micro_batch_size=4"),
     ],
 )
-def test_batches_that_do_not_divide(corpus, tmp_path, monkeypatch, world_size, changes, message):
+def test_batches_that_do_not_divide_are_refused(
+    corpus, tmp_path, monkeypatch, world_size, changes, message
+):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     with pytest.raises(ValueError, match=message):
         configure(small_run(corpus, tmp_path, **changes))
@@ -811,6 +813,7 @@ def test_a_damaged_token_ends_the_run_in_one_line(corpus, tmp_path):
     assert "small_train_000000.bin holds token id 300 at" in message
 
 
+# (argument, the argument that gives it an effect, the setting with which it has none)
 IDLE = [
     ("--ddl_v_constant_value=1.5", "--ddl_v_constant=True", "ddl_v_constant=False"),
     ("--ddl_beta_hidden_size=7", "--ddl_beta_single_linear=False", "ddl_beta_single_linear=True"),
@@ -821,30 +824,29 @@ IDLE = [
     ("--muon_learning_rate=0.01", "--optimizer=muon", "optimizer=adamw"),
     ("--rope_base=500.0", "--rope_ratio=0.5", "rope_ratio=0.0"),
 ]
+SHORT_RUN = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0"]
 
 
-@pytest.mark.parametrize(("typed", "beside", "without"), IDLE)
-def test_a_typed_key_without_an_effect_is_refused(typed, beside, without):
-    arguments = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0", f"--{without}"]
-    with pytest.raises(ValueError, match=f"{typed[2:]} has no effect with {without}: omit one of"):
-        configure([*arguments, typed])
+@pytest.mark.parametrize(("argument", "disabled"), [(row[0], row[2]) for row in IDLE])
+def test_an_argument_without_an_effect_is_refused(argument, disabled):
+    message = f"{argument[2:]} has no effect with {disabled}: omit one of"
+    with pytest.raises(ValueError, match=message):
+        configure([*SHORT_RUN, f"--{disabled}", argument])
 
 
-@pytest.mark.parametrize(("typed", "beside", "without"), IDLE)
-def test_a_typed_key_is_accepted_beside_the_key_that_it_needs(typed, beside, without):
-    arguments = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0"]
-    key, _, value = typed[2:].partition("=")
-    run_config, model_config = configure([*arguments, typed, beside])
+@pytest.mark.parametrize(("argument", "enabling_argument"), [row[:2] for row in IDLE])
+def test_an_argument_is_accepted_beside_the_one_that_it_needs(argument, enabling_argument):
+    key, _, value = argument[2:].partition("=")
+    run_config, model_config = configure([*SHORT_RUN, argument, enabling_argument])
     assert str({**vars(run_config), **vars(model_config)}[key]) == value
 
 
-@pytest.mark.parametrize(("typed", "beside", "without"), IDLE)
-def test_a_config_file_may_hold_a_key_without_an_effect(typed, beside, without, tmp_path):
-    """Accept it there: one file may serve several variants."""
-    arguments = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0", f"--{without}"]
-    key, _, value = typed[2:].partition("=")
+@pytest.mark.parametrize(("argument", "disabled"), [(row[0], row[2]) for row in IDLE])
+def test_a_config_file_may_hold_a_key_without_an_effect(argument, disabled, tmp_path):
+    """One file may serve several variants."""
+    key, _, value = argument[2:].partition("=")
     (tmp_path / "file.py").write_text(f"{key} = {value}\n")
-    configure([str(tmp_path / "file.py"), *arguments])
+    configure([str(tmp_path / "file.py"), *SHORT_RUN, f"--{disabled}"])
 
 
 @pytest.fixture(scope="module")
@@ -908,10 +910,14 @@ def run_with_own_vocabulary(corpus, tmp_path) -> Path:
 def test_a_resumed_run_keeps_its_vocabulary(run_with_own_vocabulary, corpus):
     arguments = arguments_without("vocab_size", small_run(corpus, run_with_own_vocabulary))
     assert configured_vocab_size(*arguments, "--resume=auto") == 290
+
+
+def test_a_run_in_another_folder_has_the_vocabulary_of_the_corpus(run_with_own_vocabulary, corpus):
+    arguments = arguments_without("vocab_size", small_run(corpus, run_with_own_vocabulary))
     assert configured_vocab_size(*arguments, "--resume=auto", "--out_dir=elsewhere") == 320
 
 
-def test_the_vocabulary_is_that_of_the_run_in_the_default_folder(
+def test_the_vocabulary_is_that_of_the_run_in_the_folder_of_the_model(
     run_with_own_vocabulary, corpus, tmp_path, monkeypatch
 ):
     (tmp_path / "runs").mkdir()
@@ -920,8 +926,14 @@ def test_the_vocabulary_is_that_of_the_run_in_the_default_folder(
     arguments = arguments_without("vocab_size", small_run(corpus, run_with_own_vocabulary))
     arguments = arguments_without("out_dir", arguments)
     assert configured_vocab_size(*arguments, "--resume=auto") == 290
-    # the folder of the default model
-    Path("runs/DDL-gpt-mha-rope").rename("runs/gpt-mha-rope")
+
+
+def test_the_vocabulary_is_that_of_the_run_in_the_folder_of_the_default_model(
+    run_with_own_vocabulary, corpus, tmp_path, monkeypatch
+):
+    (tmp_path / "runs").mkdir()
+    run_with_own_vocabulary.rename(tmp_path / "runs" / "gpt-mha-rope")
+    monkeypatch.chdir(tmp_path)
     assert configured_vocab_size(f"--dataset={corpus}", "--resume=auto") == 290
 
 
@@ -946,21 +958,35 @@ SIZES = {
     "medium": {"num_hidden_layers": 24, "num_attention_heads": 8, "hidden_size": 1024},
 }
 EVERY_SIZE = {"head_dim": 128, "block_size": 1024, "vocab_size": 50304, "mup": True}
+CONFIG_FILES = sorted(ROOT.glob("config/*.py"))
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("config/*.py")), ids=lambda path: path.stem)
+def size_of_config(path: Path) -> str:
+    return path.stem.rpartition("_")[2]
+
+
+@pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
 def test_config_files_fit_the_schema(path, monkeypatch):
     world_sizes = ["1", "2", "4"] if path.stem.endswith("_cpu") else ["1", "2", "4", "8"]
     for world_size in world_sizes:
         monkeypatch.setenv("WORLD_SIZE", world_size)
-        config, model_config = configure([str(path)])
+        config, _ = configure([str(path)])
         assert config.out_dir == f"runs/{path.stem}"
-    if size := SIZES.get(path.stem.rpartition("_")[2]):
-        assert {**size, **EVERY_SIZE}.items() <= vars(model_config).items()
-        assert RECIPE.items() <= vars(config).items()
 
 
-def test_another_variant_over_a_config_file(capsys):
+@pytest.mark.parametrize(
+    "path",
+    [path for path in CONFIG_FILES if size_of_config(path) in SIZES],
+    ids=lambda path: path.stem,
+)
+def test_config_files_of_the_papers_sizes_have_its_recipe(path):
+    config, model_config = configure([str(path)])
+    size = {**SIZES[size_of_config(path)], **EVERY_SIZE}
+    assert size.items() <= vars(model_config).items()
+    assert RECIPE.items() <= vars(config).items()
+
+
+def test_a_config_file_may_be_used_with_another_model(capsys):
     config, model_config = configure(["config/ddl_dv4_small.py", "--model=gpt-mha-rope"])
     assert config.model == "gpt-mha-rope"
     assert not hasattr(model_config, "ddl_value_channels")

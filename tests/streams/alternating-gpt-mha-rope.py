@@ -1,5 +1,7 @@
-"""Blocks differ: even ones norm before the sublayer, odd ones after the write, and read a mean over
-two tokens.
+"""Even and odd blocks differ.
+
+Even blocks normalize before the sublayer. Odd ones normalize after the write, and read the mean
+over two tokens.
 """
 
 from dataclasses import replace

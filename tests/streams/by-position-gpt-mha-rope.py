@@ -1,4 +1,4 @@
-"""What a sublayer adds has a gate that falls with the token's place in its sequence."""
+"""The output of a sublayer has a gate that decreases with the token's position in its sequence."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from model.gpt import GPT
 from model.parameters import Rule, constant
 
 
-class Placed(nn.Module):
+class PositionGate(nn.Module):
     def __init__(self):
         super().__init__()
         self.slope = nn.Parameter(torch.empty(1))
@@ -20,17 +20,22 @@ class Placed(nn.Module):
         return state, torch.exp(-self.slope * positions.in_sequence).unsqueeze(-1)
 
 
-def gated(state, h, taken, c, past=None):
-    return state + (taken[1] * h).to(state.dtype)
+def write_gated(state, h, read_output, c, past=None):
+    _, gate = read_output
+    return state + (gate * h).to(state.dtype)
 
 
-class PlacedBlock(Block):
+class PositionGatedBlock(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
-        self.read_attn, self.read_mlp = Placed(), Placed()
-        attn, mlp = (replace(site, write=gated, read_positions=True) for site in self.sites)
-        self.sites = replace(attn, read=self.read_attn), replace(mlp, read=self.read_mlp)
+        self.read_attn = PositionGate()
+        self.read_mlp = PositionGate()
+        attn, mlp = self.sites
+        self.sites = (
+            replace(attn, read=self.read_attn, write=write_gated, read_positions=True),
+            replace(mlp, read=self.read_mlp, write=write_gated, read_positions=True),
+        )
 
 
 class Model(GPT):
-    Block = PlacedBlock
+    Block = PositionGatedBlock

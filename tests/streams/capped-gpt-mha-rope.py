@@ -1,4 +1,4 @@
-"""Logits are capped at 15: the loss, evaluation, sampling and exports are of these."""
+"""Cap the logits at 15, for the loss, evaluation, sampling and exports alike."""
 
 import torch
 

@@ -1,4 +1,8 @@
-"""Keys are made from the embedding and values from the state a block before; queries as usual."""
+"""Compute keys from the embedding, and values from the state of the previous block.
+
+Queries are computed from the current state as usual. The state is a tuple of the stream, the
+embedding and the stream of the previous block.
+"""
 
 from dataclasses import replace
 
@@ -20,10 +24,13 @@ class First(Direct):
 class EarlierBlock(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
-        self.ln_k, self.ln_v = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
+        self.ln_k = RMSNorm(config.hidden_size)
+        self.ln_v = RMSNorm(config.hidden_size)
         attn, mlp = self.sites
-        attn = replace(attn, read=Direct(), write=self.write_attn, inputs=self.inputs)
-        self.sites = attn, replace(mlp, read=First(), write=self.write_mlp)
+        self.sites = (
+            replace(attn, read=Direct(), write=self.write_attn, inputs=self.inputs),
+            replace(mlp, read=First(), write=self.write_mlp),
+        )
 
     def inputs(self, c, state, positions):
         return AttentionInputs(c, self.ln_k(state[1]), self.ln_v(state[2]))
@@ -36,4 +43,6 @@ class EarlierBlock(Block):
 
 
 class Model(GPT):
-    Expander, Block, Readout = Start, EarlierBlock, First
+    Expander = Start
+    Block = EarlierBlock
+    Readout = First

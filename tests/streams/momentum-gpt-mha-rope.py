@@ -37,4 +37,6 @@ class MomentumBlock(Block):
 
 
 class Model(GPT):
-    Expander, Block, Readout = Start, MomentumBlock, First
+    Expander = Start
+    Block = MomentumBlock
+    Readout = First

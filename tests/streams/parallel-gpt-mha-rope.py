@@ -1,5 +1,6 @@
-"""Attention and MLP read the same state: what attention gives waits beside it until the MLP
-writes.
+"""Attention and MLP read the same state, as in a parallel block.
+
+The output of attention is kept beside the stream until the MLP writes.
 """
 
 from dataclasses import replace
@@ -18,13 +19,13 @@ class First(Direct):
         return state[0]
 
 
-def wait(state, h, x_in, c, past=None):
+def keep_beside(state, h, x_in, c, past=None):
     return state[0], h.to(state[0].dtype)
 
 
 def add_both(state, h, x_in, c, past=None):
-    x, waiting = state
-    return x + waiting + h.to(x.dtype), x * 0
+    x, attn_output = state
+    return x + attn_output + h.to(x.dtype), x * 0
 
 
 class ParallelBlock(Block):
@@ -32,10 +33,12 @@ class ParallelBlock(Block):
         super().__init__(config, layer)
         attn, mlp = self.sites
         self.sites = (
-            replace(attn, read=First(), write=wait),
+            replace(attn, read=First(), write=keep_beside),
             replace(mlp, read=First(), write=add_both),
         )
 
 
 class Model(GPT):
-    Expander, Block, Readout = Start, ParallelBlock, First
+    Expander = Start
+    Block = ParallelBlock
+    Readout = First

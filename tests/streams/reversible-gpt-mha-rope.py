@@ -1,5 +1,7 @@
-"""Two halves of the state in turn: attention reads the second and writes to the first, the MLP the
-other way.
+"""The state has two halves, as in a reversible network.
+
+Attention reads the second half and writes to the first; the MLP reads the first and writes to the
+second.
 """
 
 from dataclasses import replace
@@ -46,4 +48,6 @@ class ReversibleBlock(Block):
 
 
 class Model(GPT):
-    Expander, Block, Readout = Twice, ReversibleBlock, Mean
+    Expander = Twice
+    Block = ReversibleBlock
+    Readout = Mean

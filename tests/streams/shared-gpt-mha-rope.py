@@ -1,4 +1,4 @@
-"""Each second block is the one before it, once more; all blocks have the norms of the first."""
+"""Every second block is the block before it again; all blocks share the norms of the first."""
 
 from model.gpt import GPT
 
@@ -8,5 +8,6 @@ class Model(GPT):
         super().__init__(config)
         blocks = self.transformer.h
         for layer, block in enumerate(blocks):
-            block.ln_1.weight, block.ln_2.weight = blocks[0].ln_1.weight, blocks[0].ln_2.weight
+            block.ln_1.weight = blocks[0].ln_1.weight
+            block.ln_2.weight = blocks[0].ln_2.weight
             blocks[layer] = blocks[layer - layer % 2]

@@ -1,5 +1,6 @@
-"""One column of DDL whose gate is trained to be small: an extra loss of each site, and a statistic
-for it.
+"""DDL with one value channel, whose gates are trained to be small.
+
+Each site adds a loss for it, and a statistic.
 """
 
 from dataclasses import replace
@@ -13,17 +14,21 @@ class SparseRewrite(DeltaRewrite):
         return 0.01 * self.compute_beta(state, x_in, c).mean()
 
     def statistics(self, state, h, x_in, c, written):
-        size = (written - state).float().square().mean((-1, -2)).sqrt()  # (B, T)
-        return {**super().statistics(state, h, x_in, c, written), "update_rms": size}
+        update_rms = (written - state).float().square().mean((-1, -2)).sqrt()  # (B, T)
+        return {**super().statistics(state, h, x_in, c, written), "update_rms": update_rms}
 
 
 class SparseBlock(DeltaBlock):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
-        self.ddl_attn, self.ddl_mlp = SparseRewrite(config), SparseRewrite(config)
+        self.ddl_attn = SparseRewrite(config)
+        self.ddl_mlp = SparseRewrite(config)
         attn, mlp = self.sites
         self.sites = replace(attn, write=self.ddl_attn), replace(mlp, write=self.ddl_mlp)
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = SingleChannelConfig, Repeat, SparseBlock, SingleChannelRead
+    Config = SingleChannelConfig
+    Expander = Repeat
+    Block = SparseBlock
+    Readout = SingleChannelRead

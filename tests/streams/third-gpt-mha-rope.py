@@ -1,4 +1,4 @@
-"""A third site between attention and MLP, whose sublayer looks at the token before."""
+"""A third site between attention and MLP, whose sublayer reads the previous token."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from model.gpt import GPT
 from model.layers import RMSNorm, for_product, sublayer_matrix
 
 
-class Before(nn.Module):
+class PreviousToken(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.c_proj = sublayer_matrix(config, config.hidden_size, config.hidden_size, last=True)
@@ -19,7 +19,8 @@ class Before(nn.Module):
 class ThreeSites(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
-        self.before, self.ln_3 = Before(config), RMSNorm(config.hidden_size)
+        self.before = PreviousToken(config)
+        self.ln_3 = RMSNorm(config.hidden_size)
         attn, mlp = self.sites
         self.sites = (
             attn,

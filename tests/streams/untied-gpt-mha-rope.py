@@ -1,5 +1,6 @@
-"""The output layer has a weight of its own, as a class makes one; `tie_embeddings=False` is the
-same as a key.
+"""The output layer has a weight of its own.
+
+`tie_embeddings=False` does the same without a class.
 """
 
 from model.gpt import GPT

@@ -1,4 +1,4 @@
-"""Attention over the last four tokens alone."""
+"""Attention over the last four tokens only."""
 
 from dataclasses import replace
 
@@ -13,13 +13,15 @@ WINDOW = 4
 
 class WindowAttention(CausalSelfAttention):
     def forward(self, x, positions, cache=None):
-        if (mask := positions.mask) is None:
+        if positions.mask is None:
             queries = torch.arange(x.shape[1], device=x.device)[:, None]
             mask = (queries >= queries.T)[None, None]
         else:
             queries = positions.in_cache[:, None]
+            mask = positions.mask
         keys = torch.arange(mask.shape[-1], device=x.device)
-        return super().forward(x, positions._replace(mask=mask & (queries - keys < WINDOW)), cache)
+        mask = mask & (queries - keys < WINDOW)
+        return super().forward(x, positions._replace(mask=mask), cache)
 
 
 class WindowBlock(Block):
