@@ -122,10 +122,10 @@ def judge(comparisons: list[Comparison], table: Table) -> list[dict]:
 
 
 def is_below(table: Table, own: str, base: str, layers: int, equal: str = "") -> Comparison:
-    """Claim that the loss of one arm less that of another is below 0."""
+    """Claim that an arm has a lower loss than another."""
     losses = [table.by_seed(arm, layers, "val_loss", equal) for arm in (own, base)]
     return Comparison(
-        f"loss of `{own}` less that of `{base}` is below 0",
+        f"`{own}` has a lower loss than `{base}`",
         combine([(1, losses[0]), (-1, losses[1])]),
         settings=((own, layers, equal), (base, layers, equal)),
     )
@@ -139,7 +139,7 @@ def has_synergy(table: Table, base: str, gate: str, delta: str, both: str, note:
     arms = ((1, gate), (1, delta), (-1, base), (-1, both))
     terms = [(sign, table.by_seed(arm, 24, "val_loss")) for sign, arm in arms]
     return Comparison(
-        f"S {note} is above 0",
+        f"the two gates are synergistic (S > 0), {note}",
         combine(terms),
         above=True,
         settings=tuple((arm, 24, "") for _, arm in arms),
@@ -149,9 +149,9 @@ def has_synergy(table: Table, base: str, gate: str, delta: str, both: str, note:
 def compare_ablation(table: Table) -> list[Comparison]:
     return [
         is_below(table, "additive", "standard", 24),
-        has_synergy(table, "standard", "mhc", "ddl", "full", "of the paper's arms (eq. 9)"),
-        has_synergy(table, "additive", "mhc_pre", "ddl", "full", "with the norm before"),
-        has_synergy(table, "standard", "mhc", "ddl_post", "full_post", "with the norm after"),
+        has_synergy(table, "standard", "mhc", "ddl", "full", "paper's arms (eq. 9)"),
+        has_synergy(table, "additive", "mhc_pre", "ddl", "full", "norm before"),
+        has_synergy(table, "standard", "mhc", "ddl_post", "full_post", "norm after"),
         is_below(table, "full", "additive_038", 24),
         is_below(table, "full", "standard", 24),
         is_below(table, "mhc", "standard", 24),
@@ -192,49 +192,49 @@ def compare_rank(table: Table) -> list[Comparison]:
     additive = (("additive", DEEPEST, ""),)
     return [
         Comparison(
-            "H1a: slope of log rank of `standard` is below 0",
+            "H1a: log rank of `standard` falls over depth (slope below 0)",
             combine([(1, get("standard", compute_slope))]),
             settings=standard,
         ),
         Comparison(
-            f"H1b: rises over falls of the rank of `standard` are below {MONOTONIC}",
+            f"H1b: it falls monotonically (rises divided by falls below {MONOTONIC})",
             combine([(1, get("standard", compute_rises_over_falls))]),
             MONOTONIC,
             settings=standard,
         ),
         Comparison(
-            f"H1c: rank of `standard` at the end is below {TOWARDS_ZERO}",
+            f"H1c: rank of `standard` after the last block is below {TOWARDS_ZERO}",
             combine([(1, at_end("standard"))]),
             TOWARDS_ZERO,
             settings=standard,
         ),
         Comparison(
-            f"H1d: rank of `standard` at the end less that with {SHALLOWEST} blocks is below 0",
+            f"H1d: that rank is lower than with {SHALLOWEST} blocks",
             combine([(1, at_end("standard")), (-1, at_end("standard", SHALLOWEST))]),
             settings=both_depths,
         ),
         Comparison(
-            "H2: rank of `full` at the end is above 0.5",
+            "H2: rank of `full` after the last block is above 0.5",
             combine([(1, at_end("full"))]),
             0.5,
             above=True,
             settings=full,
         ),
         Comparison(
-            "rank of `additive` at the end is above 0.5",
+            "rank of `additive` after the last block is above 0.5",
             combine([(1, at_end("additive"))]),
             0.5,
             above=True,
             settings=additive,
         ),
         Comparison(
-            "rank of `full` less that of `standard` at the end is above 0",
+            "rank of `full` after the last block is higher than that of `standard`",
             combine([(1, at_end("full")), (-1, at_end("standard"))]),
             above=True,
             settings=full + standard,
         ),
         Comparison(
-            "rank of `full` less that of `additive` at the end is above 0",
+            "rank of `full` after the last block is higher than that of `additive`",
             combine([(1, at_end("full")), (-1, at_end("additive"))]),
             above=True,
             settings=full + additive,
@@ -260,32 +260,32 @@ def compare_beta(table: Table) -> list[Comparison]:
     early = table.by_seed("full", 24, lambda row: mean_of_quarter(row, "sign_varies", last=False))
     return [
         Comparison(
-            f"`full`, deep: share of features whose sign varies is above {SIGNIFICANT}",
+            f"`full`, last quarter of blocks: share of features whose sign varies is above {SIGNIFICANT}",
             combine([(1, deep("full", "sign_varies"))]),
             SIGNIFICANT,
             above=True,
             settings=full,
         ),
         Comparison(
-            f"`full_bias_0`, deep: share of features whose sign varies is above {SIGNIFICANT}",
+            f"`full_bias_0`, last quarter of blocks: share of features whose sign varies is above {SIGNIFICANT}",
             combine([(1, deep("full_bias_0", "sign_varies"))]),
             SIGNIFICANT,
             above=True,
             settings=(("full_bias_0", 24, ""),),
         ),
         Comparison(
-            "`full`, deep: mean of beta alpha is above 0",
+            "`full`, last quarter of blocks: mean of beta alpha is above 0",
             combine([(1, deep("full", "erasure"))]),
             above=True,
             settings=full,
         ),
         Comparison(
-            "`full`, deep: mean cos(X' - X, X) is below 0",
+            "`full`, last quarter of blocks: mean cos(X' - X, X) is below 0",
             combine([(1, deep("full", "cosine"))]),
             settings=full,
         ),
         Comparison(
-            "`full`: share in the last quarter of blocks less that in the first is above 0",
+            "`full`: that share is higher in the last than in the first quarter of blocks",
             combine([(1, deep("full", "sign_varies")), (-1, early)]),
             above=True,
             settings=full,
@@ -316,7 +316,7 @@ def compare_depth(table: Table) -> list[Comparison]:
         change = [x - y for x, y in zip(deep.values, shallow.values, strict=True)]
     comparisons.append(
         Comparison(
-            f"`full` less `standard` at {depths[-1]} blocks, less the same at {depths[0]}, is below 0",
+            f"`full` gains more on `standard` with {depths[-1]} blocks than with {depths[0]}",
             change,
             settings=deep.settings + shallow.settings,
         )
@@ -325,7 +325,7 @@ def compare_depth(table: Table) -> list[Comparison]:
         steps = [table.by_seed(arm, depth, steps_to_bigram, "size") for arm in ("full", "standard")]
         comparisons.append(
             Comparison(
-                f"{depth} blocks: steps to the bigram of `full` less those of `standard` are below 0",
+                f"{depth} blocks: `full` reaches the bigram's loss in fewer steps than `standard`",
                 combine([(1, steps[0]), (-1, steps[1])]),
                 settings=gaps[depth].settings,
             )

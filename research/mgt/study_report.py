@@ -221,10 +221,8 @@ def draw_comparisons(verdicts: list[dict]) -> object:
 def shorten_claim(claim: str) -> str:
     """Return a claim of experiment 2 as a label."""
     return (
-        claim.replace("loss of ", "")
-        .replace(" less that of ", " < ")
-        .replace(" is below 0", "")
-        .replace(" is above 0", " > 0")
+        claim.replace(" has a lower loss than ", " < ")
+        .replace("the two gates are synergistic (S > 0), ", "S > 0, ")
         .replace("`", "")
     )
 
