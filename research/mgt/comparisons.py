@@ -316,7 +316,7 @@ def compare_depth(table: Table) -> list[Comparison]:
         change = [x - y for x, y in zip(deep.values, shallow.values, strict=True)]
     comparisons.append(
         Comparison(
-            f"`full` gains more on `standard` with {depths[-1]} blocks than with {depths[0]}",
+            f"`full` is further ahead of `standard` with {depths[-1]} blocks than with {depths[0]}",
             change,
             settings=deep.settings + shallow.settings,
         )
