@@ -339,7 +339,7 @@ def format_page(report: dict) -> str:
         + ".",
         format_language(report["language"]),
     ]
-    if report["effects"]:
+    if not report["missing"]["study.py long"]:
         effects = [[name, format_interval(effect)] for name, effect in report["effects"].items()]
         parts += [
             "## Effects at 3.3 million tokens",
@@ -499,7 +499,7 @@ TITLES: dict[str, str] = {}
 def save_figures(report: dict, results: Path) -> None:
     """Draw the figures whose runs are finished."""
     figures = {}
-    if report["effects"]:
+    if not report["missing"]["study.py long"]:
         figures["study_losses"] = draw_losses(report)
         figures["study_effects"] = draw_effects(report["effects"])
     if report["tolerance"]:

@@ -250,3 +250,15 @@ def test_the_report_of_a_study_that_has_begun_says_what_is_missing():
     assert page.count("**not run**") == 9
     num_tries = rates.NUM_TRIES
     assert f"{9 * (num_tries + 5) + 5 * (num_tries + 3)}: `study.py short`" in page
+
+
+def test_figures_of_the_longer_rung_wait_for_all_of_its_runs(tmp_path):
+    rows = make_rows()
+    rows["language"] = [
+        row for row in rows["language"] if (row["arm"], row["rung"]) != ("wide", "long")
+    ]
+    report = study_report.summarize(rows, [], {"short": 3.9, "long": 3.6})
+    assert report["missing"]["study.py long"] > 0
+    study_report.save_figures(report, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"study_rates.png", "study_registers.png"}
+    assert "Effects at 3.3 million tokens" not in study_report.format_page(report)
