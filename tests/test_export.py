@@ -509,7 +509,7 @@ def test_the_card_tells_what_is_known_of_the_run(noisy_run, tmp_path):
     assert f"{build(CC, **TINY).num_parameters():,} parameters" in text
 
 
-# The papers that docs/variants.md names for the streams; the other variants are DDL's.
+# The papers that docs/variants.md names for the streams.
 PAPERS = {
     "AttnRes-gpt-mha-rope": "2603.15031",
     "DenseFormer-gpt-mha-rope": "2402.02622",
@@ -524,15 +524,19 @@ PAPERS = {
     "gpt-mha-rope": None,
     "mHC-gpt-mha-rope": "2512.24880",
     "wide-gpt-mha-rope": None,
+    "DDL-gpt-mha-rope": "2601.00417",
+    "DDL-gpt-mha-rope-CC": "2601.00417",
+    "DDL-gpt-mha-rope-CC-EC": "2601.00417",
+    "DDL-gpt-mha-rope-EC": "2601.00417",
+    "DDL-vdim1-gpt-mha-rope": "2601.00417",
 }
 
 
-@pytest.mark.parametrize("variant", MODEL_NAMES)
-def test_the_card_names_the_paper_of_its_variant_alone(variant):
+@pytest.mark.parametrize(("variant", "paper"), PAPERS.items())
+def test_the_card_names_the_paper_of_its_variant_alone(variant, paper):
     text = card.write_card(
         "name", variant, build(variant, **TINY), dtype="float32", commit=None, state={}, records=[]
     )
-    paper = PAPERS.get(variant, "2601.00417")
     expected = [] if paper is None else [paper]
     assert re.findall(r"\(https://arxiv.org/abs/([\d.]+)\)", text) == expected
     assert f"variant `{variant}`" in text
