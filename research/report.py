@@ -33,7 +33,10 @@ from training.provenance import store_figures
 from utils.tables import format_markdown
 
 MAX_ERRORS = 3  # unreadable runs that an error message names
-Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+Y_LABELS = {
+    "loss": "loss (nats per token; lower is better)",
+    "bits_per_byte": "bits per byte (lower is better)",
+}
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
 
