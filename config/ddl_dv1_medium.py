@@ -1,4 +1,4 @@
-"""Deep Delta Learning with one value channel (d_v = 1), medium (353M parameters).
+"""Deep Delta Learning with one value channel (d_v = 1), medium (354M parameters).
 
 The remaining settings are train.py's defaults, the recipe of the paper.
 

@@ -1,4 +1,4 @@
-"""Deep Delta Learning (d_v = 4) with CC and the embedding convolution, medium (353M parameters).
+"""Deep Delta Learning (d_v = 4) with CC and the embedding convolution, medium (354M parameters).
 
 Sublayers read the state through a convolution over value channels (CC). The embedding
 convolution (EC) expands the token embedding to the value channels.

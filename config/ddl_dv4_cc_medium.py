@@ -1,4 +1,4 @@
-"""Deep Delta Learning (d_v = 4) with a read over value channels, medium (353M parameters).
+"""Deep Delta Learning (d_v = 4) with a read over value channels, medium (354M parameters).
 
 Sublayers read the state through a convolution over value channels (CC).
 

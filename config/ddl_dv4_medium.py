@@ -1,4 +1,4 @@
-"""Deep Delta Learning with four value channels (d_v = 4), medium (353M parameters).
+"""Deep Delta Learning with four value channels (d_v = 4), medium (354M parameters).
 
 Sublayers read the state through a convolution over tokens (TC).
 

@@ -1,9 +1,10 @@
 """The additive baseline with 1.3B parameters, for several GPUs. No run of this size has been tried.
 
-The remaining settings are train.py's defaults, the recipe of the paper, which has not been tuned
-for this size.
+The recipe is that of the paper, with muP. Its learning rates have not been tuned for this size.
 
-    torchrun --nproc_per_node=8 train.py config/gpt_1b.py --engine=fsdp
+20 tokens per parameter are 53,000 steps:
+
+    torchrun --nproc_per_node=8 train.py config/gpt_1b.py --max_steps=53000
 """
 
 from config.gpt_medium import *

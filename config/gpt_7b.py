@@ -1,7 +1,6 @@
 """The additive baseline with 7B parameters, for several GPUs. No run of this size has been tried.
 
-The remaining settings are train.py's defaults, the recipe of the paper, which has not been tuned
-for this size.
+The recipe is that of the paper, with muP. Its learning rates have not been tuned for this size.
 
     torchrun --nproc_per_node=8 train.py config/gpt_7b.py --engine=fsdp
 """

@@ -1,4 +1,4 @@
-"""The additive baseline, medium (353M parameters).
+"""The additive baseline, medium (354M parameters).
 
 The remaining settings are train.py's defaults, the recipe of the paper.
 
