@@ -843,7 +843,7 @@ def plot_final(rows: list[tuple[Line, Estimate, str]], baseline_name: str, unit:
         )
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(positions, [line.name for line, _, _ in rows])
-    axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel=f"{unit} less that of {baseline_name}")
+    axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel=f"{unit} minus that of {baseline_name}")
     axis.grid(axis="y", visible=False)
     return figure
 

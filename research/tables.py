@@ -124,7 +124,7 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
         header += ["published loss", "loss less the published"]
     if comparisons:
         metric_label = METRIC_LABELS[comparisons[0].metric]
-        header += [f"{metric_label} less that of {comparisons[0].baseline.name}", "that is"]
+        header += [f"{metric_label} minus that of {comparisons[0].baseline.name}", "verdict"]
     notes = [INTERVAL_NOTE, *published_notes, *list_cautions(groups, comparisons)]
     table = Table("validation", "Validation", header, [], notes)
     for group in groups:
@@ -244,7 +244,7 @@ def make_difference_table(sizes: list["Size"]) -> Table:
         "better or worse where the interval leaves out 0 after Holm's correction for the "
         "comparisons of this size, else undecided."
     )
-    header = ["model", "less", *metric_labels, "that is", "rests on"]
+    header = ["model", "minus", *metric_labels, "verdict", "rests on"]
     table = Table("differences", "Differences to the baseline", header, [], [note])
     for size in sizes:
         # one comparison in each metric, for each group

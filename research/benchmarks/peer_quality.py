@@ -252,8 +252,8 @@ def format_table(groups: list[dict[str, Any]]) -> str:
         "learning rate",
         "loss on the second half",
         "bits per byte",
-        f"loss less that of `{BASELINE}`",
-        "that is",
+        f"loss minus that of `{BASELINE}`",
+        "verdict",
     ]
     cells = []
     for group in groups:

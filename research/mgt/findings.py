@@ -134,8 +134,8 @@ BLOCKS_COLUMN = {"blocks": itemgetter("layers")}
 SIZE_COLUMN = {"parameters": lambda group: f"{group['parameters']:,}"}
 LOSS_COLUMN = {"validation loss": mean_cell("val_loss")}
 DIFFERENCE_COLUMNS = {
-    "less that of `standard`": format_difference,
-    "that is": lambda group: group.get("word"),
+    "minus that of `standard`": format_difference,
+    "verdict": lambda group: group.get("word"),
 }
 EPOCHS_COLUMN = {"epochs to the target": mean_cell("epochs_to_target")}
 
@@ -333,7 +333,7 @@ def judge_full_arm(rows: list[dict], **conditions: Any) -> list[dict]:
 
 
 def compute_gap(rows: list[dict], **conditions: Any) -> dict[int, float]:
-    """Return the loss of the full arm less that of the standard arm, by seed."""
+    """Return the loss of the full arm minus that of the standard arm, by seed."""
     return subtract_by_seed(
         select_losses(rows, arm="full", **conditions),
         select_losses(rows, arm="standard", **conditions),
