@@ -83,7 +83,7 @@ class Losses:
 
 
 def subtract(first: str, second: str, condition: str) -> dict[Setting, float]:
-    """Return the weights of an arm less another under the same condition, a rung or a size."""
+    """Return the weights of an arm minus another under the same condition, a rung or a size."""
     return {(first, condition): 1.0, (second, condition): -1.0}
 
 
@@ -97,7 +97,7 @@ def interpolate(arm: str, fraction: float) -> dict[Setting, float]:
 
 
 def average_erase(sizes: tuple[str, ...]) -> dict[Setting, float]:
-    """Return the weights of the arms with erase less those without, averaged over sizes."""
+    """Return the weights of the arms with erase minus those without, averaged over sizes."""
     weights = {}
     for size in sizes:
         for arm in ("ddl_1", "ddl_tc"):
@@ -254,7 +254,7 @@ def resample_token_multiplier(losses: Losses, arm: str) -> dict[str, float]:
 def compare_at_equal_seconds(
     losses: Losses, arm: str, relative_speed: float
 ) -> variance.Contrast | None:
-    """Estimate an arm's loss less the baseline's, both after the baseline's seconds.
+    """Estimate an arm's loss minus the baseline's, both after the baseline's seconds.
 
     Args:
         relative_speed: tokens per second of the arm over those of the baseline; a faster arm is

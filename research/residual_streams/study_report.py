@@ -273,11 +273,11 @@ def format_language(groups: list[dict]) -> str:
         "Muon's, AdamW's rate",
         "loss, 0.8M tokens",
         "loss, 3.3M tokens",
-        "less additive's, 0.8M",
-        "less additive's, 3.3M",
+        "minus additive's, 0.8M",
+        "minus additive's, 3.3M",
         "token multiplier",
         "speed",
-        "less additive's, equal seconds",
+        "minus additive's, equal seconds",
     )
     cells = []
     for group in groups:
@@ -303,7 +303,7 @@ def format_language(groups: list[dict]) -> str:
 
 def format_groups(groups: list[dict]) -> str:
     """Format the runs with a single rate."""
-    header = ("problem", "size", "arm", "rate", "loss", "right answers (%)")
+    header = ("problem", "size", "arm", "rate", "loss", "correct answers (%)")
     cells = []
     for group in groups:
         edge = "" if group["is_inside"] else " (edge)"
@@ -456,7 +456,7 @@ def draw_tolerance(groups: list[dict]) -> "Figure":
 
 
 def draw_registers(report: dict) -> "Figure":
-    """Draw the right answers on registers, and what erase changes in the loss."""
+    """Draw the accuracy on registers and the effect of erase on the loss."""
     groups = [group for group in report["groups"] if group["problem"] == "registers"]
     arms = list(single_rate.REGISTERS.seeds)
     sizes = list(single_rate.REGISTERS.sizes)
@@ -479,7 +479,7 @@ def draw_registers(report: dict) -> "Figure":
         )
     answers.axhline(100 / 8, color="gray", linewidth=0.8, linestyle=":")
     answers.set_xticks(range(len(sizes)), sizes)
-    answers.set_ylabel("right answers (%; dotted: chance)")
+    answers.set_ylabel("correct answers (%; dotted: chance)")
     results = report["erase_in_registers"]
     for height, result in enumerate(reversed(results)):
         color = plots.COLORS[0 if result["arm"] == "ddl_1" else 1]

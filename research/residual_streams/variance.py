@@ -5,7 +5,7 @@ The loss of an arm with a seed on a group of sequences is
     loss[arm, seed, group] = mean[arm] + seed effects + group effects + residual,
 
 where both effects are random and differ between arms. Arms are compared on the same seeds (the same
-order of the data) and the same sequences, so a contrast of arms, such as one less another, is taken
+order of the data) and the same sequences, so a contrast of arms, such as one minus another, is taken
 for every pair (seed, group) first. What is left is a table with two crossed random effects. Its
 mean has the variance (MS_seed + MS_group - MS_residual) / (seeds x groups), where MS are the mean
 squares of the analysis of variance (Searle, Casella, McCulloch, Variance Components, chapter 4),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import ROOT, SMALL, one_line_error
 from in_process import call
+from naive_statistics import naive_holm
 
 from model import build
 from research.mgt import arms, comparisons, ngrams, small_measures, study
@@ -271,16 +272,6 @@ def read_losses(name: str) -> dict[str, list[float]]:
     for row in rows:
         losses.setdefault(row["arm"], {})[row["seed"]] = row["val_loss"]
     return {arm: [by_seed[s] for s in sorted(by_seed)] for arm, by_seed in losses.items()}
-
-
-def naive_holm(p_values: list[float]) -> list[float]:
-    """Return Holm's p-values by the definition of his step-down procedure."""
-    corrected = {}
-    largest = 0.0
-    for step, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - step) * p_values[index]))
-        corrected[index] = largest
-    return [corrected[index] for index in range(len(p_values))]
 
 
 def select_verdicts(stored: dict, name: str) -> list[dict]:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from naive_statistics import fit_mixed_model
 
 from research.residual_streams import claims, rates, single_rate, study, study_report, variance
 from research.residual_streams.claims import Claim, Losses
@@ -163,39 +163,16 @@ def test_the_width_of_rates_is_interpolated():
 # ---- statistics ----
 
 
-def fit_mixed_model(table: np.ndarray) -> tuple[float, float]:
-    """Return the mean of a table and its standard error by restricted maximum likelihood."""
-    num_seeds, num_groups = table.shape
-    seed_blocks = np.kron(np.eye(num_seeds), np.ones((num_groups, num_groups)))
-    group_blocks = np.kron(np.ones((num_seeds, num_seeds)), np.eye(num_groups))
-    ones = np.ones(table.size)
-    values = table.ravel()
-
-    def solve(log_variances: np.ndarray) -> tuple[float, float, float]:
-        """Return the restricted log likelihood, the mean and its variance."""
-        seed_variance, group_variance, residual_variance = np.exp(log_variances)
-        covariance = seed_variance * seed_blocks + group_variance * group_blocks
-        covariance += residual_variance * np.eye(table.size)
-        precision = ones @ np.linalg.solve(covariance, ones)
-        mean = ones @ np.linalg.solve(covariance, values) / precision
-        likelihood = stats.multivariate_normal.logpdf(values, mean * ones, covariance)
-        return likelihood - 0.5 * np.log(precision), mean, 1 / precision
-
-    start = np.log(table.var()) - np.ones(3)
-    best = optimize.minimize(lambda x: -solve(x)[0], start, method="Nelder-Mead")
-    _, mean, mean_variance = solve(best.x)
-    return mean, mean_variance**0.5
-
-
 def test_the_contrast_is_that_of_a_mixed_model():
     """In a balanced table, restricted maximum likelihood gives the analysis of variance."""
     rng = np.random.default_rng(3)
     table = rng.standard_normal((5, 1)) + 2 * rng.standard_normal((1, 12))
     table = table + rng.standard_normal((5, 12))
-    mean, standard_error = fit_mixed_model(table)
+    fit = fit_mixed_model(table)
     contrast = variance.estimate(table)
-    assert contrast.mean == pytest.approx(mean)
-    assert contrast.standard_error == pytest.approx(standard_error, rel=1e-3)
+    assert contrast.mean == pytest.approx(fit.mean)
+    assert contrast.standard_error == pytest.approx(fit.standard_error, rel=1e-3)
+    assert contrast.degrees_of_freedom == pytest.approx(fit.degrees_of_freedom, rel=1e-3)
 
 
 # ---- the report ----

@@ -1,0 +1,188 @@
+"""The stored results of the controlled comparison, computed again from its stored rows."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from naive_statistics import MixedModelFit, fit_mixed_model, naive_holm
+
+from research.residual_streams import study
+from research.residual_streams.streams import ARMS, PLANNED
+
+RESULTS = ROOT / "results" / "residual_streams"
+# of steps, 0.8 and 3.3 million tokens
+LOG_RATIO_OF_RUNGS = math.log(3200 / 800)
+
+is_unfinished = any(json.loads((RESULTS / "study.json").read_text())["missing"].values())
+needs_all_runs = pytest.mark.skipif(is_unfinished, reason="the study's runs are not finished")
+
+
+def read_rows(name: str) -> list[dict]:
+    path = RESULTS / f"{name}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def read_losses(rows: list[dict], arm: str, condition: str) -> np.ndarray:
+    """Return the losses of an arm's reported runs (seeds, groups) at a rung or a size."""
+    by_seed = {
+        row["seed"]: row["group_losses"]
+        for row in rows
+        if row["phase"] == "report" and row["arm"] == arm
+        if condition in (row.get("rung"), row.get("size"))
+    }
+    return np.array([by_seed[seed] for seed in sorted(by_seed)])
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict:
+    return json.loads((RESULTS / "study.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def language_rows() -> list[dict]:
+    return read_rows("language")
+
+
+def assert_equals_fit(result: dict, fit: MixedModelFit) -> None:
+    """Compare a stored mean and its interval with a fit, whose variances are found by a search."""
+    low, high = fit.interval()
+    assert result["mean"] == pytest.approx(fit.mean, abs=1e-9)
+    assert result["high"] - result["low"] == pytest.approx(high - low, rel=0.01)
+    assert result["low"] == pytest.approx(low, abs=0.01 * (high - low))
+
+
+# ---- claims ----
+
+
+def make_claim_tables(sizes: list[str]) -> dict[int, np.ndarray]:
+    """Return the table of every claim that is judged, written as PLAN2.md says it."""
+    language = read_rows("language")
+    registers = read_rows("registers")
+
+    def at_long(arm: str) -> np.ndarray:
+        return read_losses(language, arm, "long")
+
+    def at_95_percent(arm: str) -> np.ndarray:
+        short = read_losses(language, arm, "short")
+        slope = (short - at_long(arm)) / LOG_RATIO_OF_RUNGS
+        return at_long(arm) + slope * math.log(1 / 0.95)
+
+    effects = [
+        read_losses(registers, arm, size) - read_losses(registers, f"{arm}_no_erase", size)
+        for arm in ("ddl_1", "ddl_tc")
+        for size in sizes
+    ]
+    return {
+        1: at_95_percent("ddl_1") - at_long("additive"),
+        2: at_95_percent("ddl_tc") - at_long("additive"),
+        3: at_95_percent("ddl_cc_ec") - at_long("additive"),
+        4: at_long("ddl_tc") - at_long("main_gain"),
+        5: at_long("ddl_tc") - at_long("conv"),
+        6: at_long("ddl_tc") - at_long("wide"),
+        7: at_long("ddl_1") - at_long("ddl_1_no_erase"),
+        8: at_long("ddl_tc") - at_long("ddl_tc_no_erase"),
+        9: np.mean(effects, axis=0),
+    }
+
+
+@needs_all_runs
+def test_a_mixed_model_gives_the_stored_verdicts(stored):
+    tables = make_claim_tables(stored["registers_sizes"])
+    fits = [fit_mixed_model(tables[result["number"]]) for result in stored["verdicts"]]
+    corrected_p_values = naive_holm([fit.p_value() for fit in fits])
+    for result, fit, corrected_p in zip(stored["verdicts"], fits, corrected_p_values, strict=True):
+        assert_equals_fit(result, fit)
+        low, high = fit.interval()
+        verdict = "undecided"
+        if high < 0 and corrected_p < 0.05:
+            verdict = "supported"
+        elif (result["number"] == 9 and high >= 0) or (low > 0 and corrected_p < 0.05):
+            verdict = "refuted"
+        assert result["verdict"] == verdict
+
+
+# ---- what is shown without a verdict ----
+
+
+@pytest.mark.parametrize("arm", [arm for arm in PLANNED if arm != "additive"])
+@pytest.mark.parametrize("rung", ["short", pytest.param("long", marks=needs_all_runs)])
+def test_a_mixed_model_gives_the_stored_differences(arm, rung, stored, language_rows):
+    (group,) = [group for group in stored["language"] if group["arm"] == arm]
+    arm_losses = read_losses(language_rows, arm, rung)
+    baseline_losses = read_losses(language_rows, "additive", rung)
+    assert arm_losses.shape == (5, 90)
+    assert_equals_fit(group[f"{rung}_difference"], fit_mixed_model(arm_losses - baseline_losses))
+
+
+@needs_all_runs
+def test_token_multipliers_are_those_of_the_mean_losses(stored, language_rows):
+    for group in stored["language"]:
+        if "token_multiplier" not in group:
+            continue
+        short, long = (
+            read_losses(language_rows, group["arm"], rung).mean() for rung in ("short", "long")
+        )
+        baseline_short, baseline_long = (
+            read_losses(language_rows, "additive", rung).mean() for rung in ("short", "long")
+        )
+        # the curve of whichever is ahead is followed back to the loss of the other
+        slope = short - long if long <= baseline_long else baseline_short - baseline_long
+        # the rungs differ by a factor of four
+        multiplier = 4 ** ((baseline_long - long) / slope)
+        assert group["token_multiplier"]["mean"] == pytest.approx(multiplier)
+
+
+# ---- the runs ----
+
+
+@needs_all_runs
+def test_every_arm_had_the_same_number_of_tries(language_rows):
+    for arm in ARMS:
+        tries = [row for row in language_rows if row["arm"] == arm and row["phase"] == "try"]
+        assert len({tuple(row["point"]) for row in tries}) == len(tries) == 12
+        assert {row["seed"] for row in tries} == {study.TUNING_SEED}
+
+
+@needs_all_runs
+def test_reported_runs_have_the_best_rates_and_other_seeds(language_rows):
+    for arm in ARMS:
+        tuning_phases = {"short": ("try",), "long": ("check",)}
+        for rung, phases in tuning_phases.items():
+            rows = [row for row in language_rows if (row["arm"], row["rung"]) == (arm, rung)]
+            tuned = [row for row in rows if row["phase"] in phases and row["val_loss"] is not None]
+            reported = [row for row in rows if row["phase"] == "report"]
+            if arm not in PLANNED and rung == "long":
+                assert not rows
+                continue
+            best = min(tuned, key=lambda row: row["val_loss"])
+            assert {tuple(row["point"]) for row in reported} == {tuple(best["point"])}
+            num_seeds = 5 if arm in PLANNED else 3
+            assert sorted(row["seed"] for row in reported) == list(range(num_seeds))
+
+
+def test_no_reported_run_diverged_and_each_has_losses_of_2_880_sequences(language_rows):
+    for row in language_rows:
+        if row["phase"] == "report":
+            assert row["val_loss"] is not None
+            assert len(row["group_losses"]) == 90
+
+
+@needs_all_runs
+def test_two_runs_were_repeated_to_the_bit(stored):
+    assert len(stored["repeats"]) >= 2
+    assert all(repeat["same_bits"] for repeat in stored["repeats"])
+
+
+@needs_all_runs
+def test_no_run_is_missing(stored):
+    assert set(stored["missing"].values()) == {0}
+
+
+@needs_all_runs
+def test_additive_passes_the_trigram_at_both_rungs(stored):
+    (group,) = [group for group in stored["language"] if group["arm"] == "additive"]
+    for rung, trigram_loss in stored["trigrams"].items():
+        assert np.mean(group[rung]["values"]) < trigram_loss
