@@ -1,11 +1,11 @@
 # make train   from a fresh clone to a trained model, its loss curve and a sample of its text
 # make test    the core's tests          make test-research   those of research/
-# make soak    every count in full (up to 40 minutes)
-# make golden  hold today's code to the runs and shards of an earlier version (tests/golden)
-# make lint    ruff, check and format    make clean  remove what the above made, .venv aside
+# make soak    all tests with their full number of cases (up to 40 minutes)
+# make golden  compare with the runs and shards of an earlier version, bit for bit (tests/golden)
+# make lint    run ruff, check and format    make clean  remove what the above commands made, except .venv
 #
-# ARGS goes to train.py: make train ARGS="--max_steps=20". Runs with other ARGS get folders of their own, named after
-# the config file, the first of ARGS and a hash of them all; --out_dir=FOLDER in ARGS is taken instead.
+# ARGS is passed to train.py: make train ARGS="--max_steps=20". Each value of ARGS has its own run folder, which is named
+# after the config file, the first arguments and a hash of all arguments, unless ARGS contains --out_dir=FOLDER.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -23,8 +23,8 @@ RUN := $(or $(patsubst --out_dir=%,%,$(given)),runs/$(basename $(notdir $(CONFIG
 
 .PHONY: train test test-research soak golden lint format clean
 
-# Exit code 75 says that the run was stopped and saved (docs/runs.md): nothing failed, and there is
-# no final model yet to plot and sample.
+# Exit code 75 means that the run was stopped after saving a checkpoint (docs/runs.md). Nothing has
+# failed, but there is no final model yet to plot and sample.
 train: .venv/installed $(CORPUS)
 	@code=0; $(BIN)/python train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS) || code=$$?; \
 	if [ $$code = 75 ]; then echo "run the same make command again to resume"; exit 0; fi; \

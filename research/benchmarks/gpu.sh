@@ -1,32 +1,33 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in stages of commands that store each figure as they have it. The same line again does what
-# is left. A model that hangs or faults is ended after LIMIT seconds, and measured without kernels.
+# Test and measure on a GPU, in stages. Each stage is a list of commands that store every figure as soon as it is
+# measured. Run the same line again to resume. A model that hangs or crashes is stopped after LIMIT seconds, and then
+# measured without fused kernels.
 #
-#     research/benchmarks/gpu.sh tests small               stages, in this order; figures go to results/
-#     FOLDER=figures research/benchmarks/gpu.sh medium     ... to a folder, and go on from those in results/
+#     research/benchmarks/gpu.sh tests small               run these stages; figures are written to results/
+#     FOLDER=figures research/benchmarks/gpu.sh medium     write to this folder; figures in results/ are not measured again
 #     DRY=1 research/benchmarks/gpu.sh tests small         print the commands
-#     DEVICE=cpu research/benchmarks/gpu.sh tests small    rehearse at sizes of seconds, without a GPU
+#     DEVICE=cpu research/benchmarks/gpu.sh tests small    rehearse with tiny models, without a GPU
 #
-# PYTHON is the interpreter that has torch (python3), LIMIT the seconds of one model (200), MODELS those of small and
-# medium, KERNELS as `research/bench.py step` has it. Without git's history COMMIT says which commit it is. What is
-# compiled stays in a folder beside other temporary files.
+# Environment variables: PYTHON is the interpreter that has torch (python3), LIMIT the time limit of one model in
+# seconds (200), MODELS the models of the stages small and medium, and KERNELS the option of `research/bench.py step`.
+# Without the git history, COMMIT names the commit. Compiled code is cached in the folder for temporary files.
 #
-# stage      shows, and the file of its figures
-# tests      whether kernels, training and decoding are right on a GPU: gpu_tests.txt
-# small      CC-EC, TC and d_v = 1 against additive, small: bench_targets_small_cuda.json
-# medium     the same, medium: bench_targets_medium_cuda.json
-# train      train.py: tokens/s, MFU, memory (metrics.jsonl), resuming to the bit: train_cuda.txt
+# stage      what it measures, and the file of its figures
+# tests      whether kernels, training and decoding are correct on a GPU: gpu_tests.txt
+# small      small CC-EC, TC and d_v = 1 relative to the additive model: bench_targets_small_cuda.json
+# medium     the same at the medium size: bench_targets_medium_cuda.json
+# train      tokens/s, MFU, memory and bitwise resuming of train.py: train_cuda.txt
 # profile    the 30 longest kernels of additive and CC-EC; versions: bench_profile_cuda.json
-# tune       launches of CC's kernels, d = 768, three each: bench_tune_768_K1_v4_cuda.json
-# streams    AttnRes, mHC and HC against additive, minutes to compile: bench_streams_small_cuda.json
-# more       two columns, and the memory option: bench_targets_more_cuda.json
-# float32    what a residual state in float32 costs: bench_state_dtype_cuda.json
-# decode     generation with and without cache, graph and kernels: bench_decode_cuda.json
-# kernels    bandwidth of every kernel against a copy: bench_kernels_cuda.json
-# peers      CC-EC against its transcription, compiled: bench_peers_small_cuda.json
+# tune       three launches of each of CC's kernels at d = 768: bench_tune_768_K1_v4_cuda.json
+# streams    AttnRes, mHC and HC relative to additive, and compile times: bench_streams_small_cuda.json
+# more       d_v = 2, and state_checkpoint_interval=4: bench_targets_more_cuda.json
+# float32    the cost of a float32 residual state: bench_state_dtype_cuda.json
+# decode     generation with and without cache, CUDA graphs and kernels: bench_decode_cuda.json
+# kernels    the bandwidth of every kernel relative to a copy: bench_kernels_cuda.json
+# peers      CC-EC relative to the compiled transcription of the authors' code: bench_peers_small_cuda.json
 # others     the other streams, and mHC without liger-kernel's Sinkhorn-Knopp: bench_streams_more_cuda.json
-# tune_768   launches of the other kernels, d = 768: bench_tune_768_*_cuda.json
-# tune_1024  launches of all kernels, d = 1024: bench_tune_1024_*_cuda.json
+# tune_768   launches of the other kernels at d = 768: bench_tune_768_*_cuda.json
+# tune_1024  launches of all kernels at d = 1024: bench_tune_1024_*_cuda.json
 # paper      every variant and its peers at both sizes: bench_paper_cuda.json
 set -uo pipefail
 case "${1:---help}" in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
@@ -37,7 +38,7 @@ ADDITIVE=gpt-mha-rope CC_EC=DDL-gpt-mha-rope-CC-EC TC=DDL-gpt-mha-rope ONE_COLUM
 MODELS=${MODELS:-$ADDITIVE,$CC_EC,$TC,$ONE_COLUMN}
 COMPILED=${TMPDIR:-/tmp}/deep_delta_learning_compiled
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 TORCHINDUCTOR_CACHE_DIR=$COMPILED TRITON_CACHE_DIR=$COMPILED/triton
-export CUBLAS_WORKSPACE_CONFIG=:4096:8 # without it the products of deterministic runs are refused
+export CUBLAS_WORKSPACE_CONFIG=:4096:8 # torch refuses deterministic matrix products without it
 failed=0
 
 refuse() {
@@ -45,7 +46,7 @@ refuse() {
   exit 2
 }
 
-# One line where nothing could be measured, else what will be measured with.
+# Print the versions of torch and the GPU, or one line that says why nothing can be measured.
 preflight() {
   command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: there is no such program"
   "$PYTHON" - "$DEVICE" <<'END' || exit 2
@@ -68,25 +69,25 @@ print(f"torch {torch.__version__} on {where}", flush=True)
 END
 }
 
-# limited SECONDS COMMAND...: the command, ended after so many seconds (SIGABRT first: it says where it stood).
+# limited SECONDS COMMAND...: run a command with a time limit. SIGABRT comes first, so that Python prints a traceback.
 limited() {
   local began=$SECONDS code=0
   printf '+ timeout %s' "$1"; printf ' %q' "${@:2}"; echo
   [ -n "$DRY" ] && return
   timeout --signal=ABRT --kill-after=20 "$@" || code=$?
   [ $code = 0 ] || failed=1
-  echo "- $([ $code = 124 ] && echo "stopped: its time is over" || echo "exit code $code") after $((SECONDS - began)) s"
+  echo "- $([ $code = 124 ] && echo "stopped at its time limit" || echo "exit code $code") after $((SECONDS - began)) s"
   return $code
 }
 
-# bench SECONDS FIGURES ARGUMENTS: `python research/bench.py ARGUMENTS` into that file.
+# bench SECONDS FIGURES ARGUMENTS: run `python research/bench.py ARGUMENTS` and store its figures in that file.
 bench() {
   local file=$FOLDER/$2
   [ -n "$DRY$(ls "$file" 2>/dev/null)" ] || [ "$DEVICE" = cpu ] || cp "results/$2" "$file" 2>/dev/null
   limited "$1" "$PYTHON" research/bench.py "${@:3}" --device="$DEVICE" --json="$file" --resume
 }
 
-if [ "$DEVICE" = cpu ]; then # sizes of seconds
+if [ "$DEVICE" = cpu ]; then # models that take seconds
   export TRITON_INTERPRET=1 OMP_NUM_THREADS=1
   TINY=(--num_hidden_layers=1 --num_attention_heads=2 --head_dim=8 --hidden_size=16)
   SUITE=(--suite=rehearsal --compile=False) STEPS=(--rounds=1 --warmup=1 --steps=1)
@@ -101,7 +102,7 @@ else
     --hidden_size=768 --context=960)
 fi
 
-# step FIGURES SIZE MODELS [ARGUMENTS]: one process a model; one that fails is measured without kernels.
+# step FIGURES SIZE MODELS [ARGUMENTS]: measure each model in its own process, without fused kernels if that fails.
 step() {
   local model options=("${SUITE[@]}" "${STEPS[@]}" --sizes="$2" --kernels="$KERNELS" --peers=none "${@:4}")
   for model in ${3//,/ }; do
@@ -116,7 +117,7 @@ tune() { # WIDTH NAME MATCH
   bench 180 "bench_tune_$1_$2_cuda.json" kernels --tune "${BANDWIDTH[@]}" "${TUNE[@]}" "${width[@]}" --match="$3" "${@:4}"
 }
 
-# Each file of tests that need a GPU by itself; what passed at this commit is not run again.
+# Run each file with tests for GPUs in its own process. A file that has passed at this commit is skipped.
 tests() {
   local file at log=$FOLDER/gpu_tests.txt
   at=${COMMIT:-$(git describe --always --dirty 2>/dev/null)}
@@ -128,7 +129,8 @@ tests() {
   done
 }
 
-# Runs of train.py: one for its speed, one that stores its middle, and one from there: do both end with the same bits?
+# Run train.py once for its speed, once with a checkpoint in the middle, and once from that checkpoint. The last two
+# must end with the same bits.
 train() { # CONFIG
   local file runs=${TMPDIR:-/tmp}/deep_delta_learning_runs/$1 log=$FOLDER/train_cuda.txt step middle
   step=$(printf 'checkpoints/step_%08d' "$LAST") middle=$(printf 'checkpoints/step_%08d' $((LAST / 2)))

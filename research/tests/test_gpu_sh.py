@@ -172,7 +172,7 @@ def test_a_model_that_fails_or_hangs_is_measured_without_kernels_and_the_next_as
     assert result.returncode == 1
     ends = re.findall(r"^- (.*) after", result.stdout, re.MULTILINE)
     zero = "exit code 0"
-    assert ends == [zero, "exit code 3", zero, "stopped: its time is over", zero, zero]
+    assert ends == [zero, "exit code 3", zero, "stopped at its time limit", zero, zero]
     models = re.findall(r"--models=(\S+)", (tmp_path / "log").read_text())
     assert models == ["good", "bad", "bad+kernels=off", "slow", "slow+kernels=off", "last"]
 
