@@ -20,8 +20,10 @@ from data.sources import ROWS, Batch
 from model.options import collect_options, option
 from utils import errors
 
-VAL_SHARE = 8  # one in so many of all possible sequences is for validation, by a hash of its ids
-MOST_ROUNDS = 1000  # draw sequences again at most this many times
+# one of every 8 possible sequences is for validation, chosen by a hash of its ids
+VAL_DIVISOR = 8
+# how many times sequences are drawn until enough of them are different
+MAX_DRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Sequences:
         accepted: list[list[np.ndarray]] = []
         num_missing = ROWS
         # Rejection sampling: each split is uniform over the sequences that belong to it.
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_DRAWS):
             arrays = self.task.draw(rng, ROWS)
             is_in_split = belongs_to_validation(arrays[0]) == is_validation_split
             accepted.append([array[is_in_split] for array in arrays])
@@ -190,7 +192,7 @@ def belongs_to_validation(ids: np.ndarray) -> np.ndarray:
     for ids_at_position in ids.T.astype(np.uint64):
         state = (state ^ ids_at_position) * np.uint64(0x9E3779B97F4A7C15)
         state ^= state >> np.uint64(29)
-    return state % np.uint64(VAL_SHARE) == 0
+    return state % np.uint64(VAL_DIVISOR) == 0
 
 
 def main(doc: str, script: str, task_class: type[Task]) -> None:

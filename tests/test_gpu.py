@@ -22,125 +22,161 @@ SIZE = {
     "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "head_dim": 64,
+    "hidden_size": 128,
 }
-SIZE |= {"hidden_size": 128}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("stem", PAPER)
-def test_gradients_equal_the_cpus(stem, compiled):
-    model = build(stem, **SIZE)
+def run_training(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """Run train.py in this process."""
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    train.main()
+
+
+def collect_gradient(model: torch.nn.Module) -> torch.Tensor:
+    """Return the gradients of all parameters as one vector, float64 on the CPU."""
+    return torch.cat([p.grad.flatten().double().cpu() for p in model.parameters()])
+
+
+# The errors of TF32 were emulated on a CPU: 3.0e-3.
+@pytest.mark.parametrize(
+    ("matmul_precision", "dtype", "compiled", "tolerance"),
+    [
+        ("highest", torch.float32, False, 1e-3),
+        ("high", torch.float32, False, 1e-2),
+        ("high", torch.float32, True, 1e-2),
+        ("high", torch.bfloat16, False, 0.1),
+        ("high", torch.bfloat16, True, 0.1),
+    ],
+)
+@pytest.mark.parametrize("model_name", PAPER)
+def test_gradients_equal_the_cpus(model_name, matmul_precision, dtype, compiled, tolerance):
+    model = build(model_name, **SIZE)
     ids, targets = torch.randint(0, 512, (2, 4, 128))
     model.double()(ids, targets)[1].backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    expected = collect_gradient(model)
     model.zero_grad()
     model.float().cuda()
-    run = torch.compile(model, fullgraph=True) if compiled else model
-    # With TF32 emulated: 3.0e-3.
-    cases = [("high", torch.float32, 1e-2), ("high", torch.bfloat16, 0.1)]
-    for setting, dtype, tolerance in cases + [("highest", torch.float32, 1e-3)] * (not compiled):
-        with precision(setting):
-            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-                _, loss = run(ids.cuda(), targets.cuda())
-            loss.backward()
-        gradient = torch.cat([p.grad.flatten().double().cpu() for p in model.parameters()])
-        assert (gradient - expected).norm() < tolerance * expected.norm()
-        model.zero_grad()
+    torch.compiler.reset()  # all models share code, which is recompiled only a few times
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+    with precision(matmul_precision):
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            _, loss = forward(ids.cuda(), targets.cuda())
+        loss.backward()
+    assert (collect_gradient(model) - expected).norm() < tolerance * expected.norm()
+
+
+def product_and_gradients(product, layer, x, weight):
+    """Return layer(x), and the gradients of x and of the layer's parameters for sum(weight * y)."""
+    y = product(layer, x.requires_grad_())
+    gradients = torch.autograd.grad(y, (x, *layer.parameters()), weight.to(y.dtype))
+    return y.detach(), *gradients
+
+
+def compute_relative_errors(product, compiled: bool) -> list[float]:
+    """Return the relative errors of a product of float32 matrices and of its gradients."""
+    layer = torch.nn.Linear(512, 64).cuda()
+    x = torch.randn(4096, 512, device="cuda")
+    weight = torch.randn(4096, 64, device="cuda")
+    exact_layer = copy.deepcopy(layer).double()
+    expected = product_and_gradients(layers.linear_fp32, exact_layer, x.double(), weight)
+    if compiled:
+        product = torch.compile(product, fullgraph=True)
+    results = product_and_gradients(product, layer, x.detach(), weight)
+    assert torch.get_float32_matmul_precision() == "high"
+    return [
+        ((result - reference).norm() / reference.norm()).item()
+        for result, reference in zip(results, expected)
+    ]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_product_that_asks_for_it_is_not_rounded(compiled):
-    """Nor are those of its gradients.
+def test_linear_fp32_does_not_round_to_tf32(compiled):
+    errors = compute_relative_errors(layers.linear_fp32, compiled)
+    assert max(errors) < 1e-5, errors
 
-    The plain one is, to the 10 bits of TF32: the setting is on.
-    """
-    layer, x = torch.nn.Linear(512, 64).cuda(), torch.randn(4096, 512, device="cuda")
-    weight = torch.randn(4096, 64, device="cuda")
 
-    def made(product, layer, x):
-        """The result, and the gradients of x and the layer's parameters."""
-        y = product(layer, x.requires_grad_())
-        return y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), weight.to(y.dtype))
-
-    exact = made(layers.linear_fp32, copy.deepcopy(layer).double(), x.detach().double())
-    for product, rounds in ((layers.linear_fp32, False), (lambda layer, x: layer(x), True)):
-        run = torch.compile(product, fullgraph=True) if compiled else product
-        found = made(run, layer, x.detach())
-        assert torch.get_float32_matmul_precision() == "high"
-        errors = [((got - want).norm() / want.norm()).item() for got, want in zip(found, exact)]
-        if rounds:
-            assert min(errors[:3]) > 1e-4, errors  # the bias's gradient is no product
-        else:
-            assert max(errors) < 1e-5, errors
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_plain_linear_layer_rounds_to_tf32(compiled):
+    """The setting is on, so the test above would fail without linear_fp32."""
+    errors = compute_relative_errors(lambda layer, x: layer(x), compiled)
+    # the last gradient, that of the bias, is a sum and no product
+    assert min(errors[:3]) > 1e-4, errors
 
 
 def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
-    for steps in (6, 12):
-        keys = {
-            "device": "cuda",
-            "dtype": "bfloat16",
-            "compile": True,
-            "max_steps": steps,
-            "resume": "auto",
-        }
-        monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, tmp_path / "run", **keys)])
-        train.main()
-    records = [r for r in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
-    assert [r["step"] for r in records] == list(range(1, 13))
+    run = tmp_path / "run"
+    for max_steps in (6, 12):
+        arguments = small_run(
+            corpus,
+            run,
+            device="cuda",
+            dtype="bfloat16",
+            compile=True,
+            max_steps=max_steps,
+            resume="auto",
+        )
+        run_training(monkeypatch, arguments)
+    records = [record for record in metrics.read(run / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records] == list(range(1, 13))
     assert records[-1]["loss"] < records[0]["loss"]
 
 
-def test_prefetched_batches_arrive_whole():
+def test_prefetched_batches_arrive_completely():
     device = torch.device("cuda", torch.cuda.current_device())
-    made = [torch.arange(i, i + 1_000_000) for i in range(20)]
-    for i, (tensor,) in enumerate(prefetched(lambda i: (made[i],), range(20), device)):
+    batches = [torch.arange(i, i + 1_000_000) for i in range(20)]
+    for i, (tensor,) in enumerate(prefetched(lambda i: (batches[i],), range(20), device)):
         assert tensor.device == device
-        assert torch.equal(tensor.cpu(), made[i])
+        assert torch.equal(tensor.cpu(), batches[i])
 
 
-def test_a_resumed_run_is_the_whole_one_bit_for_bit(corpus, tmp_path, monkeypatch):
-    constant = {
-        "schedule": "wsd",
-        "decay_steps": 0,
-        "eval_full": False,
-        "resume": "auto",
-        "checkpoint_interval": 100,
-    }
-    keys = {
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "compile": True,
-        "deterministic": True,
-        **constant,
-    }
-    for name, ends in (("whole", [12]), ("parts", [5, 12])):
-        for steps in ends:
-            monkeypatch.setattr(
-                "sys.argv",
-                ["train.py", *small_run(corpus, tmp_path / name, **keys, max_steps=steps)],
-            )
-            train.main()
-    whole, parts = (checkpoint.find(tmp_path / name) for name in ("whole", "parts"))
+def test_a_resumed_run_has_the_same_bits(corpus, tmp_path, monkeypatch):
+    def train_until(run, max_steps):
+        arguments = small_run(
+            corpus,
+            run,
+            device="cuda",
+            dtype="bfloat16",
+            compile=True,
+            deterministic=True,
+            # a learning rate that does not depend on the length of the run
+            schedule="wsd",
+            decay_steps=0,
+            eval_full=False,
+            resume="auto",
+            checkpoint_interval=100,
+            max_steps=max_steps,
+        )
+        run_training(monkeypatch, arguments)
+
+    uninterrupted = tmp_path / "uninterrupted"
+    resumed = tmp_path / "resumed"
+    train_until(uninterrupted, 12)
+    train_until(resumed, 5)
+    train_until(resumed, 12)
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (whole / file).read_bytes() == (parts / file).read_bytes()
+        expected = (checkpoint.find(uninterrupted) / file).read_bytes()
+        assert (checkpoint.find(resumed) / file).read_bytes() == expected
 
 
-def test_a_step_that_is_no_number_leaves_the_state_before_it(corpus, tmp_path, monkeypatch, capsys):
-    """The device leaves it out before the program knows."""
+def test_a_nonfinite_step_changes_no_weights(corpus, tmp_path, monkeypatch, capsys):
+    """The device skips the step before the host knows about it."""
     run = tmp_path / "run"
-    keys = {
-        "learning_rate": 1e30,
-        "warmup_steps": 0,
-        "grad_clip": 0.0,
-        "checkpoint_interval": 1,
-        "device": "cuda",
-    }
-    monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, run, **keys)])
+    arguments = small_run(
+        corpus,
+        run,
+        learning_rate=1e30,
+        warmup_steps=0,
+        grad_clip=0.0,
+        checkpoint_interval=1,
+        device="cuda",
+    )
     with pytest.raises(SystemExit) as stopped:
-        train.main()
+        run_training(monkeypatch, arguments)
     assert stopped.value.code == 1
-    assert "step 2: loss" in (said := capsys.readouterr().err)
-    assert "transformer.wte.weight" in (run / "nonfinite" / "diagnosis.json").read_text(), said
-    before, kept = checkpoint.find(run), checkpoint.find(run / "nonfinite")
+    assert "step 2: loss" in capsys.readouterr().err
+    diagnosis = (run / "nonfinite" / "diagnosis.json").read_text()
+    assert "transformer.wte.weight" in diagnosis
+    last_checkpoint = checkpoint.find(run)
+    saved_state = checkpoint.find(run / "nonfinite")
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (before / file).read_bytes() == (kept / file).read_bytes()
+        assert (last_checkpoint / file).read_bytes() == (saved_state / file).read_bytes()

@@ -570,8 +570,8 @@ MISTAKES = [
 def test_mistakes_end_in_one_line_with_nothing_written(
     tmp_path, monkeypatch, task, options, message
 ):
-    monkeypatch.setattr(tasks, "MOST_ROUNDS", 20)
-    monkeypatch.setattr(tasks, "VAL_SHARE", 2**40 if "splits" in message else 8)
+    monkeypatch.setattr(tasks, "MAX_DRAWS", 20)
+    monkeypatch.setattr(tasks, "VAL_DIVISOR", 2**40 if "splits" in message else 8)
     out = tmp_path / "out"
     line = one_line_error(call(f"data/{task}/prepare.py", *options.split(), f"--out={out}"))
     assert message in line

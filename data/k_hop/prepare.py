@@ -102,7 +102,7 @@ class Hops(tasks.Task):
         """
         hops = rng.integers(self.fewest, self.hops + 1, count)
         ids, ends = self.draw_unfiltered(rng, hops)
-        for _ in range(tasks.MOST_ROUNDS):
+        for _ in range(tasks.MAX_DRAWS):
             is_short_of_hops = (ends[:, self.first_scored :] == NOWHERE).any(1)
             if not is_short_of_hops.any():
                 break
