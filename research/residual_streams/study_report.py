@@ -2,7 +2,7 @@
 
     python research/residual_streams/study_report.py
 
-Writes study.json, study.md and the figures to results/residual_streams (--results: another folder).
+Writes study.json, study.md and the figures to results/residual_streams (or to --results=FOLDER).
 """
 
 import sys
@@ -273,11 +273,11 @@ def format_language(groups: list[dict]) -> str:
         "Muon's, AdamW's rate",
         "loss, 0.8M tokens",
         "loss, 3.3M tokens",
-        "less additive's, 0.8M",
-        "less additive's, 3.3M",
+        "minus additive's, 0.8M",
+        "minus additive's, 3.3M",
         "token multiplier",
         "speed",
-        "less additive's, equal seconds",
+        "minus additive's, equal seconds",
     )
     cells = []
     for group in groups:
