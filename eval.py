@@ -6,10 +6,10 @@
     python eval.py runs/NAME --tasks=my_task,lambada_openai --include_path=my_tasks
     torchrun --nproc_per_node=4 eval.py runs/NAME            # four GPUs, the same results
 
-If the paper reports results for the variant and size of a model, the tables show them below its own,
-with a line that lists the settings in which the run differs from the paper's recipe. Each result is
-saved to results.json as soon as it is computed; rerun the command to resume an interrupted
-evaluation.
+If the paper reports results for the variant and size of a model, the tables show them below the
+model's own results, with a line that lists the settings in which the run differs from the paper's
+recipe. Each result is saved to results.json as soon as it is computed; rerun the command to resume
+an interrupted evaluation.
 
 The exit code is 0 if everything was evaluated, 2 for a mistake in the command, and 3 if some tasks
 could not be evaluated; stderr then has one line for each of them. (torchrun exits with code 1
@@ -120,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--out",
         type=Path,
-        help="folder for results.json and the tables (default: eval/ in the run folder; of several "
+        help="folder for results.json and the tables (default: eval/ in the run folder; for several "
         "runs, eval_A+B/ beside the runs A and B)",
     )
     return parser.parse_args()

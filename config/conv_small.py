@@ -1,6 +1,6 @@
 """A control for Deep Delta Learning: its convolution without its stream, small (124M parameters).
 
-Sublayers read the additive stream through the convolution over tokens of Deep Delta Learning.
+Sublayers read the additive stream through Deep Delta Learning's convolution over tokens.
 
 The remaining settings are train.py's defaults, the recipe of the paper.
 

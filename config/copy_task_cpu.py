@@ -3,7 +3,8 @@
     python data/copy_task/prepare.py
     python train.py config/copy_task_cpu.py
 
-The model learns the task in about a minute. Its loss is then near ln(16) / 2, the lowest possible.
+The model learns the task in about a minute. Its loss is then close to ln(16) / 2, the lowest
+possible value.
 """
 
 from utils import machine as _machine

@@ -4,10 +4,10 @@ Version 2 (January 29, 2026) evaluates the k-Map: k~ = h and v = W_v x_in (secti
 beta = 2 sigmoid(w . c + b) (appendix B.2). The released code computes v = 4 sigmoid(W_v x_in + b)
 instead, which is the default here (config/ddl_dv4_small.py).
 
-The text does not say which of the two gates of B.2 was trained, where beta starts, and what eps is.
-These are train.py's defaults, as are the remaining settings. B.2 also says that the value branch is
-built like the sublayers of the backbone, which is the v-Map (--ddl_map=v), but section 4 evaluates
-the k-Map.
+The text does not say which of the two gates in B.2 was trained, at what value beta starts, or what
+eps is. For these and for the remaining settings, this file uses train.py's defaults. B.2 also says
+that the value branch is built like the backbone's sublayers, which describes the v-Map
+(--ddl_map=v), but section 4 evaluates the k-Map.
 
     torchrun --nproc_per_node=4 train.py config/ddl_january_v2_small.py
 

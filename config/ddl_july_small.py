@@ -1,10 +1,10 @@
 """Deep Delta Learning as the paper's July 2026 version describes it, small (124M parameters).
 
-This is the model that the July version calls DDL (appendix A.1), and January's version DDL-CC-EC:
+This is the model that the July version calls DDL (appendix A.1), and the January version DDL-CC-EC:
 k~ = h, v = W_v c and beta = 2 sigmoid(w . c + b). The text writes v without a bias, and says that
 the backbone has no biases but the gate has one. Of its two gates, the linear one agrees with the
-parameter counts of table 4. The text does not say what eps is, and where beta and the convolution
-of the read start. These are train.py's defaults, as are the remaining settings.
+parameter counts of table 4. The text gives neither eps nor the initial values of beta and of the
+read's convolution. For these and for the remaining settings, this file uses train.py's defaults.
 
     torchrun --nproc_per_node=4 train.py config/ddl_july_small.py
 

@@ -4,7 +4,8 @@ The repository wdlctc/hyper-connection-factory compares residual streams with 12
 and one recipe: AdamW with a learning rate of 1.5e-3, weight decay of 0.1, 500 warmup steps, linear
 decay to a tenth of the learning rate over the last fifth, and 1.70B tokens of FineWeb-Edu. It
 publishes a loss of 3.1993 +- 0.0021 for the additive stream. The order of its tokens is not known,
-and its norms have an eps of 1e-6. Train this baseline to see how its losses compare with ours.
+and its norms use an eps of 1e-6. Train this baseline to see how the losses of that repository
+compare with those of this one.
 
     python data/fineweb_edu/prepare.py --sample=sample-10BT --max_tokens=1720000000
     torchrun --nproc_per_node=1 train.py config/factory_m_additive.py

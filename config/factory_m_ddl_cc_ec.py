@@ -1,4 +1,4 @@
-"""DDL with d_v = 4, CC and EC, by the recipe of config/factory_m_additive.py.
+"""DDL with d_v = 4, CC and EC, with the recipe of config/factory_m_additive.py.
 
 Sublayers read the state through a convolution over value channels (CC). The embedding
 convolution (EC) expands the token embedding to the value channels.

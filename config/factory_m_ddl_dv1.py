@@ -1,6 +1,6 @@
-"""DDL with one value channel (d_v = 1), by the recipe of config/factory_m_additive.py.
+"""DDL with one value channel (d_v = 1), with the recipe of config/factory_m_additive.py.
 
-Settings that are not given here are those of that file.
+All other settings are those of that file.
 
     torchrun --nproc_per_node=1 train.py config/factory_m_ddl_dv1.py
 """

@@ -1,4 +1,4 @@
-"""DDL with d_v = 4 and TC, by the recipe of config/factory_m_additive.py.
+"""DDL with d_v = 4 and TC, with the recipe of config/factory_m_additive.py.
 
 Sublayers read the state through a convolution over tokens (TC).
 

@@ -1,4 +1,4 @@
-"""mHC by the recipe of config/factory_m_additive.py (published loss 3.1498).
+"""mHC with the recipe of config/factory_m_additive.py (published loss 3.1498).
 
 As in the repository of that recipe, the readout is a weighted sum of the streams.
 

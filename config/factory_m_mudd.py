@@ -1,6 +1,6 @@
-"""MUDDFormer by the recipe of config/factory_m_additive.py (published loss 3.1295).
+"""MUDDFormer with the recipe of config/factory_m_additive.py (published loss 3.1295).
 
-Settings that are not given here are those of that file.
+All other settings are those of that file.
 
     torchrun --nproc_per_node=1 train.py config/factory_m_mudd.py
 """

@@ -1,7 +1,7 @@
 """Hyper-Connections without mixing (iHC) as in Hunyuan V4, small (125M parameters).
 
-The values of the stream are those of HYV4Config and of the layers that it configures in
-transformers 5.23 (models/hy_v4); the names there are in parentheses. The remaining settings are
+The stream's settings are those of HYV4Config and of the layers that it configures in transformers
+5.23 (models/hy_v4); comments give the names used there in parentheses. The remaining settings are
 train.py's defaults, the recipe of the Deep Delta Learning paper.
 
     torchrun --nproc_per_node=4 train.py config/ihc_hunyuan_v4_small.py

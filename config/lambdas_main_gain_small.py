@@ -1,7 +1,7 @@
-"""A control: the additive stream with one learned factor a block, small (124M parameters).
+"""A control: the additive stream with one learned factor per block, small (124M parameters).
 
-The input of each block is x = a x, with a learned scalar a that starts at 1. There is no share of
-the embedding, and no value residual.
+The input of each block is x = a x, with a learned scalar a that starts at 1. The token embedding is
+not mixed in, and there is no value residual.
 
 The remaining settings are train.py's defaults, the recipe of the Deep Delta Learning paper.
 

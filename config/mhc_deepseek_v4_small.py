@@ -1,8 +1,8 @@
 """Manifold-constrained Hyper-Connections as in DeepSeek-V4, small (125M parameters).
 
-The values of the stream are those of DeepseekV4Config and of the layers that it configures in
-transformers 5.23 (models/deepseek_v4); the names there are in parentheses. The remaining settings
-are train.py's defaults, the recipe of the Deep Delta Learning paper.
+The stream's settings are those of DeepseekV4Config and of the layers that it configures in
+transformers 5.23 (models/deepseek_v4); comments give the names used there in parentheses. The
+remaining settings are train.py's defaults, the recipe of the Deep Delta Learning paper.
 
     torchrun --nproc_per_node=4 train.py config/mhc_deepseek_v4_small.py
 """

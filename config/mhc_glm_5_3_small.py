@@ -1,9 +1,9 @@
 """Manifold-constrained Hyper-Connections as in GLM-5.3, small (125M parameters).
 
-The values of the stream are those of Glm5NextTextConfig and of the layers that it configures in
-transformers 5.23 (models/glm5_next); the names there are in parentheses. The layers are those of
-DeepSeek-V4 with another eps, and the readout is the mean of the streams. The remaining settings are
-train.py's defaults, the recipe of the Deep Delta Learning paper.
+The stream's settings are those of Glm5NextTextConfig and of the layers that it configures in
+transformers 5.23 (models/glm5_next); comments give the names used there in parentheses. The layers
+are those of DeepSeek-V4 with a different eps, and the readout is the mean of the streams. The
+remaining settings are train.py's defaults, the recipe of the Deep Delta Learning paper.
 
     torchrun --nproc_per_node=4 train.py config/mhc_glm_5_3_small.py
 """

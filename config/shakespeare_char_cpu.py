@@ -1,4 +1,4 @@
-"""nanoGPT's character-level Shakespeare for a CPU, where it reaches a validation loss of 1.88.
+"""nanoGPT's character-level Shakespeare example for a CPU (nanoGPT's validation loss: 1.88).
 
     python data/shakespeare_char/prepare.py
     python train.py config/shakespeare_char_cpu.py

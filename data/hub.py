@@ -159,7 +159,7 @@ def retry(action: Callable[[], Result], subject: str, retry_minutes: float | Non
                 raise
             if seconds_left <= 0:
                 raise RetriesExhausted(
-                    f"{subject} cannot be read ({description}) and was retried for "
+                    f"{subject} cannot be read ({description}); gave up after "
                     f"--retry_minutes={retry_minutes:g}"
                 ) from error
         pause = min(pause, seconds_left)
@@ -400,7 +400,7 @@ class HubDataset:
         """Say what to do about an error that is not temporary."""
         hub_errors = import_hub("errors")
         if is_offline():
-            return f"HF_HUB_OFFLINE forbids to connect; unset it, or {self.alternative}"
+            return f"HF_HUB_OFFLINE disables all connections; unset it, or {self.alternative}"
         # `datasets` raises its own error instead, which tells in its text alone
         is_gated = has_cause(error, hub_errors.GatedRepoError) or "gated dataset" in str(error)
         if is_gated:

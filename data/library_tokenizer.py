@@ -272,7 +272,7 @@ def locate(tokenizer: str, retry_minutes: float | None = None) -> Location:
     if tokenizer_path is None:
         raise ValueError(
             f"--tokenizer={tokenizer}: there is no tokenizer.json in it; give a folder or "
-            "repository that has one, which save_pretrained() of a fast tokenizer writes"
+            "repository that has one, such as the output of a fast tokenizer's save_pretrained()"
         )
     return Location(name, tokenizer_path, find_file)
 
@@ -326,13 +326,13 @@ def check_eot_text(
     """Raise ValueError if the end-of-text token is unknown; the message names the choices."""
     if eot_text in ids:
         return
-    choices = ", ".join(special_tokens[:20]) or "none, so that any of its tokens will do"
+    choices = "it has no special tokens, so you can name any token"
+    if special_tokens:
+        choices = f"its special tokens are {', '.join(special_tokens[:20])}"
     if eot_text is None:
         raise ValueError(
-            f"{path} does not say which token ends a document; name it with --eot_token; its "
-            f"special tokens are {choices}"
+            f"{path} does not say which token ends a document; name it with --eot_token; {choices}"
         )
     raise ValueError(
-        f"{path} has no token {eot_text}; name another one with --eot_token; its special tokens "
-        f"are {choices}"
+        f"{path} has no token {eot_text}; name another one with --eot_token; {choices}"
     )

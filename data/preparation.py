@@ -361,8 +361,11 @@ class Preparation:
         content = "shards of unknown origin"
         choices = "give another --out"
         if old_options:
-            content = f"another preparation ({describe_difference(old_options, options)})"
-            choices = "give the former options to resume it, another --out"
+            content = (
+                "shards that were prepared with other options "
+                f"({describe_difference(old_options, options)})"
+            )
+            choices = "give the same options as before to resume, another --out"
         # lstat, because existing shards of others are links
         size = units.format_bytes(sum(path.lstat().st_size for path in shard_paths))
         return (
@@ -480,8 +483,8 @@ class Preparation:
         if sha256 != record.sha256:
             path.unlink()
             raise PermanentSourceError(
-                f"{path.name} was prepared again and differs from before, because the source has "
-                "changed; give another --out to prepare the source as it is now"
+                f"{path.name} was prepared again and differs from the earlier shard, because the "
+                "source has changed; give another --out to prepare the source as it is now"
             )
         tqdm.write(f"{path.name}: prepared again")
 
@@ -654,7 +657,7 @@ def describe_difference(old_options: dict, new_options: dict) -> str:
         for old_entry, new_entry in zip(old, new):
             if old_entry != new_entry:
                 return describe_difference(old_entry, new_entry)
-        return f"{key} had {len(old)} entries and has now {len(new)}"
+        return f"{key} had {len(old)} entries and now has {len(new)}"
     return "no difference"
 
 
@@ -840,8 +843,8 @@ def link_shards(
             shard_format = shards.UINT32_FORMAT
             if not is_own_tokenizer(args.tokenizer):
                 raise ValueError(
-                    f"{path} has ids of 32 bits (llm.c's version 7), which GPT-2's tokenizer does "
-                    "not make; name the tokenizer.json of these shards with --tokenizer"
+                    f"{path} contains 32-bit ids (llm.c's version 7), which GPT-2's tokenizer does "
+                    "not produce; name the tokenizer.json of these shards with --tokenizer"
                 )
     contents = shards.examine_shards(list(split_of), encoding.n_vocab, args.workers)
     records = []
@@ -850,7 +853,7 @@ def link_shards(
             raise content
         if content.sha256 != sha256_of.get(path.name, content.sha256):
             raise ValueError(
-                f"{path} does not have the SHA-256 that the Hub knows; delete it and rerun the "
+                f"{path} does not have the SHA-256 that the Hub reports; delete it and rerun the "
                 "same command to download it again"
             )
         # linked instead of copied, because shards are tens of gigabytes
@@ -858,7 +861,7 @@ def link_shards(
         if not link.exists():
             link.symlink_to(path.resolve())
         elif link.resolve() != path.resolve():
-            raise ValueError(f"{link} exists already and is another file; give another --out")
+            raise ValueError(f"{link} already exists and is a different file; give another --out")
         records.append(
             {
                 "file": path.name,

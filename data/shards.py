@@ -417,4 +417,4 @@ def verify(folder: Path, workers: int) -> None:
             "them and run the same command without --verify, which prepares them again"
         )
     num_tokens = sum(record["tokens"] for record in records)
-    print(f"verified {len(records)} shards, {num_tokens:,} tokens: all are as they were prepared")
+    print(f"verified {len(records)} shards, {num_tokens:,} tokens: all checksums match")

@@ -144,7 +144,7 @@ class IdTokenizer(Tokenizer):
             else:
                 raise ValueError(
                     f"{word[:40]!r} is not a token, because the tokens of this model are ids; give "
-                    f"numbers from 0 to {self.n_vocab - 2}, separated by blanks"
+                    f"numbers from 0 to {self.n_vocab - 2}, separated by spaces"
                 )
         return ids
 
@@ -326,9 +326,9 @@ def from_json(description: dict) -> Tokenizer:
         return IdTokenizer(vocab_size)
     tokens = [base64.b64decode(token) for token in description["tokens"]]
     if len({token for token in tokens if len(token) == 1}) != 256:
-        raise ValueError("it lacks bytes")
+        raise ValueError("some bytes have no token")
     if description["name"] == "gpt2" and tokenizer_json.name_tokens(tokens) != "gpt2":
-        raise ValueError("it is named gpt2, but has other tokens")
+        raise ValueError("it is named gpt2, but its tokens are not GPT-2's")
     return BytePairTokenizer(description["name"], description["pattern"], tokens)
 
 
@@ -389,8 +389,8 @@ def describe_hugging_face(folder: Path, description: dict) -> dict:
             return library_tokenizer.describe_folder(folder)
         except ValueError as library_error:
             raise ValueError(
-                f"export.py does not write such a tokenizer: {error}; as a tokenizer of the "
-                f"tokenizers library, {library_error}"
+                f"it is not a tokenizer that export.py writes ({error}), nor a valid one of the "
+                f"tokenizers library ({library_error})"
             ) from error
 
 

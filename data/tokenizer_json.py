@@ -125,20 +125,20 @@ def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
     """
     split, byte_level = description["pre_tokenizer"]["pretokenizers"]
     if (split["type"], split["behavior"], byte_level["type"]) != ("Split", "Isolated", "ByteLevel"):
-        raise ValueError("it splits text in another way")
+        raise ValueError("it splits text differently")
     changes_text = byte_level["use_regex"] or byte_level["add_prefix_space"]
     if changes_text or description["normalizer"] is not None:
-        raise ValueError("it changes text before it splits it")
+        raise ValueError("it changes text before splitting it")
     pattern = split["pattern"]["Regex"]
     vocabulary = dict(description["model"]["vocab"])
     vocabulary.pop(end_of_text, None)
     size = len(vocabulary)
     if not isinstance(pattern, str) or {type(rank) for rank in vocabulary.values()} != {int}:
-        raise ValueError("its pattern is not a text, or an id is not a whole number")
+        raise ValueError("its pattern is not a string, or an id is not an integer")
     added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
     if added != {end_of_text: size}:
         raise ValueError(
-            f"its added tokens are {str(added)[:80]}, not {end_of_text} alone after the others"
+            f"its added tokens are {str(added)[:80]}, not only {end_of_text} after all other tokens"
         )
     if set(vocabulary.values()) != set(range(size)):
         raise ValueError("its ids have gaps")

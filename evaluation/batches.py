@@ -55,7 +55,7 @@ def truncate_request(
     """
     if not 1 <= len(continuation) <= max_len:
         raise ValueError(
-            f"a continuation of {len(continuation)} tokens: this model scores 1 to "
+            f"a continuation has {len(continuation)} tokens, but this model scores 1 to "
             f"block_size={max_len}"
         )
     # one more than the model reads, because the last token is only predicted

@@ -12,8 +12,8 @@ Value = tuple[float, float | None]
 STANDARD_ERROR_NOTE = "± is lm-eval's standard error over the items of a task."
 AVERAGE_NOTE = "The standard error of the average assumes that the tasks are independent."
 PAPER_NOTE = (
-    "The paper reports single runs without standard errors, so the error of a difference is that of "
-    "this evaluation alone."
+    "The paper reports single runs without standard errors, so the error of a difference includes "
+    "only that of this evaluation."
 )
 # Columns of the validation table, and the paper's names for those that it reports.
 VALIDATION_COLUMNS = {

@@ -94,7 +94,7 @@ class Published:
     def beside_validation(self, label: str, entry: dict) -> tuple[dict[str, float], str]:
         """Return what `beside` does for an entry of the validation split in results.json."""
         if self.corpus is not None and entry["settings"]["corpus"] != self.corpus:
-            return self.beside(label, "", "validated on another corpus than it was trained on")
+            return self.beside(label, "", "validated on a corpus other than the training corpus")
         return self.beside(label, "")
 
 

@@ -141,7 +141,7 @@ def open_corpus_of(subject: Subject, dataset: str) -> Corpus:
     model_tokenizer = tokenizer.describe(subject.folder)
     if not tokenizer.same_tokens(corpus_tokenizer, model_tokenizer):
         raise ValueError(
-            f"{corpus.path} was tokenized with another tokenizer than that of {subject.folder}; "
-            "give the corpus of the model, --val=DATASET"
+            f"{corpus.path} was tokenized with a different tokenizer than that of "
+            f"{subject.folder}; give the corpus of the model, --val=DATASET"
         )
     return corpus

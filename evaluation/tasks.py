@@ -209,10 +209,10 @@ def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str
         cause = f"{cause[:157]}..."
     advice = "connect to the Hugging Face Hub once, or set HF_HOME to a folder that has the dataset"
     if isinstance(error, RetriesExhausted):
-        advice = "rerun the same command later, which evaluates only what is missing"
+        advice = "rerun the same command later; it evaluates only what is missing"
     elif is_not_found(error):
         advice = (
-            "the hub has no such dataset, or it is private or gated; accept its terms, and run "
+            "the Hub has no such dataset, or it is private or gated; accept its terms, and run "
             "`hf auth login`"
         )
     return (

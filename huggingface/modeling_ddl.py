@@ -99,7 +99,7 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         own_ids = {id(parameter) for parameter in module.parameters(recurse=False)}
         for name in missing_names:
             if id(parameters[name]) in own_ids:
-                raise ValueError(f"the file of weights lacks {name}")
+                raise ValueError(f"the weights file lacks {name}")
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "DDLForCausalLM":
         super()._apply(fn, recurse)

@@ -43,8 +43,8 @@ class GatedResidualConfig(StreamsConfig):
     )
     gated_residual_eps: float = option(
         1e-6,
-        "epsilon of the RMSNorm of each stream, as in Qwen4-exp; with 1e-5, which the norms of the "
-        "other models have, init_from an additive model changes nothing but the rounding",
+        "epsilon of each stream's RMSNorm, 1e-6 as in Qwen4-exp; with 1e-5, the value in the other "
+        "models, init_from an additive model reproduces its outputs up to rounding",
         above=0,
     )
 

@@ -1,7 +1,7 @@
 """Lambdas, value residuals (arXiv 2410.17897) and U-net skips, as in modded-nanogpt.
 
 Before a block, x = a x + b x_0, where x_0 is the embedding (nanochat, modded-nanogpt), or x = a x
-(lambda_gain), the additive stream with one learned factor a block on the stream alone. The values
+(lambda_gain), the additive stream with one learned factor per block on the stream only. The values
 of attention are (1 - g) v + g v_0, where v_0 are the values of block 0 (ResFormer, arXiv
 2410.17897); every second block adds an embedding of the tokens to its values. Each block of the
 second half adds the output of a block of the first half, in reverse order. The state is x, followed
@@ -34,7 +34,7 @@ class LambdasConfig(GPTConfig):
     lambda_gain: bool = option(
         False,
         "multiply the input of each block by a learned scalar, x = a x, that starts at a = 1, "
-        "without the token embedding; a control of lambda_input, which has this scalar as well",
+        "without the token embedding; a control for lambda_input, which also has this scalar",
     )
     lambda_values: Literal["none", "layer", "head"] = option(
         "layer",

@@ -28,8 +28,8 @@ class MUDDConfig(GPTConfig):
 
     mudd_ways: Literal["qkvr", "r"] = option(
         "qkvr",
-        "inputs of each block that have dense connections of their own; qkvr are queries, keys, "
-        "values and the residual stream, r is the residual stream alone",
+        "inputs of each block that have dense connections of their own; qkvr stands for queries, "
+        "keys, values and the residual stream, r for the residual stream only",
     )
 
 

@@ -32,7 +32,7 @@ def model_class(name: str) -> "type[GPT]":
         file = Path(__file__).parent / f"{name}.py"
         if file.is_file() and "class Model" in file.read_text(encoding="utf-8"):
             raise ValueError(
-                f"model={name!r}: the file of a variant has a hyphen in its name; rename it to "
+                f"model={name!r}: the file name of a variant must contain a hyphen; rename it to "
                 f"{name}-gpt-mha-rope.py"
             )
         suggestion = errors.suggest(name, MODEL_NAMES)

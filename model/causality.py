@@ -2,7 +2,7 @@
 
     leak = find_leak(model, ids)  # None, or where the first output moves
     if leak is not None:
-        print(leak)  # block 0, attn: the state that the write returns moves at position 0, by 0.12, ...
+        print(leak)  # block 0, attn: the state that the write returns changes by 0.12 at position 0 ...
 
 Each token is changed in turn, and everything that the stream returns is compared at the positions
 before it: expander, reads, norms, sublayers, writes, readout and logits. No position may move there,
@@ -46,8 +46,8 @@ class Leak:
     def __str__(self) -> str:
         place = "" if self.layer is None else f"block {self.layer}, {self.site}: "
         return (
-            f"{place}{self.output} moves at position {self.position}, by {self.difference:.2g}, when "
-            f"the token at position {self.changed_position} changes"
+            f"{place}{self.output} changes by {self.difference:.2g} at position {self.position} "
+            f"when the token at position {self.changed_position} changes"
         )
 
 
@@ -142,19 +142,20 @@ def find_leak(model: nn.Module, ids: torch.Tensor) -> Leak | None:
     """
     if ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ValueError(
-            f"ids are {tuple(ids.shape)}; give one sequence of two or more tokens, (1, T)"
+            f"ids have the shape {tuple(ids.shape)}; give one sequence of two or more tokens, "
+            "(1, T)"
         )
     original = record_outputs(model, ids)
     for output in original:
         if not all(tensor.isfinite().all() for tensor in output.tensors):
             raise ValueError(
-                f"{output.description} is not finite, so that changes of it cannot be seen; give a "
+                f"{output.description} is not finite, so its changes cannot be detected; give a "
                 "model that has not diverged"
             )
     if first_movement(original, record_outputs(model, ids), ids.shape[1]) is not None:
         raise ValueError(
-            "the model computes something else of the same tokens each time, so that changes cannot "
-            "be told apart; make its stream deterministic in evaluation mode"
+            "the model returns different outputs for the same tokens, so the effect of a changed "
+            "token cannot be detected; make its stream deterministic in evaluation mode"
         )
     leaks = []
     for changed_position in range(1, ids.shape[1]):

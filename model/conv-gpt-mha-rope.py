@@ -33,16 +33,15 @@ class ConvConfig(GPTConfig):
 
     conv_init: Literal["normal", "identity"] = option(
         "normal",
-        "initialization of the convolutions; normal draws from "
-        "N(0, hidden_init_std_factor / sqrt(hidden_size)); identity makes the model start as the "
-        "additive one",
+        "initialization of the convolutions; normal draws from N(0, hidden_init_std_factor / "
+        "sqrt(hidden_size)); with identity, the model starts as the additive one",
         initial=True,
     )
     canon: str = option(
         "",
         "Canon layers in place of the convolutions in the reads, as a string of the letters A "
         "(attention input), B (queries, keys and values), C (MLP input) and D (hidden features of "
-        "the MLP), such as ABCD; empty for the convolutions in the reads",
+        "the MLP), such as ABCD; an empty string uses the convolutions in the reads",
     )
 
     # `TokenConvRead` reads these from the config.

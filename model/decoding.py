@@ -26,7 +26,7 @@ def padded(sequences: list[list[int]], device: torch.device | str = "cpu") -> to
     """
     if not all(sequences):
         raise ValueError(
-            "an empty sequence: give one token or more (end-of-text stands before a text)"
+            "a sequence is empty; give one token or more (a text begins with end-of-text)"
         )
     max_length = max(map(len, sequences))
     rows = [[NO_TOKEN] * (max_length - len(ids)) + list(ids) for ids in sequences]
@@ -81,8 +81,8 @@ class Cache:
             self.start = self.position.new_zeros(batch_size, 1)
         if batch_size != len(self.start):
             raise ValueError(
-                f"batch_size={batch_size}: this cache is of {len(self.start)} sequences; make "
-                "another"
+                f"batch_size={batch_size}: this cache is for {len(self.start)} sequences; create "
+                "another one"
             )
         if self.num_tokens == 0:
             self.start.copy_((ids == NO_TOKEN).sum(1, keepdim=True))
@@ -250,8 +250,8 @@ class Decoder:
         self.check_batch_size(ids)
         if not 1 <= ids.shape[1] <= self.cache.length:
             raise ValueError(
-                f"a prompt of {ids.shape[1]} tokens for a decoder of length={self.cache.length}: "
-                "give 1 to that many"
+                f"the prompt has {ids.shape[1]} tokens, but the decoder has "
+                f"length={self.cache.length}: give 1 to {self.cache.length} tokens"
             )
         self.cache.reset()
         num_attended = self.cache.reserve(ids)
@@ -274,5 +274,6 @@ class Decoder:
     def check_batch_size(self, ids: torch.Tensor) -> None:
         if len(ids) != len(self.token):
             raise ValueError(
-                f"{len(ids)} sequences for a decoder of batch_size={len(self.token)}: give that many"
+                f"got {len(ids)} sequences, but the decoder has batch_size={len(self.token)}: give "
+                f"{len(self.token)} sequences"
             )

@@ -154,8 +154,8 @@ class Generation:
         num_rows = len(decoder.token)
         if not 0 < len(prompts) <= num_rows or not all(prompts):
             raise ValueError(
-                f"{len(prompts)} prompts for {num_rows} rows: give 1 to that many, each of 1 token "
-                "or more"
+                f"got {len(prompts)} prompts for {num_rows} rows: give 1 to {num_rows} prompts, "
+                "each of 1 token or more"
             )
         self.decoder = decoder
         self.sampling = sampling

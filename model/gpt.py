@@ -358,7 +358,9 @@ class GPT(nn.Module):
         Raises:
             ValueError: the stream has no such start
         """
-        reason = getattr(self.Block, "not_additive", "its residual stream has no such start")
+        reason = getattr(
+            self.Block, "not_additive", "its residual stream defines no additive initialization"
+        )
         raise ValueError(reason)
 
     def use_stream(self, stream: Stream) -> None:

@@ -48,7 +48,7 @@ class HyperConfig(StreamsConfig):
     hc_dynamic: bool = option(
         True,
         "add input-dependent terms to the learned connection weights (dynamic Hyper-Connections); "
-        "False uses the learned weights alone (static Hyper-Connections)",
+        "False uses only the learned weights (static Hyper-Connections)",
     )
     hc_scale_outputs: bool = option(
         False,
@@ -126,7 +126,7 @@ class ManifoldConfig(StreamsConfig):
     mhc_scale_init: float = option(
         0.01,
         "initial factor on the input-dependent terms of the weights (1 in DeepSeek-V4 and "
-        "GLM-5.3); that of the rotation of mhc_mix=orthogonal is 0",
+        "GLM-5.3); with mhc_mix=orthogonal, the factor of the rotation starts at 0",
         initial=True,
     )
     mhc_maps_init_std: float | None = option(
@@ -603,13 +603,13 @@ class ManifoldConnection(Connection):
         """
         if self.read_eps * self.num_streams >= 1:
             raise ValueError(
-                f"mhc_read_eps={self.read_eps:g} has no additive start, whose reads are "
+                f"mhc_read_eps={self.read_eps:g} does not allow an additive start, whose reads are "
                 f"1/{self.num_streams}; give a smaller number"
             )
         if self.write_magnitude + self.write_eps <= 1:
             raise ValueError(
-                f"mhc_write_magnitude={self.write_magnitude:g} has no additive start, whose writes "
-                "are 1; give a number above 1"
+                f"mhc_write_magnitude={self.write_magnitude:g} does not allow an additive start, "
+                "whose writes are 1; give a number above 1"
             )
         self.scales.zero_()
         read_bias, write_bias, _ = self.bias.split(self.sizes)

@@ -224,8 +224,8 @@ def read_option(config_class: type, field: dataclasses.Field, hint: object, grou
             accepted_types.append(part)
     if not {int, float, bool, str, type(None)}.issuperset(accepted_types):
         raise ValueError(
-            f"{config_class.__module__}: the key {field.name} is {field.type}: a key is int, "
-            "float, bool, str, Literal[...], or one of them | None"
+            f"{config_class.__module__}: the key {field.name} has the type {field.type}: a key "
+            "must be int, float, bool, str, Literal[...], or one of them | None"
         )
     return Option(
         name=field.name,

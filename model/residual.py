@@ -111,7 +111,7 @@ class DeltaConfig(GPTConfig):
     )
     ddl_v_bias: bool = option(
         True,
-        "add a bias in the linear layer for the write value v",
+        "add a bias to the linear layer for the write value v",
     )
     ddl_map: Literal["k", "v"] = option(
         "k",

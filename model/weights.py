@@ -59,7 +59,7 @@ def list_weight_files(folder: Path, kind: str = "model") -> list[Path]:
     weight_map = files.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
-            f"{index}: weight_map is {shorten(weight_map)}, needed the file of each tensor"
+            f"{index}: weight_map is {shorten(weight_map)}, but must map each tensor to its file"
         )
     for name in weight_map.values():
         # a name with a folder in it could lead to any file of the machine
@@ -87,7 +87,7 @@ def read_headers(folder: Path) -> Tensors:
     for file in list_weight_files(folder):
         for name, tensor in read_header(file):
             if name in tensors:
-                raise ValueError(f"{file}: {shorten(name)} is in another file as well")
+                raise ValueError(f"{file}: {shorten(name)} is also in another file")
             if tensor is None:
                 raise ValueError(
                     f"{file}: {shorten(name)} is not a tensor of floating-point numbers"
@@ -147,7 +147,8 @@ def check_tensors(tensors: Tensors, model: "GPT", context: str) -> None:
     for name, tensor in sorted(tensors.items()):
         if tensor.shape != expected[name].shape:
             raise ValueError(
-                f"{context}: {name} is {tuple(tensor.shape)}, needed {tuple(expected[name].shape)}"
+                f"{context}: {name} has the shape {tuple(tensor.shape)}, expected "
+                f"{tuple(expected[name].shape)}"
             )
 
 
@@ -175,13 +176,13 @@ def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "G
     num_blocks = len({parts[2] for parts in block_names if len(parts) > 3})
     if model_config.num_hidden_layers > max(num_blocks, MAX_SHARED_BLOCKS):
         raise ValueError(
-            f"{context}: transformer.h.{num_blocks} is missing, the config has "
+            f"{context}: transformer.h.{num_blocks} is missing, but the config has "
             f"num_hidden_layers={model_config.num_hidden_layers}"
         )
     if model_config.block_size * model_config.head_dim > MAX_ROPE_TABLE:
         raise ValueError(
-            f"{context}: block_size={model_config.block_size} is more than RoPE tables are made for "
-            "here"
+            f"{context}: block_size={model_config.block_size} is larger than the largest RoPE "
+            "table that this code builds"
         )
     uninitialized = type("Uninitialized", (cls,), {"init_weights": lambda self: None})
     try:

@@ -9,13 +9,14 @@
     python research/analyze.py transfer [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512]
 
 rank measures the effective rank and size of the hidden states, and gradient norms, over depth
-(docs/mgt.md). gates measures what every site writes and erases, and the loss without a piece of a
-site (docs/gates.md). spectrum measures what becomes of a token's state end to end, and lens what the
-model would predict after each site (docs/analysis.md). causality finds whether and where a later
-token changes what is computed before it, in a run or in the file of a stream (docs/analysis.md). mup
-and transfer find whether training changes as much in wide models as in narrow ones, and whether the
-best learning rate stays; if they are stopped, the same command resumes (docs/mup.md). All commands
-except causality store their figures as JSON (--json=FILE) and draw them beside it.
+(docs/mgt.md). gates measures what every site writes and erases, and the loss when part of a site is
+fixed or removed (docs/gates.md). spectrum measures what happens to a token's state from end to end,
+and lens what the model would predict after each site (docs/analysis.md). causality finds whether
+and where a later token changes what is computed before it, in a run or in the file of a variant
+(docs/analysis.md). mup finds whether training changes wide models as much as narrow ones, and
+transfer whether the best learning rate stays the same; rerun the command to resume them
+(docs/mup.md). All commands except causality store their figures as JSON (--json=FILE) and draw them
+beside it.
 """
 
 import argparse
@@ -67,7 +68,8 @@ def add_width_options(parser: argparse.ArgumentParser, name: str) -> None:
         "--widths",
         type=numbers,
         default="64,128,256,512",
-        help="rising multiples of 32, separated by commas (default: %(default)s)",
+        help="widths to compare, as increasing multiples of 32, separated by commas (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--optimizers",
@@ -79,8 +81,8 @@ def add_width_options(parser: argparse.ArgumentParser, name: str) -> None:
         "--json",
         type=Path,
         default=Path(f"runs/{name}.json"),
-        help="file to store the figures in; what it has is not measured again, and a picture is "
-        "drawn beside it (default: %(default)s)",
+        help="file to store the figures in; figures that it already contains are not measured "
+        "again, and a picture is drawn beside it (default: %(default)s)",
     )
 
 
@@ -97,8 +99,8 @@ def check_widths(widths: list[int]) -> None:
     are_rising = widths == sorted(set(widths))
     if len(widths) < 2 or not are_multiples or not are_rising:
         raise ValueError(
-            f"--widths={','.join(map(str, widths))}: give two or more multiples of 32, rising, "
-            "separated by commas"
+            f"--widths={','.join(map(str, widths))}: give two or more multiples of 32 in "
+            "increasing order, separated by commas"
         )
 
 

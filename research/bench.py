@@ -8,7 +8,7 @@
     python research/bench.py kernels                      bandwidth of the fused kernels against a copy
     python research/bench.py costs                        parameters, state and FLOPs of every model, counted
     python research/bench.py peers --nanogpt=FOLDER       speed beside nanoGPT's own code and transformers
-    python research/bench.py quality                      final loss beside GPT-2's by its own code
+    python research/bench.py quality                      final loss compared with that of GPT-2
 
 `step`, which is the default command, measures training steps (forward, backward, AdamW) and forward passes
 without gradients. Each model takes turns with the baseline and with the straight transcription of its
@@ -99,19 +99,23 @@ def add_common_options(parser: ArgumentParser, device: str = "auto") -> None:
     """Add the options of all commands that measure."""
     add_option(parser, "device", device, "device to measure on", choices=("auto", "cuda", "cpu"))
     add_option(
-        parser, "json", None, "file of the figures, which is written after each of them", type=Path
+        parser,
+        "json",
+        None,
+        "file to store the figures in; it is updated after each of them",
+        type=Path,
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep the figures of the file that have the same code, chip and settings",
+        help="keep the figures in the file that were measured with the same code, chip and settings",
     )
 
 
 def add_size_options(parser: ArgumentParser, defaults: dict[str, int], suffix: str = "") -> None:
     """Add the keys of a model's size; `suffix` is added to each help."""
     descriptions = {
-        "vocab_size": "tokens of the vocabulary",
+        "vocab_size": "vocabulary size",
         "block_size": "tokens per sequence",
         "num_hidden_layers": "number of blocks",
         "num_attention_heads": "number of attention heads",
@@ -125,7 +129,7 @@ def add_size_options(parser: ArgumentParser, defaults: dict[str, int], suffix: s
 def add_model_options(parser: ArgumentParser) -> None:
     """Add the options that choose sizes and models of suites."""
     add_option(parser, "suite", "quick", "sizes and models to measure", choices=suites.SUITES)
-    add_option(parser, "sizes", None, "some sizes of the suite, as in --sizes=small")
+    add_option(parser, "sizes", None, "measure only these sizes of the suite, as in --sizes=small")
     add_option(
         parser,
         "models",
@@ -152,9 +156,9 @@ def add_step_options(parser: ArgumentParser) -> None:
         "what each model is compared with besides the baseline (default: that of the suite)",
         choices=("transcription", "none"),
     )
-    add_count(parser, "warmup", 3, "turns of each model before the measurement")
+    add_count(parser, "warmup", 3, "warmup turns of each model")
     add_count(parser, "rounds", 20, "measured turns of each model")
-    add_count(parser, "steps", None, "steps per turn (default: 1, on a GPU 4)")
+    add_count(parser, "steps", None, "steps per turn (default: 1 on a CPU, 4 on a GPU)")
 
 
 def add_profile_options(parser: ArgumentParser) -> None:
@@ -181,13 +185,14 @@ def add_kernel_options(parser: ArgumentParser) -> None:
         choices=("bfloat16", "float16", "float32"),
     )
     add_count(parser, "rounds", 20, "measured calls of each kernel")
-    add_count(parser, "copied", 2**30, "bytes of the copy that kernels are compared with")
+    add_count(parser, "copied", 2**30, "size in bytes of the copy that kernels are compared with")
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="measure the launches (model/kernels/launch.py) of the kernels of --match instead",
+        help="instead, time other launches (model/kernels/launch.py) of the kernels that --match "
+        "selects",
     )
-    add_count(parser, "launches", None, "with --tune, try at most this number for each kernel")
+    add_count(parser, "launches", None, "with --tune, largest number of launches to try per kernel")
 
 
 def add_decode_options(parser: ArgumentParser) -> None:
@@ -200,8 +205,8 @@ def add_decode_options(parser: ArgumentParser) -> None:
         "models separated by commas, each as MODEL or MODEL:d_v (default: all models)",
     )
     add_size_options(parser, suites.QUICK)
-    add_count(parser, "batch_size", 1, "sequences that are decoded together")
-    add_count(parser, "context", 128, "tokens before those that are decoded")
+    add_count(parser, "batch_size", 1, "number of sequences to decode together")
+    add_count(parser, "context", 128, "number of context tokens before the decoded ones")
     add_count(parser, "tokens", 32, "tokens to decode per turn")
     add_count(parser, "rounds", 10, "measured turns of each way to decode")
     add_option(
@@ -212,7 +217,10 @@ def add_decode_options(parser: ArgumentParser) -> None:
         choices=("True", "False"),
     )
     add_option(
-        parser, "note", "", "text stored with the figures, for example other load on the machine"
+        parser,
+        "note",
+        "",
+        "note to store with the figures, for example on other load on the machine",
     )
 
 
@@ -224,7 +232,7 @@ def add_peer_options(parser: ArgumentParser) -> None:
     )
     add_count(parser, "hidden_size", 256, "width d; heads have 64 features")
     add_count(parser, "num_hidden_layers", 4, "number of blocks")
-    add_count(parser, "vocab_size", 1024, "tokens of the vocabulary")
+    add_count(parser, "vocab_size", 1024, "vocabulary size")
     add_count(parser, "block_size", 256, "tokens per sequence")
     add_count(parser, "micro_batch_size", 8, "sequences per training step")
     add_count(parser, "tokens", 200, "tokens to generate per turn")
@@ -243,7 +251,9 @@ def add_quality_options(parser: ArgumentParser) -> None:
     """Add the options of `bench.py quality`."""
     add_common_options(parser, device="cpu")
     add_option(parser, "config", Path("config/demo_cpu.py"), "config file to train", type=Path)
-    add_option(parser, "rates", "2e-3,4e-3", "learning rates to begin with", type=parse_rates)
+    add_option(
+        parser, "rates", "2e-3,4e-3", "learning rates to start the search with", type=parse_rates
+    )
     add_count(parser, "seeds", 3, "number of seeds at the best rate, from seed 0")
 
 

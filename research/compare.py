@@ -1,4 +1,4 @@
-"""Group runs that differ in their seed alone, and estimate the difference between two groups.
+"""Group runs that differ only in their seed, and estimate the difference between two groups.
 
 The n values of a setting, one for each seed, are taken as independent and normally distributed. An
 interval covers the effect of the seed and nothing else: not the choice of a corpus, of a size or of
@@ -147,7 +147,8 @@ def estimate_paired_difference(values: Sequence[float], baseline: Sequence[float
     """
     if len(values) != len(baseline):
         raise ValueError(
-            f"{len(values)} and {len(baseline)} values are no pairs: give the same seeds of both"
+            f"{len(values)} and {len(baseline)} values cannot be paired: give the same seeds for "
+            "both"
         )
     return estimate_mean(np.subtract(values, baseline))
 
@@ -269,16 +270,16 @@ class Group:
         corpora = sorted({get_corpus_digest(run) or "unknown" for run in self.runs})
         cautions = []
         if self.mixed_keys:
-            cautions.append(f"its runs differ in {', '.join(self.mixed_keys)} as well")
+            cautions.append(f"its runs also differ in {', '.join(self.mixed_keys)}")
         if repeated_seeds:
             cautions.append(
-                f"seed {', '.join(repeated_seeds)} comes more than once: such runs are not "
+                f"seed {', '.join(repeated_seeds)} occurs more than once: such runs are not "
                 "independent"
             )
         if len(commits) > 1:
             cautions.append(f"its runs were trained at several commits: {', '.join(commits)}")
         if len(corpora) > 1:
-            cautions.append(f"its runs had several corpora: {', '.join(corpora)}")
+            cautions.append(f"its runs were trained on several corpora: {', '.join(corpora)}")
         return cautions
 
     def get_values(self, metric: str) -> list[float]:
@@ -319,7 +320,9 @@ def select_runs(runs: list[Run], conditions: Sequence[str]) -> list[Run]:
             if any(matches_text(setting, text) for text in values.split(",")):
                 selected.append(run)
         if not selected:
-            raise ValueError(f"--where={condition}: no run; they have {', '.join(existing_values)}")
+            raise ValueError(
+                f"--where={condition}: no run matches; its values are {', '.join(existing_values)}"
+            )
         runs = selected
     return runs
 
@@ -540,8 +543,8 @@ def find_baseline(groups: list[Group], against: str) -> Group:
     if len(candidates) != 1:
         names = ", ".join(group.name for group in candidates or groups)
         raise ValueError(
-            f"--against={against}: {len(candidates) or 'none'} of the rows: give one of {names}, "
-            "or one run"
+            f"--against={against}: {len(candidates) or 'none'} of the rows match: give one of "
+            f"{names}, or one run"
         )
     return candidates[0]
 
@@ -560,7 +563,7 @@ def choose_metric(groups: list[Group]) -> str:
     for metric in metrics:
         if all(group.get_values(metric) for group in groups):
             return metric
-    raise ValueError("a run has no evaluation: leave it out")
+    raise ValueError("a run has no evaluation: omit it")
 
 
 def compare_groups(
@@ -668,7 +671,8 @@ def compare_by_sequence(run: Run, baseline: Run) -> Estimate:
     same_data = describe_validation_data(run) == describe_validation_data(baseline)
     if losses.keys() != baseline_losses.keys() or not same_data:
         raise ValueError(
-            f"{run.name} and {baseline.name} were validated on other sequences: evaluate both alike"
+            f"{run.name} and {baseline.name} were validated on different sequences: evaluate both "
+            "in the same way"
         )
     return estimate_paired_difference(
         [losses[sequence] for sequence in baseline_losses], list(baseline_losses.values())

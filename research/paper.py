@@ -24,16 +24,19 @@ REPORT_FILES = re.compile(
     r"|(curves|validation|differences|costs|accuracy_\w+|runs)\.csv"
 )
 UNKNOWN_SIZE = "unknown size"
-BANDS = "Lines: means over runs; bands: their 95% intervals, none of a single run."
+BANDS = (
+    "Lines are means over runs; bands are their 95% intervals, which a single run does not have."
+)
 CAPTIONS = {
-    "curves": "Training loss (above, smoothed over 2% of each run) and validation loss (below) of "
-    f"the models of each size, and of their variants. {BANDS} What is early may lie above.",
+    "curves": "Training loss (above, smoothed over 2% of each run) and validation loss (below) of the "
+    f"models of each size, and of their variants. {BANDS} Early losses may lie above the "
+    "plotted range.",
     "costs": f"Validation loss against steps, tokens, FLOPs and device-seconds. {BANDS}",
     "differences": "Difference to the baseline at every evaluation, run by run of the same seed. "
     "Bands: 95% intervals.",
-    "final": "Final differences to the baseline with their 95% intervals, the number of pairs or "
-    "runs in brackets, and what they allow to say, corrected for their number.",
-    "residual": "What the sites of each block say of themselves, means over tokens and runs.",
+    "final": "Final differences to the baseline with their 95% intervals, the number of pairs or runs "
+    "in brackets, and the verdicts that they allow, corrected for the number of comparisons.",
+    "residual": "Statistics of the sites of each block, means over tokens and runs.",
 }
 
 
@@ -254,14 +257,14 @@ def check_out(out: Path) -> None:
         return
     if not (out / REPORT).is_file():
         raise ValueError(
-            f"--out={out}: it is there, and no report: name a folder that is not there, or an "
-            "earlier report"
+            f"--out={out}: it exists and is not a report: give a new folder, or that of an earlier "
+            "report"
         )
     for name in sorted(path.relative_to(out).as_posix() for path in out.rglob("*")):
         if not REPORT_FILES.fullmatch(name):
             raise ValueError(
-                f"--out={out}: it holds {name}, which is no part of a report: move that, or name "
-                "another"
+                f"--out={out}: it contains {name}, which is not part of a report: move it, or give "
+                "another --out"
             )
 
 
@@ -288,7 +291,7 @@ def write(
     size_names = ", ".join(size.name for size in sizes)
     summary = f"{len(runs)} runs in {len(lines)} groups ({size_names})"
     if omitted:
-        summary += "; what was left out is said at the end"
+        summary += "; what was left out is listed at the end"
     summary += "."
     new_folder = out.with_name(f".{out.name}.new")
     old_folder = out.with_name(f".{out.name}.old")

@@ -76,7 +76,7 @@ X_LABELS = {
     "flops": "FLOPs",
     "seconds": "device-seconds after step 1",  # step 1 includes compilation
 }
-PUBLISHED_LABEL = "published (star in the colour of its row)"
+PUBLISHED_LABEL = "published (star in the color of its row)"
 
 
 @dataclass(frozen=True)
@@ -811,7 +811,7 @@ def plot_differences(lines: list[Line], baseline_name: str, unit: str) -> "Figur
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_title(size if len(sizes) > 1 else "")
         format_x_axis(axis, "steps", [], "difference")
-    axes[0, 0].set_ylabel(f"{unit}\nless that of {baseline_name}")
+    axes[0, 0].set_ylabel(f"{unit}\nminus that of {baseline_name}")
     add_legend(figure, artists)
     return figure
 

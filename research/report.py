@@ -7,9 +7,9 @@
     python research/report.py paper RUN RUN RUN ... --out=report     a paper's tables and figures
     python research/report.py runs RUN RUN RUN ... --out=runs.csv    a row for each run
 
-RUN is a run folder made by train.py, a folder that contains some, or a runs.csv. Runs that differ in
-their seed alone are one row of a table, with the mean, its 95% interval and the number of runs. Runs
-that cannot be read are named and left out. See research/docs/report.md for more.
+RUN is a run folder made by train.py, a folder that contains some, or a runs.csv. Runs that differ
+only in their seed are one row of a table, with the mean, its 95% interval and the number of runs.
+Runs that cannot be read are named and left out. See research/docs/report.md for more.
 """
 
 import os
@@ -120,9 +120,9 @@ def make_lines(loaded: list[runs.Run], args: Namespace) -> tuple[list[plots.Line
     for group, style_number in zip(groups, style_numbers):
         line = plots.make_line(group, style_number)
         if any(run.path.is_file() for run in group.runs):
-            notes.append(f"{line.name}: a runs.csv has no curves: give its run folder")
+            notes.append(f"{line.name}: a row of a runs.csv has no curves: give its run folder")
         elif not line.curves:
-            notes.append(f"{line.name}: no step with a loss that all its runs have")
+            notes.append(f"{line.name}: its runs have no common step with a loss")
         elif args.y == "bits_per_byte":
             convert_to_bits_per_byte(line, group, notes)
         if line.curves:
@@ -134,8 +134,8 @@ def make_lines(loaded: list[runs.Run], args: Namespace) -> tuple[list[plots.Line
     }
     if args.y == "loss" and len(name_by_vocabulary) > 1:
         notes.append(
-            "losses of different tokens are no comparison, --y=bits_per_byte may be: "
-            f"{' | '.join(name_by_vocabulary.values())}"
+            "losses per token cannot be compared between different tokenizers or vocabularies; try "
+            f"--y=bits_per_byte: {' | '.join(name_by_vocabulary.values())}"
         )
     return lines, notes
 
@@ -274,7 +274,7 @@ def add_group_options(parser: ArgumentParser, baseline_help: str) -> None:
         action="append",
         default=[],
         metavar="KEY[,KEY]",
-        help="settings that make a row (default: all settings but the seed)",
+        help="settings that distinguish rows (default: all settings but the seed)",
     )
     parser.add_argument("--against", help=baseline_help)
 
@@ -293,7 +293,7 @@ def parse_arguments() -> Namespace:
     curves.add_argument(
         "--band",
         action="store_true",
-        help="draw the mean and 95%% interval of runs that differ in their seed alone",
+        help="draw the mean and 95%% interval of runs that differ only in their seed",
     )
     curves.add_argument(
         "--out",

@@ -221,7 +221,7 @@ def make_readers(path: Path) -> dict[RunSource, Callable[[], Run]]:
             for row in read_rows(path)
         }
     if not path.is_dir():
-        raise ValueError(f"{path} is not there: give a run folder made by train.py")
+        raise ValueError(f"{path} does not exist: give a run folder made by train.py")
     folders = find_run_folders(path)
     if not folders:
         raise ValueError(f"{path} holds no metrics.jsonl: give a run folder made by train.py")
@@ -341,12 +341,13 @@ def read_records(path: Path) -> tuple[list[dict], list[str]]:
             damaged_lines.append(number)
     if damaged_lines:
         notes.append(
-            f"no record of a step: {format_numbers('line', damaged_lines)} of metrics.jsonl"
+            f"not a record of a step: {format_numbers('line', damaged_lines)} of metrics.jsonl"
         )
     valid_records = drop_repeated_steps(records)
     if len(valid_records) < len(records):
         notes.append(
-            f"{len(records) - len(valid_records)} lines of metrics.jsonl were done again later"
+            f"{len(records) - len(valid_records)} lines of metrics.jsonl are of steps that were "
+            "repeated later"
         )
     steps_without_loss = []
     for record in valid_records:
@@ -440,7 +441,7 @@ def read_newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict
             return path, checkpoint.read_state(path)
         except ValueError as error:
             notes.append(str(error).removesuffix("; take another checkpoint"))
-    notes.append("no checkpoint that can be read: its settings are not known")
+    notes.append("no checkpoint can be read, so its settings are not known")
     return None, {}
 
 
@@ -449,7 +450,7 @@ def count_parameters(state: dict[str, Any], notes: list[str]) -> int | None:
     try:
         return count_model_parameters(state["model"], json.dumps(state["model_config"]))
     except (ValueError, TypeError) as error:
-        notes.append(f"its model cannot be made: {error}")
+        notes.append(f"its model cannot be built: {error}")
         return None
 
 
@@ -592,10 +593,12 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             rows = []
     names = [row.get("name") for row in rows]
     if not rows or None in names:
-        raise ValueError(f"{path} is no file of report.py runs: give a run folder, or a runs.csv")
+        raise ValueError(
+            f"{path} was not written by report.py runs: give a run folder, or a runs.csv"
+        )
     repeated_names = [name for name in names if names.count(name) > 1]
     if repeated_names:
-        raise ValueError(f"{path} has two rows named {repeated_names[0]!r}: take one out")
+        raise ValueError(f"{path} has two rows named {repeated_names[0]!r}: remove one of them")
     return rows
 
 
@@ -649,4 +652,4 @@ def make_run(row: dict[str, str], path: Path) -> Run:
         }
         return replace(run, published=find_published_results(state))
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"damaged: make its row again by report.py runs ({error})") from error
+        raise ValueError(f"damaged: write its row again with report.py runs ({error})") from error

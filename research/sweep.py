@@ -7,10 +7,10 @@
     python research/sweep.py config/ddl_dv4_small.py ... --mode=table        tabulate finished runs
 
 A key of train.py with several values, `a,b,c` or an inclusive range of integers `a..b`, is swept;
-every combination of values is a cell. A key with one value applies to all cells. A value that itself
-contains a comma is not supported. Started again, the same command skips finished cells and resumes
-the others. `<out>/<cell>/` is the run folder of a cell, and `<out>/<cell>.log` is the output of its
-train.py. The results are `<out>/table.md`, `table.json` and `plot.png`.
+every combination of values is a cell. A key with one value applies to all cells. A value that
+itself contains a comma is not supported. If you rerun the command, it skips finished cells and
+resumes the others. `<out>/<cell>/` is the run folder of a cell, and `<out>/<cell>.log` is the
+output of its train.py. The results are `<out>/table.md`, `table.json` and `plot.png`.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class SweepConfig:
     )
     gpus_per_node: int | None = option(
         None,
-        "GPUs of each Slurm task; 0 requests none (default: nproc_per_node)",
+        "number of GPUs of each Slurm task; 0 requests none (default: nproc_per_node)",
     )
     index: int | None = option(
         None,
@@ -155,8 +155,8 @@ def read_arguments(argv: list[str]) -> SweepArguments:
     for key, text in train_options.items():
         if key in KEYS_OF_CELLS:
             raise ValueError(
-                f"--{key} is set by sweep.py for every cell: leave it out; --out=FOLDER is the "
-                "sweep's folder"
+                f"--{key} is set by sweep.py for every cell: omit it; --out=FOLDER is the sweep's "
+                "folder"
             )
         if "," in text or RANGE.fullmatch(text):
             swept[key] = expand_values(key, text)
@@ -165,7 +165,7 @@ def read_arguments(argv: list[str]) -> SweepArguments:
     if not swept:
         raise ValueError("nothing to sweep: give a key several values, --key=a,b,c or --key=0..4")
     if (sweep.index is None) == (sweep.mode == "cell"):
-        raise ValueError("--index=N and --mode=cell go together")
+        raise ValueError("--index=N and --mode=cell require each other")
     if sweep.out is None:
         name = Path(files[0]).stem if files else fixed.get("model", "sweep")
         sweep = dataclasses.replace(sweep, out=f"sweeps/{name}")
@@ -190,14 +190,14 @@ def expand_values(key: str, text: str) -> list[str]:
     values: list[str] = []
     for item in text.split(","):
         if not item:
-            raise ValueError(f"--{key}={text}: nothing between two commas gives no value")
+            raise ValueError(f"--{key}={text}: a value is empty; omit the comma before or after it")
         bounds = RANGE.fullmatch(item)
         if bounds is None:
             values.append(item)
             continue
         low, high = map(int, bounds.groups())
         if high < low:
-            raise ValueError(f"--{key}={text}: {item} gives no value")
+            raise ValueError(f"--{key}={text}: the range {item} is empty")
         if high - low >= MAX_CELLS:
             raise ValueError(f"--{key}={text}: give at most {MAX_CELLS:,} values")
         values += map(str, range(low, high + 1))
@@ -215,7 +215,8 @@ def make_cells(
     num_cells = math.prod(map(len, swept.values()))
     if num_cells > MAX_CELLS:
         raise ValueError(
-            f"{num_cells:,} cells: give fewer values, a sweep has {MAX_CELLS:,} at most"
+            f"{num_cells:,} cells are too many: give fewer values, a sweep has {MAX_CELLS:,} at "
+            "most"
         )
     cells = []
     index_by_settings: dict[tuple, int] = {}
@@ -287,7 +288,8 @@ def check_cell_folder(cell: Cell) -> None:
     max_steps = cell.settings["max_steps"]
     if saved_step > max_steps:
         raise ValueError(
-            f"max_steps={max_steps}, but {cell.folder} has {saved_step} steps: give another --out"
+            f"max_steps={max_steps}, but {cell.folder} already has {saved_step} steps: give "
+            "another --out"
         )
     state = resume.read_saved_state("auto", str(cell.folder))
     if state:
@@ -310,8 +312,8 @@ def check_no_cell_is_running(cells: list[Cell]) -> None:
     if title_by_process:
         processes = ", ".join(f"{pid} ({title})" for pid, title in title_by_process.items())
         raise ValueError(
-            f"cells still run, of a sweep that was killed: processes {processes}: wait for them, or "
-            "end them with kill"
+            f"cells of a sweep that was killed are still running, as processes {processes}: wait "
+            "for them, or end them with kill"
         )
 
 
@@ -493,7 +495,7 @@ def run_cells(
         list(pool.map(runner.run, cells))  # raises the first exception of a thread
     if runner.is_stopped:
         signal_name = f" by {runner.signals[-1].name}" if runner.signals else ""
-        print(f"stopped{signal_name}; to go on: {resume_command}", flush=True)
+        print(f"stopped{signal_name}; to resume: {resume_command}", flush=True)
         return 128 + runner.signals[-1] if runner.signals else STOPPED
     for log, line in runner.error_by_log.items():
         print(f"failed: {log}: {line}", file=sys.stderr)
@@ -517,14 +519,14 @@ SLURM_ARRAY = """#!/usr/bin/env bash
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
 {gpus}#SBATCH --requeue
-# Two minutes before the time limit the srun step is told to end, and train.py saves.
+# Slurm sends SIGTERM to the srun step 120 seconds before the time limit, and train.py saves.
 #SBATCH --signal=TERM@120
 #SBATCH --output="{out}/slurm-%A_%a.out"
 #SBATCH --open-mode=append
 cd {working_folder} || exit
 code=0
 srun {command} --index="$SLURM_ARRAY_TASK_ID" || code=$?
-# {stopped}: saved before the end
+# exit code {stopped}: train.py saved a checkpoint before the run was complete
 if [ "$code" = {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
 """
@@ -601,7 +603,7 @@ def plot_metric(
     if None in estimates:
         evaluation = groups[0].runs[0].final_evaluation
         metric_names = ", ".join(key for key in evaluation if key.startswith("val_"))
-        raise ValueError(f"metric={metric} is in no last evaluation: give one of {metric_names}")
+        raise ValueError(f"metric={metric} is in no final evaluation: give one of {metric_names}")
 
     keys = [key for key in group_values[0] if key != "seed"]
     numeric_keys = [
@@ -666,7 +668,7 @@ def main() -> int:
             f"index={sweep.index}: there are {len(cells)} cells, give 0 to {len(cells) - 1}"
         )
     if sweep.mode == "table" and not Path(sweep.out).is_dir():
-        raise ValueError(f"out={sweep.out} is not there: nothing has run")
+        raise ValueError(f"out={sweep.out} does not exist: nothing has run")
     if sweep.mode in ("local", "table"):
         # a missing package must be reported before hours of training
         runs.import_polars()
@@ -682,7 +684,7 @@ def main() -> int:
     sizes = " x ".join(f"{len(values)} {key}" for key, values in swept.items())
     print(
         f"{len(cells)} cells ({sizes}), {num_finished} finished: {len(cells) - num_finished} runs "
-        f"to do in {sweep.out}",
+        f"left in {sweep.out}",
         flush=True,
     )
     if sweep.mode == "slurm":

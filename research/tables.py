@@ -34,7 +34,7 @@ DIFFERENCE_METRICS = [metric for metric in METRIC_LABELS if metric != "val_perpl
 TIMES = "\N{MULTIPLICATION SIGN}"
 INTERVAL_NOTE = "± is half the 95% interval of the mean over runs, (n) the number of runs."
 ACCURACY_NOTE = (
-    f"{INTERVAL_NOTE} Of a single run ± is lm-eval's standard error over a task's items."
+    f"{INTERVAL_NOTE} For a single run, ± is lm-eval's standard error over a task's items."
 )
 
 
@@ -121,7 +121,7 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
     comparison_by_group = {id(comparison.group): comparison for comparison in comparisons}
     header = ["model", "parameters", "runs", "steps", *(METRIC_LABELS[key] for key in metrics)]
     if published_by_group:
-        header += ["published loss", "loss less the published"]
+        header += ["published loss", "loss minus the published"]
     if comparisons:
         metric_label = METRIC_LABELS[comparisons[0].metric]
         header += [f"{metric_label} minus that of {comparisons[0].baseline.name}", "verdict"]
@@ -219,8 +219,8 @@ def list_cautions(groups: list[Group], comparisons: Sequence[Comparison] = ()) -
         if len(tokenizers) > 1:
             tokenizer_names = f" ({', '.join(map(str, tokenizers))})"
         cautions.append(
-            f"Validated on other text or in other tokens{tokenizer_names}, their losses are no "
-            f"comparison: {names}."
+            "Losses cannot be compared between models that were validated on different texts or "
+            f"tokens{tokenizer_names}: {names}."
         )
     for comparison in comparisons:
         if comparison.estimate is None:
@@ -239,10 +239,9 @@ def make_difference_table(sizes: list["Size"]) -> Table:
     metric_labels = [METRIC_LABELS[metric] for metric in first.differences]
     more_is_better = ", of which more is better" if first.metric in FRACTION_METRICS else ""
     note = (
-        f"Mean difference ± half its 95% interval. The word is on "
-        f"{METRIC_LABELS[first.metric]}{more_is_better}: "
-        "better or worse where the interval leaves out 0 after Holm's correction for the "
-        "comparisons of this size, else undecided."
+        "Mean difference ± half its 95% interval. The verdict is on "
+        f"{METRIC_LABELS[first.metric]}{more_is_better}: better or worse where the interval "
+        "excludes 0 after Holm's correction for the comparisons of this size, else undecided."
     )
     header = ["model", "minus", *metric_labels, "verdict", "rests on"]
     table = Table("differences", "Differences to the baseline", header, [], [note])
@@ -336,12 +335,12 @@ def make_cost_table(sizes: list["Size"]) -> Table:
     baseline_names = [size.baseline.name for size in sizes if size.baseline]
     factor_note = ""
     if baseline_names:
-        factor_note = f"; in brackets how many times those of {' and '.join(baseline_names)}"
+        factor_note = f"; brackets give the ratio to those of {' and '.join(baseline_names)}"
     note = (
-        "Tokens/s: median over training. Peak memory: of the main process, allocated on a GPU, "
-        "resident on a CPU. Device-seconds: of training steps without the first one, which "
-        f"compiles. Means over runs{factor_note}. Runs that shared a machine slowed each other "
-        "down."
+        "Tokens/s is the median over training. Peak memory is that of the main process, allocated "
+        "on a GPU and resident on a CPU. Device-seconds are those of the training steps without "
+        f"the first one, which compiles. Values are means over runs{factor_note}. Runs that shared "
+        "a machine slowed each other down."
     )
     header = ["model", "parameters", "FLOPs per token", "tokens/s", "peak memory", "device-seconds"]
     groups = [group for size in sizes for group in size.groups]
@@ -429,7 +428,7 @@ def make_machine_note(groups: list[Group]) -> str:
     for group in groups:
         names_by_machine.setdefault(describe_machines(group), []).append(group.name)
     if names_by_machine.keys() == {""}:
-        return "The runs do not say on what machine they were trained."
+        return "The runs do not record on what machine they were trained."
     if len(names_by_machine) == 1:
         return f"Trained on {next(iter(names_by_machine))}."
     machines = "; ".join(

@@ -182,8 +182,8 @@ def create_app(
         prompt = encode_prompt(tokenizer, request.prompt)
         if len(prompt) > block_size:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens: give at most {block_size}, end-of-text "
-                "included"
+                f"the prompt has {len(prompt)} tokens: give at most {block_size}, including "
+                "end-of-text"
             )
         events = generate_events(
             model,
@@ -289,9 +289,9 @@ def serve(
     shown_host = f"[{host}]" if ":" in host else host
     print(f"http://{shown_host}:{port} (press Ctrl+C to stop the server)", flush=True)
     if not ipaddress.ip_address(address).is_loopback:
-        note = "note: everyone who can reach this machine can use the page"
+        note = "note: anyone who can reach this machine can use the page"
         if host in WILDCARD_ADDRESSES:
-            note += "; from another machine, open it by the numeric address of this one"
+            note += "; from another machine, open it with the numeric address of this one"
         print(note, file=sys.stderr)
     # the server raises it again after it has shut down
     with contextlib.suppress(KeyboardInterrupt):

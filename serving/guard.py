@@ -72,7 +72,7 @@ class Guard:
             )
         # browsers send this header with every request of a script on another website
         if "origin" in headers and headers["origin"].partition("//")[2] != host:
-            return Refusal(403, "this server does not answer requests of other websites")
+            return Refusal(403, "this server does not answer requests from other websites")
         length = headers.get("content-length", "")
         # without a length, the body could be of any size
         if method not in ("GET", "HEAD") and not length.isdecimal():
@@ -80,7 +80,7 @@ class Guard:
         if length and int(length) > MAX_BODY_BYTES:
             return Refusal(
                 413,
-                f"a request of {format_bytes(int(length))}: give at most "
+                f"the request has {format_bytes(int(length))}: send at most "
                 f"{format_bytes(MAX_BODY_BYTES)}",
             )
         return None

@@ -47,9 +47,7 @@ def test_a_direction_averaged_over_the_sequence_is_a_leak():
     leak = find_leak(tiny(AveragedModel), tokens(1, 9))
     assert (leak.layer, leak.site, leak.position) == (1, "mlp", 0)
     assert leak.output == "the state that the write returns"
-    assert str(leak).startswith(
-        "block 1, mlp: the state that the write returns moves at position 0"
-    )
+    assert str(leak).startswith("block 1, mlp: the state that the write returns changes by ")
 
 
 def test_the_same_layer_token_by_token_is_none():
@@ -152,7 +150,7 @@ class NotFinite(Direct):
 
 @pytest.mark.parametrize(
     ("read", "message"),
-    [(Noisy, "something else of the same tokens each time"), (NotFinite, "is not finite")],
+    [(Noisy, "different outputs for the same tokens"), (NotFinite, "is not finite")],
 )
 def test_what_cannot_be_compared_is_refused(read, message):
     with pytest.raises(ValueError, match=message):

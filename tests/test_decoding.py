@@ -261,7 +261,7 @@ def test_a_prompt_of_a_wrong_length_is_refused_and_changes_nothing(num_tokens):
     decoder.prefill(ids[:, :3])
     with pytest.raises(
         ValueError,
-        match=rf"a prompt of {num_tokens} tokens for a decoder of length=8: give 1 to that many",
+        match=rf"the prompt has {num_tokens} tokens, but the decoder has length=8: give 1 to 8 tokens",
     ):
         decoder.prefill(ids[:, :num_tokens])
     check(decoder, model, ids[:, :8], 3)
@@ -270,7 +270,7 @@ def test_a_prompt_of_a_wrong_length_is_refused_and_changes_nothing(num_tokens):
 def test_a_batch_of_another_size_is_refused():
     decoder = Decoder(build_tiny(EC), 2, 8)
     decoder.prefill(tokens_of(2, 3))
-    message = r"3 sequences for a decoder of batch_size=2: give that many"
+    message = r"got 3 sequences, but the decoder has batch_size=2: give 2 sequences"
     with pytest.raises(ValueError, match=message):
         decoder.step(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
@@ -294,7 +294,7 @@ def test_a_cache_of_another_batch_size_is_refused():
     cache = model.new_cache()
     model(ids, cache=cache)
     cache.reset()
-    message = r"batch_size=1: this cache is of 2 sequences; make another"
+    message = r"batch_size=1: this cache is for 2 sequences; create another one"
     with pytest.raises(ValueError, match=message):
         model(ids[:1], cache=cache)
 

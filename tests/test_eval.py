@@ -249,7 +249,7 @@ def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, max_logits
 @pytest.mark.parametrize("count", [0, 21])
 def test_a_continuation_that_cannot_be_scored_is_refused(count):
     own = language_model(build("gpt-mha-rope", **{**TINY, "block_size": 20}))
-    with pytest.raises(ValueError, match=f"a continuation of {count} tokens: .* block_size=20"):
+    with pytest.raises(ValueError, match=f"a continuation has {count} tokens, .* block_size=20"):
         own._loglikelihood_tokens([(None, [1], [2] * count)])
 
 
@@ -729,7 +729,7 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
         ("--tasks=questions --shots=1,x", "--shots=1,x | 0,1"),
         ("--tasks=,", "--tasks | --val"),
         ("--val=no_such_corpus", "no_such_corpus"),
-        ("--val=OTHER", "another tokenizer"),
+        ("--val=OTHER", "a different tokenizer"),
         ("--val --batch_size=0", "--batch_size=0 | 1 or more"),
         ("--tasks=questions --limit=0", "--limit=0 | 1 or more"),
         ("--val --limit=3", "--limit has no effect with --val alone"),

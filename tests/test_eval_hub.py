@@ -106,7 +106,7 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     tried, absent = result.stderr.decode().splitlines()
     assert tried == "task physical: the Hub responds with status 500; retrying in 1 s"
     assert "task absent is skipped: its dataset nobody/has_this cannot be loaded" in absent
-    assert "the hub has no such dataset, or it is private or gated" in absent
+    assert "the Hub has no such dataset, or it is private or gated" in absent
     mine, other = (
         [each["filtered_resps"] for each in samples(tmp_path / "out", name)]
         for name in ("physical", "local")
@@ -137,7 +137,7 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     assert [task.name for task in loaded] == ["here"]
     assert now[0] == 300
     assert (
-        "(ConnectionError: down) and was retried for --retry_minutes=5); rerun the same command"
+        "(ConnectionError: down); gave up after --retry_minutes=5); rerun the same command"
         in missing[0]
     )
     assert "task b is skipped" in missing[1]

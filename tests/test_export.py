@@ -289,7 +289,7 @@ def test_calls_that_the_model_cannot_serve_are_refused(reloaded):
 
 
 def test_a_missing_weight_is_named(reloaded):
-    assert reloaded.summary["missing"] == "the file of weights lacks ln_f.weight"
+    assert reloaded.summary["missing"] == "the weights file lacks ln_f.weight"
 
 
 def test_the_tokenizer_is_ours(reloaded):

@@ -256,7 +256,7 @@ def test_random_numbers_of_a_text_depend_on_its_seed_alone(monkeypatch):
 @pytest.mark.parametrize("prompts", [[], [[1], [2], [3]], [[1], []]], ids=str)
 def test_prompts_that_a_decoder_has_no_row_for_are_refused(prompts):
     decoder = Decoder(build("gpt-mha-rope", **TINY), 2)
-    message = r"prompts for 2 rows: give 1 to that many, each of 1 token or more"
+    message = r"prompts for 2 rows: give 1 to 2 prompts, each of 1 token or more"
     with pytest.raises(ValueError, match=message):
         Generation(decoder, prompts, 1, GREEDY, [0] * len(prompts), None, 29)
 

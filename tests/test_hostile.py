@@ -167,7 +167,7 @@ def test_non_finite_weights(folder, value):
         ),
         (
             lambda tensors: tensors.update({"ln_f.weight": torch.ones(13)}),
-            "ln_f.weight is (13,), needed (12,)",
+            "ln_f.weight has the shape (13,), expected (12,)",
         ),
         (
             lambda tensors: tensors.update({"ln_f.weight": torch.ones(12, dtype=torch.int64)}),
@@ -192,10 +192,10 @@ def test_weights_of_another_model(folder, change, message):
     [
         (
             {"num_hidden_layers": 10**9},
-            "transformer.h.2 is missing, the config has num_hidden_layers=1000000000",
+            "transformer.h.2 is missing, but the config has num_hidden_layers=1000000000",
         ),
         ({"num_hidden_layers": 1}, "is not one of its weights"),
-        ({"hidden_size": 24}, "needed ("),
+        ({"hidden_size": 24}, "expected ("),
         ({"block_size": 10**12}, "block_size=1000000000000 is more than"),
         ({"num_attention_heads": 0}, "num_attention_heads=0: give 1 or more"),
         ({"hidden_size": "12"}, "hidden_size='12': give a whole number"),
@@ -333,7 +333,7 @@ def test_a_shard_that_is_no_safetensors_file_is_refused(sharded_folder, name):
 
 def test_an_index_that_is_no_map_is_refused(sharded_folder):
     write_weight_map(sharded_folder, [])
-    message = "weight_map is [], needed the file of each tensor"
+    message = "weight_map is [], but must map each tensor to its file"
     assert message in read_refusal(sharded_folder)
 
 
@@ -353,7 +353,7 @@ def test_an_index_without_the_weights_is_refused(sharded_folder):
 def test_a_tensor_in_two_shards_is_refused(sharded_folder):
     shutil.copy(sharded_folder / SHARDS[0], sharded_folder / "model-3.safetensors")
     write_index(sharded_folder, x="model-3.safetensors")
-    assert "is in another file as well" in read_refusal(sharded_folder)
+    assert "is also in another file" in read_refusal(sharded_folder)
 
 
 # ---- releases and exports ----

@@ -216,7 +216,10 @@ def test_overwrite_starts_again_from_the_latest_commit(server, interrupted):
 def test_another_revision_is_another_preparation(server, interrupted):
     assert interrupted.prepare().code == 0
     first = next(iter(server.commits[NAME]))
-    assert "another preparation (" in interrupted.prepare(f"--revision={first}").err
+    assert (
+        "shards that were prepared with other options ("
+        in interrupted.prepare(f"--revision={first}").err
+    )
 
 
 PERMANENT_ERRORS = {
@@ -236,7 +239,7 @@ PERMANENT_ERRORS = {
     "no patience": (
         ["--retry_minutes=0"],
         [Fault("status", FILES)],
-        "was retried for --retry_minutes=0",
+        "gave up after --retry_minutes=0",
     ),
     "no sense": (["--retry_minutes=-1"], [], "--retry_minutes=-1.0: give 0 or more"),
 }
@@ -297,7 +300,7 @@ def refuse_connection():
 
 
 def test_pauses_grow_up_to_the_limit(pauses):
-    message = r"^it cannot be read \(ConnectionError: down\) and was retried for --retry_minutes=5$"
+    message = r"^it cannot be read \(ConnectionError: down\); gave up after --retry_minutes=5$"
     with pytest.raises(hub.RetriesExhausted, match=message):
         hub.retry(refuse_connection, "it", 5)
     assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
@@ -448,7 +451,7 @@ def damaged_fetch(server, fetch) -> SimpleNamespace:
 def test_a_shard_with_wrong_bytes_is_named(damaged_fetch, tmp_path):
     assert damaged_fetch.code == 2
     path = tmp_path / "out" / LAST_SHARD
-    message = f"{path} does not have the SHA-256 that the Hub knows; delete it"
+    message = f"{path} does not have the SHA-256 that the Hub reports; delete it"
     assert message in damaged_fetch.err
     assert not (tmp_path / "out" / "meta.json").exists()
 

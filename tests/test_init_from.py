@@ -282,7 +282,7 @@ def write_config(folders, tmp_path) -> Callable[[str], str]:
 def test_an_initial_value_in_a_config_file_has_no_effect(write_config, capsys):
     _, model_config = configure([write_config("hidden_size = 12\nddl_beta_init = 0.25\n")])
     assert vars(model_config) == vars(build(MODEL_NAME, **SETTINGS).config)
-    assert "note: ddl_beta_init: no effect with init_from" in capsys.readouterr().out
+    assert "note: init_from ignores ddl_beta_init" in capsys.readouterr().out
 
 
 def test_a_contradiction_in_a_config_file_is_refused(write_config):
@@ -524,8 +524,11 @@ def spread_of_streams(model, ids: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mhc_write_magnitude": 1.0}, "mhc_write_magnitude=1 has no additive start"),
-        ({"mhc_read_eps": 0.3}, "mhc_read_eps=0.3 has no additive start, whose reads are 1/4"),
+        ({"mhc_write_magnitude": 1.0}, "mhc_write_magnitude=1 does not allow an additive start"),
+        (
+            {"mhc_read_eps": 0.3},
+            "mhc_read_eps=0.3 does not allow an additive start, whose reads are 1/4",
+        ),
     ],
 )
 def test_settings_without_an_additive_start_are_refused(settings, message):
@@ -571,7 +574,7 @@ def test_training_starts_from_an_additive_run(corpus, additive_folders, tmp_path
             "AttnRes-gpt-mha-rope",
             "attn_res_form=replace has no additive residual stream; use --attn_res_form=delta",
         ),
-        ("wide-gpt-mha-rope", "its residual stream has no such start"),
+        ("wide-gpt-mha-rope", "its residual stream defines no additive initialization"),
     ],
 )
 def test_a_model_without_an_additive_start_is_refused(
@@ -586,5 +589,5 @@ def test_a_model_without_an_additive_start_is_refused(
         max_steps=1,
     )
     line = run_train(arguments, exit_code=2)
-    assert f"is an additive model, which this model cannot start as: {reason}" in line
+    assert f"is an additive model, but this model cannot start as one: {reason}" in line
     assert not (tmp_path / "out").exists()

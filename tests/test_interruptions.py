@@ -465,7 +465,7 @@ def test_metrics_that_do_not_fit_on_the_disk_are_written_later(run_log, capsys):
     write_record(run_log, 4)
     assert [record["step"] for record in metrics.read(run_log.path)] == [1, 2, 3, 4]
     assert (
-        "warning: metrics.jsonl cannot be written (File too large); its new lines stay in memory "
+        "warning: metrics.jsonl cannot be written (File too large); its new lines are kept in memory "
         "until it can"
     ) in capsys.readouterr().err
 

@@ -261,7 +261,7 @@ def test_another_tokenizer_of_the_same_name_is_refused(folders, documents, tmp_p
     assert prepare(documents, folder, tmp_path / "out").returncode == 0
     shutil.copy(folders["byte-level"] / "tokenizer.json", folder)
     error = one_line_error(prepare(documents, folder, tmp_path / "out"))
-    assert "another preparation (tokenizer_sha256 was" in error
+    assert "prepared with other options (tokenizer_sha256 was" in error
 
 
 @pytest.fixture

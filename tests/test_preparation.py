@@ -366,7 +366,7 @@ def prepared_text(tmp_path) -> Path:
 
 def test_a_changed_source_is_refused_when_a_shard_is_prepared_again(prepared_text, tmp_path):
     (prepared_text / "x_train_000006.bin").unlink()
-    message = r"^x_train_000006\.bin was prepared again and differs from before, .*; 14 complete shards are"
+    message = r"^x_train_000006\.bin was prepared again and differs from the earlier shard, .*; 14 complete shards are"
     for _ in range(2):  # the second attempt does not accept the shard of the first
         with pytest.raises(ValueError, match=message) as error:
             prepare(prepared_text, plan_files(tmp_path / "a.txt"))
@@ -376,7 +376,7 @@ def test_a_changed_source_is_refused_when_a_shard_is_prepared_again(prepared_tex
 def test_a_source_that_is_restored_is_accepted(prepared_text, tmp_path):
     expected = read_files(prepared_text)
     (prepared_text / "x_train_000006.bin").unlink()
-    with pytest.raises(ValueError, match="differs from before"):
+    with pytest.raises(ValueError, match="differs from the earlier shard"):
         prepare(prepared_text, plan_files(tmp_path / "a.txt"))
     (tmp_path / "a.txt").write_text("abc\n" * 1000)
     prepare(prepared_text, plan_files(tmp_path / "a.txt"))
@@ -390,7 +390,7 @@ def message_of_other_preparation(out: Path, difference: str) -> str:
     names = list_complete_shards(out)
     size = format_bytes(sum((out / name).stat().st_size for name in names))
     return (
-        rf"{out} holds another preparation \({difference}\); .*"
+        rf"{out} holds shards that were prepared with other options \({difference}\); .*"
         rf"--overwrite to delete its {len(names)} shards \({size}\) and start again$"
     )
 
@@ -619,7 +619,7 @@ def test_verify_reports_that_all_shards_are_complete(folder, tmp_path):
     prepare(tmp_path, plan_files(folder))
     printed = call(FINEWEB, "--verify", f"--out={tmp_path}").stdout.decode()
     num_shards = len(list_complete_shards(tmp_path))
-    assert f"{num_shards} shards, {len(TOKENS):,} tokens: all are as" in printed
+    assert f"{num_shards} shards, {len(TOKENS):,} tokens: all checksums match" in printed
 
 
 def change_end(path: Path, end: bytes) -> None:

@@ -132,7 +132,7 @@ def test_another_validation_corpus_is_named():
     beside_validation = find("gpt_small").beside_validation
     assert beside_validation("run", {"settings": {"corpus": CORPUS}})[1] == ""
     other_corpus = {"settings": {"corpus": {**CORPUS, "sha256": "2"}}}
-    assert "validated on another corpus" in beside_validation("run", other_corpus)[1]
+    assert "validated on a corpus other than" in beside_validation("run", other_corpus)[1]
 
 
 # ---- in the tables of eval.py ----

@@ -394,8 +394,8 @@ MISTAKES = [
         {"prompt": "a<|im_start|>b"},
         "the prompt has the special token <|im_start|>, which the tokenizer bytes does not",
     ),
-    ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, end-of-text included"),
-    ({"prompt": "a" * 600_000}, "a request of 586 KiB: give at most 512 KiB"),
+    ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, including end-of-text"),
+    ({"prompt": "a" * 600_000}, "the request has 586 KiB: send at most 512 KiB"),
 ]
 
 

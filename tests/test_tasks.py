@@ -72,7 +72,7 @@ def solve_words(ids: list[int], task: Words) -> list[int]:
 
 
 def solve_registers(ids: list[int], task: Registers) -> list[int]:
-    """Return what the register that the question names holds in the end, 0 before the question.
+    """Return what the register that the question names holds at the end, 0 before the question.
 
     With trained="swaps", the last token of a swap has what its first register holds after it.
     Tokens are replaced by words first, and the operations that they name are done in turn.
@@ -425,7 +425,7 @@ def test_the_copy_task_with_other_targets_is_another_preparation(tmp_path):
         "--sequences=600",
         "--val_sequences=70",
     )
-    assert "holds another preparation" in one_line_error(result)
+    assert "holds shards that were prepared with other options" in one_line_error(result)
 
 
 # ---- seeds and splits ----

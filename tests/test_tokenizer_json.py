@@ -121,7 +121,7 @@ def test_gpt2_is_known_by_its_tokens():
         (lambda content: content.update(normalizer={"type": "NFC"}), "changes text"),
         (
             lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
-            "in another way",
+            "splits text differently",
         ),
         (
             lambda content: content["added_tokens"].append({"content": "<|other|>", "id": 257}),
@@ -129,12 +129,12 @@ def test_gpt2_is_known_by_its_tokens():
         ),
         (lambda content: content["added_tokens"][0].update(id=300), "its added tokens are"),
         (lambda content: content["model"]["vocab"].update(a=300), "its ids have gaps"),
-        (lambda content: content["model"]["vocab"].update(a="97"), "an id is not a whole number"),
+        (lambda content: content["model"]["vocab"].update(a="97"), "an id is not an integer"),
         (
             lambda content: content["model"]["vocab"].update(
                 {"": content["model"]["vocab"].pop("a")}
             ),
-            "it lacks bytes",
+            "some bytes have no token",
         ),
         (lambda content: content.update(model={}), "'vocab'"),
     ],

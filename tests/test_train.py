@@ -868,7 +868,7 @@ def test_a_dry_run_prints_the_size_of_the_model_and_of_the_run(dry_run):
 
 def test_a_dry_run_prints_the_memory_that_a_step_needs(dry_run):
     # that of the process: so small a model adds next to nothing
-    assert "a step cannot do without 420 MiB" in dry_run.output
+    assert "a step needs at least 420 MiB" in dry_run.output
 
 
 def test_a_dry_run_writes_nothing(dry_run):

@@ -135,7 +135,8 @@ def test_a_name_without_a_hyphen_is_refused(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(model, "__file__", str(tmp_path / "__init__.py"))
     line = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", model="gated")))
     assert (
-        "the file of a variant has a hyphen in its name; rename it to gated-gpt-mha-rope.py" in line
+        "the file name of a variant must contain a hyphen; rename it to gated-gpt-mha-rope.py"
+        in line
     )
 
 

@@ -332,8 +332,8 @@ def find_latest(run_folder: Path, peers: Peers = ALONE) -> Path | None:
     for rank, names in enumerate(names_by_rank):
         if names != names_by_rank[0]:
             raise ValueError(
-                f"rank {rank} finds {len(names)} checkpoints in {run_folder}, and rank 0 finds "
-                f"{len(names_by_rank[0])} or others; give an --out_dir that all machines share"
+                f"rank {rank} finds {len(names)} checkpoints in {run_folder}, but rank 0 finds "
+                f"{len(names_by_rank[0])}, or different ones; give an --out_dir that all machines share"
             )
     # latest first
     for path in reversed(paths):

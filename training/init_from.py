@@ -72,8 +72,8 @@ def merge_decided_settings(
             )
     if without_effect and machine.rank() == 0:
         note(
-            f"note: {', '.join(without_effect)}: no effect with init_from, because the weights are "
-            "already trained"
+            f"note: init_from ignores {', '.join(without_effect)}, because the weights are already "
+            "trained"
         )
     return merged
 
@@ -104,7 +104,8 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
         model.from_additive()
     except ValueError as error:
         raise ValueError(
-            f"init_from={init_folder} is an additive model, which this model cannot start as: {error}"
+            f"init_from={init_folder} is an additive model, but this model cannot start as one: "
+            f"{error}"
         ) from None
 
 

@@ -640,7 +640,7 @@ def describe_memory(
         available = machine.available_memory()
         lines.extend(describe_estimate(config, model_config, "cpu", available))
         needed = format_bytes(least_memory(config, model_config))
-        lines.append(f"a step cannot do without {needed}")
+        lines.append(f"a step needs at least {needed}")
     if device.type == "cpu" and config.device == "auto":
         # a dry run on a machine without the GPU of the run
         lines.extend(describe_estimate(config, model_config, "cuda", available=None))

@@ -422,8 +422,8 @@ class RunLog:
                     os.fsync(file.fileno())
         except OSError as error:
             print(
-                f"warning: metrics.jsonl cannot be written ({error.strerror}); its new lines stay "
-                "in memory until it can",
+                f"warning: metrics.jsonl cannot be written ({error.strerror}); its new lines are "
+                "kept in memory until it can be written",
                 file=sys.stderr,
             )
 

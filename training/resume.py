@@ -210,7 +210,7 @@ def check_lr_scales(
         if not math.isclose(saved_scale, scale):
             raise ValueError(
                 f"{resume_checkpoint} was trained with the learning rate of {name} times "
-                f"{saved_scale:g}, this code would use {scale:g} (muP, the parameter's rule, "
+                f"{saved_scale:g}, but this code would use {scale:g} (muP, the parameter's rule, "
                 f"optimizer={config.optimizer}); finish the run with the code that started it, or "
                 f"start a new run from its weights with --init_from={resume_checkpoint}"
             )

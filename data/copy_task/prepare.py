@@ -44,7 +44,7 @@ class Copies(tasks.Task):
 
     half: int = option(
         32,
-        "number of characters to copy, which is the difficulty; block_size is twice this number",
+        "number of characters to copy, which sets the difficulty; block_size is twice this number",
         low=1,
         high=2**20,
     )
@@ -56,7 +56,7 @@ class Copies(tasks.Task):
     )
     trained: Literal["all", "answers"] = option(
         "all",
-        "positions that count in the training loss; answers is the second half alone",
+        "positions that count in the training loss; answers is only the second half",
     )
 
     name = "copy_task"

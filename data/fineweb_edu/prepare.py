@@ -1,4 +1,4 @@
-"""Prepare FineWeb-Edu: a sample of 100B tokens, tokenized by GPT-2's tokenizer, 200 GB of shards.
+"""Prepare FineWeb-Edu: a sample of 100B tokens, tokenized with GPT-2's tokenizer, 200 GB of shards.
 
     python data/fineweb_edu/prepare.py
     python data/fineweb_edu/prepare.py --sample=sample-10BT --max_tokens=1000000000

@@ -15,14 +15,14 @@ As in the authors' code (chsanford/hop-induction-heads, tasks.py), the number of
 each sequence and named by its first token, symbols are uniform except that none follows itself, and
 every position has its own label. There are two differences. Only the last half of a sequence is
 trained on and scored, and sequences are drawn again until all positions of that half have enough
-hops (the authors have a label for "there is no such token"). The defaults are 1 to 4 hops and 64
+hops (the authors use a label for "there is no such token"). The defaults are 1 to 4 hops and 64
 positions instead of 0 to 16 hops and 100 positions.
 
 Symbols are interchangeable, so without looking at them every label is equally likely: chance is
-accuracy 1 / symbols and loss ln(symbols). The last token alone tells more. One hop never ends on
-its own symbol, which gives accuracy 1 / (symbols - 1). Two hops in a long sequence end on it with
-probability 2 / symbols. For 1 to 4 hops and 4 symbols together, the accuracy from the last token is
-0.37. The optimum is loss 0 and accuracy 1.
+accuracy 1 / symbols and loss ln(symbols). The last token says more: one hop never ends on the
+symbol where it starts, which gives accuracy 1 / (symbols - 1), and in a long sequence two hops end
+on it with probability 2 / symbols. For 1 to 4 hops and 4 symbols together, the accuracy from the
+last token is 0.37. The optimum is loss 0 and accuracy 1.
 """
 
 import sys
@@ -51,7 +51,7 @@ class Hops(tasks.Task):
 
     hops: int = option(
         4,
-        "largest number of hops to follow, which is the difficulty",
+        "largest number of hops to follow, which sets the difficulty",
         low=1,
         high=64,
     )
@@ -63,7 +63,7 @@ class Hops(tasks.Task):
     )
     positions: int = option(
         64,
-        "number of positions per sequence, the last half of which is scored",
+        "number of positions per sequence; the last half is scored",
         low=4,
         high=2**15,
     )

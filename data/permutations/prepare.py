@@ -11,10 +11,10 @@ permutation is the product of all permutations up to it. The word problem of S_5
 NC1; Transformers of a fixed depth are in TC0, and are believed not to solve it at every length.
 
 As in the authors' code (jopetty/word-problem, generate_data.py), tokens are elements of the group,
-drawn uniformly and independently, and every position is trained on, with the product so far. There
-are two differences. The first label is the first token itself, and is not scored. The default is
-S_4, whose word problem is in TC0, because a small model does not learn the 14,400 products of S_5
-(--degree=5) within a minute.
+drawn uniformly and independently, and every position is trained on, with the product so far as its
+label. There are two differences. The first label is the first token itself, and is not scored. The
+default is S_4, whose word problem is in TC0, because a small model does not learn the 14,400
+products of S_5 (--degree=5) within a minute.
 
 An id is 1 + the index of the permutation in the lexicographical order of (p(0), p(1), ...), so 1 is
 the identity. In a product the later permutation acts first: (p q)(i) = p(q(i)).
@@ -62,7 +62,7 @@ class Words(tasks.Task):
 
     length: int = option(
         6,
-        "number of permutations per sequence, which is the difficulty",
+        "number of permutations per sequence, which sets the difficulty",
         low=2,
         high=2**15,
     )

@@ -1,6 +1,6 @@
 """Multi-query associative recall (MQAR; Arora et al., arXiv 2312.04927, section 4).
 
-It tests the capacity of a narrow state.
+The task tests the capacity of a narrow state.
 
     python data/recall/prepare.py   8 pairs in 48 positions
     python data/recall/prepare.py --pairs=16 --positions=96 --out=data/recall_16
@@ -14,9 +14,9 @@ As in the authors' generator (HazyResearch/zoology, multiquery_ar.py), keys come
 the vocabulary and values from the other, drawn without replacement for each sequence. Queries are
 in slots of two positions; slot g (from 1) has weight g^(0.01 - 1), and slots are drawn without
 replacement. Only queries have labels. There are three differences. The order of the queries is
-random; theirs is the order of the draws, with earlier keys nearer, which positions give away.
-Id 0 stands between queries, instead of random ids (their random_non_queries=False). The default
-vocabulary has 32 symbols instead of 8192.
+random; theirs is the order of the draws, so queries of earlier keys tend to be nearer, and
+positions hint at keys. Id 0 fills the positions between queries, instead of random ids (their
+random_non_queries=False). The default vocabulary has 32 symbols instead of 8192.
 
 A model that knows which values a sequence holds, but not to which keys they belong, has accuracy
 1 / pairs and loss ln(pairs), which is called chance here. A model that knows nothing has accuracy
@@ -49,7 +49,7 @@ class Recall(tasks.Task):
 
     pairs: int = option(
         8,
-        "number of key-value pairs to remember, which is the difficulty",
+        "number of key-value pairs to remember, which sets the difficulty",
         low=2,
         high=2**12,
     )

@@ -1,6 +1,6 @@
-"""Register rebinding: follow assignments and swaps, and say what a register holds in the end.
+"""Register rebinding: follow assignments and swaps, and say what a register holds at the end.
 
-It is the task for which a state that is rewritten is made: every assignment replaces a value.
+The task suits a state that is rewritten, because every assignment replaces a value.
 
     python data/registers/prepare.py   4 registers, 8 operations
     python data/registers/prepare.py --registers=8 --operations=16 --out=data/registers_8
@@ -10,10 +10,10 @@ A sequence begins with an assignment to every register, in random order. Then co
 operations: with probability --swap_probability a swap of two different registers, otherwise an
 assignment of a new value to a register. Registers and values are uniform. Every assignment has
 three ids, `set register value`, and so has every swap, `swap register register`. The sequence ends
-with a question, `ask register`. The label of the last position is the value that this
-register holds. Only this position is scored. By default it is the only one that is trained on, too,
-so that learning is slow; with --trained=swaps, the last id of every swap has the value as its label
-that the first of both registers holds after it.
+with a question, `ask register`. The label of the last position is the value that this register
+holds. Only this position is scored. By default it is also the only one that is trained on, which
+makes learning slow; with --trained=swaps, the label of the last id of every swap is the value that
+the first of its two registers holds after the swap.
 
 A model that knows nothing has accuracy 1 / values and loss ln(values), which is called chance here.
 The optimum is loss 0 and accuracy 1. A model that overlooks swaps, and answers with the last value
@@ -45,7 +45,7 @@ class Registers(tasks.Task):
 
     registers: int = option(
         4,
-        "number of registers, which is the difficulty together with --operations",
+        "number of registers, which sets the difficulty together with --operations",
         low=2,
         high=2**12,
     )
@@ -70,7 +70,8 @@ class Registers(tasks.Task):
 
     trained: Literal["question", "swaps"] = option(
         "question",
-        "what is trained on: the question at the end, or every swap as well",
+        "positions that count in the training loss; question is the end of the sequence only, "
+        "swaps adds the last id of every swap",
     )
 
     name = "registers"

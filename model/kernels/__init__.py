@@ -105,14 +105,15 @@ def choose_form(model: GPT) -> Choice:
                 return Choice(
                     None,
                     f"the write {type(site.write).__name__} of block {block.layer}, site "
-                    f"{site.name}, has no fused kernel beside those of the model's first site",
+                    f"{site.name}, has no fused kernel that combines with those of the model's "
+                    "first site",
                 )
     form = forms[0]
     if READOUTS.get((type(model.readout), type(model.ln_f))) is not form:
         return Choice(
             None,
-            f"the readout {type(model.readout).__name__} with the norm "
-            f"{type(model.ln_f).__name__} has no fused kernel beside those of the model's sites",
+            f"the readout {type(model.readout).__name__} with the norm {type(model.ln_f).__name__} "
+            "has no fused kernel that combines with those of the model's sites",
         )
     if form is FusedForm.DELTA:
         reason = reason_options_are_plain(model.config)

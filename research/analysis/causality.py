@@ -1,10 +1,10 @@
 """`analyze.py causality`: whether any output of a model depends on tokens that come after it.
 
 Each of a sequence's tokens is changed in turn, and what every read, sublayer and write returns is
-compared at the positions before it (model/causality.py), in float64 on the CPU. The exit code is 1 if
-something moves there. RUN_OR_FILE is a run, a checkpoint or an exported folder, or the file of a
-stream, such as your own, which is built tiny and untrained, its parameters moved off their initial
-values so that none that starts at zero hides a leak.
+compared at the positions before it (model/causality.py), in float64 on the CPU. The exit code is 1
+if something changes there. RUN_OR_FILE is a run, checkpoint or exported folder, or the file of a
+variant, such as your own. From a file, a tiny, untrained model is built. Its parameters are moved
+off their initial values, so that a parameter that starts at zero cannot hide a leak.
 """
 
 import argparse
@@ -36,15 +36,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "models",
         nargs="+",
         metavar="RUN_OR_FILE",
-        help="run, checkpoint or exported folders, or files of streams; FILE.py+key=value+... sets "
-        "keys of the stream",
+        help="run, checkpoint or exported folders, or files of variants; FILE.py+key=value+... sets "
+        "keys of the variant",
     )
     parser.add_argument(
         "--tokens",
         type=int,
         default=24,
-        help="length of the sequence, of random tokens (default: %(default)s, or the block_size of "
-        "the model if that is less)",
+        help="number of random tokens in the sequence (default: %(default)s, or the block_size of "
+        "the model if that is smaller)",
     )
 
 
@@ -58,7 +58,7 @@ def build_from_file(path: Path, key_values: list[str]) -> GPT:
         ValueError: there is no such file, it holds no stream, or a key or value is wrong
     """
     if not path.is_file():
-        raise ValueError(f"there is no file {path}; give the file of a stream, or a run folder")
+        raise ValueError(f"{path} does not exist; give the file of a variant, or a run folder")
     model_name = path.stem
     folder = str(path.resolve().parent)
     # searched after model/ itself, as if the file were there
@@ -70,7 +70,7 @@ def build_from_file(path: Path, key_values: list[str]) -> GPT:
     imported_file = Path(importlib.util.find_spec(f"model.{model_name}").origin)
     if imported_file.resolve() != path.resolve():
         raise ValueError(
-            f"{path} has the name of {imported_file}; rename it, so that it can be imported"
+            f"{path} has the same name as {imported_file}; rename it so that it can be imported"
         )
     cls = model.model_class(model_name)
     options = collect_options(cls.Config)
@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> None:
         leak = find_leak(loaded, ids)
         if leak is None:
             print(
-                f"{text}: no leak. Of {num_tokens} tokens, the last {num_tokens - 1} were changed in "
-                "turn, and nothing before them moved.",
+                f"{text}: no leak. Of {num_tokens} tokens, the last {num_tokens - 1} were changed "
+                "in turn, and nothing before them changed.",
                 flush=True,
             )
         else:

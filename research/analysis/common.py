@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         "--device",
         choices=("auto", "cuda", "cpu"),
         default="auto",
-        help="where to compute (default: %(default)s)",
+        help="device to compute on (default: %(default)s)",
     )
     parser.add_argument(
         "--json",

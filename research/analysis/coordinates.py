@@ -1,13 +1,13 @@
-"""`analyze.py mup`: the coordinate check of changes. Training must change as much in wide models as in narrow ones.
+"""`analyze.py mup`: the coordinate check of changes. Training must change wide models as much as narrow ones.
 
 Models of several widths train for a few steps. Under muP, the changes that this makes to every sublayer's output h, its
 normalized input c, the direction k of a delta rewrite and the logits must have no slope in the logarithm of the width.
 Then every parameter makes one more small step by itself. The change of its layer's output is the contribution of the
-parameter, which must have no slope either. So the learning rate of each parameter is checked on its own, for being too
-low and for being too high.
+parameter, which must have no slope either. This checks separately whether the learning rate of each parameter is too
+low or too high.
 
 The state X, the read x_in and the logit of the gate are not checked in delta streams. They depend on width by design: a
-write adds a vector of length 1 to the state, whatever the width. So that they have no influence on what is checked, a
+write adds a vector of length 1 to the state, whatever the width. To exclude their influence on what is checked, a
 contribution is divided by the RMS of what its parameter is multiplied with, and c, h, k and logits are those of models
 whose reads start as the mean over value channels. Where no write has a direction, x_in must be level as well.
 """
@@ -476,7 +476,7 @@ def measure_sizes(
     for full_name, parameter in model.named_parameters():
         name = drop_block_of(full_name)
         if parameter.requires_grad and name not in contributing:
-            squares[f"{name}: meets no data"] = [0.0]
+            squares[f"{name}: receives no data"] = [0.0]
     return {name: math.sqrt(sum(values) / len(values)) for name, values in squares.items()}
 
 
@@ -696,11 +696,11 @@ def draw(rows: list[dict]) -> "Figure":
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",
-        help="model names, or model_name+key=value, separated by commas (default: every model, "
+        help="model names, or model_name+key=value, separated by commas (default: every model, each "
         "followed by its other settings)",
     )
     parser.add_argument(
-        "--seeds", type=int, default=3, help="models of each width (default: %(default)s)"
+        "--seeds", type=int, default=3, help="number of models per width (default: %(default)s)"
     )
 
 

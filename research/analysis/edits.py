@@ -171,7 +171,8 @@ class EditPlan:
         unknown_names = sorted(set(names or []) - set(known_names))
         if unknown_names:
             raise ValueError(
-                f"--edits={','.join(unknown_names)}: this model has {', '.join(known_names)}"
+                f"--edits={','.join(unknown_names)}: the edits of this model are "
+                f"{', '.join(known_names)}"
             )
         self.names = [name for name in known_names if names is None or name in names]
         self.at_site = {

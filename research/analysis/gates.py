@@ -1,10 +1,10 @@
 """`analyze.py gates`: what a trained model does at every site of its residual stream, and how the loss depends on it.
 
-Over validation sequences, in float32, it measures what the statistics and details of each write say (for a delta
-rewrite: the gate, the fractions of tokens in its intervals, the discrepancy before and after, what is erased and
-written), the size of the change of the state, how the direction of a write turns from site to site and from token to
-token, effective ranks, and how value channels differ. Then it measures the loss with a piece of one site, or of all
-sites, forced to a value or removed. This works for any stream, and shows whatever its parts name (docs/gates.md).
+Over validation sequences, in float32, it measures the statistics and details of each write (for a delta rewrite: the
+gate, the fractions of tokens in its intervals, the discrepancy before and after, what is erased and written), the size
+of the change of the state, how the direction of a write turns from site to site and from token to token, effective
+ranks, and how value channels differ. Then it measures the loss with a piece of one site, or of all sites, forced to a
+value or removed. This works for any stream, and shows every statistic that its parts define (docs/gates.md).
 """
 
 import argparse
@@ -390,7 +390,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--edits",
         default="all",
-        help="all, none, or names separated by commas (default: %(default)s)",
+        help="edits to measure: all, none, or names separated by commas (default: %(default)s)",
     )
 
 

@@ -212,7 +212,10 @@ def group_runs(rows: list[dict], subjects: list[Subject]) -> list[Group]:
     counted_weights: set[str] = set()
     for row, subject in zip(rows, subjects):
         if subject.identity in counted_weights:
-            print(f"{subject.label}: these weights are there already: counted once", flush=True)
+            print(
+                f"{subject.label}: another run has the same weights, which are counted once",
+                flush=True,
+            )
             continue
         counted_weights.add(subject.identity)
         rows_by_setting.setdefault(describe_setting(subject), []).append(
@@ -332,9 +335,10 @@ def format_page(groups: list[Group], pictures: list[Path]) -> str:
         parts.append(format_statistics_table(group) + "\n")
         if group.edit_names:
             parts.append(
-                "Change of the loss, in nats a token, with its 95% interval over "
-                f"{group.interval_source}; in brackets where no difference is seen (Holm: at one "
-                "site for the number of sites, at all at once for that of the edits). An edit is "
+                "Change of the loss, in nats per token, with its 95% interval over "
+                f"{group.interval_source}; brackets mark changes that do not differ from 0 after "
+                "Holm's correction (at one site, for the number of sites; at all sites at once, "
+                "for the number of edits). An edit is "
                 "not a retrained model.\n"
             )
             parts.append(format_edit_table(group) + "\n")
@@ -551,7 +555,7 @@ def draw_edits(group: Group) -> "Figure | None":
         panel.set_title(title, loc="left")
         panel.set_xlabel("block")
     for panel in panels[::num_columns]:
-        panel.set_ylabel("change of loss\n(nats a token)")
+        panel.set_ylabel("change of loss\n(nats per token)")
     plots.add_legend(figure, entries)
     return figure
 

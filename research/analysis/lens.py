@@ -182,7 +182,7 @@ def encode_text(text_argument: str, model: GPT, encoding: Tokenizer) -> torch.Te
     if len(ids) > model.config.block_size:
         raise ValueError(
             f"the text has {len(ids)} tokens: give at most block_size={model.config.block_size}, "
-            "end-of-text included"
+            "including end-of-text"
         )
     return torch.tensor([ids], device=common.get_device(model))
 

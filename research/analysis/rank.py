@@ -2,10 +2,10 @@
 
 For every sequence of S tokens, the hidden states at a depth are a matrix (S, D), whose effective rank is that of the
 paper on the Manifold-Geometric Transformer (eq. 8). Depth 0 is after the embedding, depth l after the l-th block. If
-the state is (B, T, d), its own rank counts. If it has several value channels, or is a tuple of tensors, the rank that
-counts is that of what the next site reads of it (`read`; after the last block, what the readout reads). The rank of all
-numbers of the state side by side (`state`) is stored as well. The model computes in float32, the singular values in
-float64.
+the state is (B, T, d), the reported rank is that of the state itself. If it has several value channels, or is a tuple
+of tensors, the reported rank is that of what the next site reads from it (`read`; after the last block, what the
+readout reads). The rank of all numbers of the state side by side (`state`) is stored as well. The model computes in
+float32, the singular values in float64.
 """
 
 import argparse

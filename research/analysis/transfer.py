@@ -1,7 +1,7 @@
-"""`analyze.py transfer`: does the best learning rate of a narrow model stay that of a wide one? With and without muP.
+"""`analyze.py transfer`: whether the best learning rate of a narrow model is best for a wide one, with or without muP.
 
 For each optimizer and width, a grid of learning rates, which are powers of two, is searched: first five around the best
-one of the width before, then further ones until the best of them has a worse one on either side.
+one of the previous width, then further ones until the best one has a worse one on either side.
 """
 
 import argparse
@@ -353,22 +353,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         default=100,
-        help="optimizer steps, of which the first fifth is warm-up (default: %(default)s)",
+        help="number of optimizer steps; the first fifth is warmup (default: %(default)s)",
     )
     parser.add_argument(
         "--layers", type=int, default=2, help="number of blocks (default: %(default)s)"
     )
     parser.add_argument(
-        "--block_size", type=int, default=64, help="tokens of a sequence (default: %(default)s)"
+        "--block_size",
+        type=int,
+        default=64,
+        help="number of tokens per sequence (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch_size", type=int, default=4, help="sequences per step (default: %(default)s)"
+        "--batch_size",
+        type=int,
+        default=4,
+        help="number of sequences per step (default: %(default)s)",
     )
     parser.add_argument(
         "--device",
         choices=("auto", "cuda", "cpu"),
         default="auto",
-        help="where to train (default: %(default)s)",
+        help="device to train on (default: %(default)s)",
     )
 
 

@@ -77,7 +77,7 @@ def make_turns(
         )
         turns[name, way, "context"] = read_context
         turns[name, way] = decode
-        print(f"  made {name}, {way}", flush=True)
+        print(f"  built {name}, {way}", flush=True)
     return turns
 
 
@@ -105,7 +105,8 @@ def list_models(
         model_name, settings, kernel_options = parse_model(text)
         if kernel_options:
             raise ValueError(
-                f"--models: {text}: decoding is measured with and without kernels: leave the plus out"
+                f"--models: {text}: decoding is always measured with and without kernels; omit the "
+                "plus and what follows it"
             )
         for kernel_setting in kernel_settings:
             suffix = ", fused kernels" if kernel_setting == "on" else ""
@@ -156,8 +157,8 @@ def check_arguments(args: Namespace, size: dict[str, Any], device: torch.device)
     num_tokens = args.context + args.tokens
     if num_tokens > size["block_size"]:
         raise ValueError(
-            f"--context and --tokens: {num_tokens} together, --block_size={size['block_size']}: give "
-            "fewer"
+            f"--context and --tokens: {num_tokens} together, more than "
+            f"--block_size={size['block_size']}: give fewer"
         )
     if args.compile == "True" and not machine.can_compile(device.type):
         raise ValueError(

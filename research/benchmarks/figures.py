@@ -101,7 +101,8 @@ class Figures:
         changed = [key for key, value in self.settings.items() if stored.get(key) != value]
         if changed:
             print(
-                f"{self.path}: measured with another {', '.join(changed)}: measuring all again",
+                f"{self.path} was measured with a different {', '.join(changed)}; measuring "
+                "everything again",
                 flush=True,
             )
             return
@@ -114,8 +115,8 @@ class Figures:
         num_dropped = len(stored["rows"]) - len(self.rows)
         if num_dropped:
             print(
-                f"{self.path}: {num_dropped} of {len(stored['rows'])} figures are of other code or "
-                "another chip",
+                f"{self.path}: {num_dropped} of {len(stored['rows'])} figures were measured with "
+                "other code or on another chip",
                 flush=True,
             )
 

@@ -490,7 +490,9 @@ def run(args: Namespace) -> None:
     if reason is not None:
         raise ValueError(f"no kernels to measure: {reason}")
     if args.tune and not args.match:
-        raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
+        raise ValueError(
+            "--tune takes minutes per kernel: select kernels with --match, as in --match='K=1 v=4'"
+        )
     spec = InputSpec(args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
     families = choose_families(args, spec)
     source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)

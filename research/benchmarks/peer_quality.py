@@ -1,9 +1,9 @@
-"""`bench.py quality`: compare the final loss with that of GPT-2 by its own code (gpt2_peer.py).
+"""`bench.py quality`: compare the final loss with that of GPT-2, implemented in gpt2_peer.py.
 
-All models of a config see the same tokens in the same order, and have the same optimizer and schedule.
-Each has its own best learning rate. It is chosen with a seed of its own (`SEARCH_SEED`) by the loss on
-the first half of the validation sequences, from a grid that grows by factors of two until the best rate
-has a worse one on either side. The reported seeds are scored on the other half.
+All models of a config see the same tokens in the same order, and have the same optimizer and
+schedule. Each has its own best learning rate. It is chosen with a separate seed (`SEARCH_SEED`) by
+the loss on the first half of the validation sequences, from a grid that grows by factors of two
+until the best rate has a worse one on either side. The reported seeds are scored on the other half.
 """
 
 import dataclasses
@@ -284,8 +284,8 @@ def run(args: Namespace) -> None:
     config, model_config = configs[BASELINE]
     if config.local_micro_batch_size != config.global_batch_size:
         raise ValueError(
-            f"micro_batch_size={config.local_micro_batch_size}: here a step is one micro-batch; give "
-            "a config with one"
+            f"micro_batch_size={config.local_micro_batch_size}: this benchmark needs steps of one "
+            "micro-batch; give a config with micro_batch_size=global_batch_size"
         )
     settings = {key: getattr(config, key) for key in STORED_KEYS}
     settings["size"] = dataclasses.asdict(model_config)

@@ -6,7 +6,7 @@
 No GPU and no data are needed, and none of the figures has been measured on a GPU. The memory is the
 estimate of `train.py --dry_run`. The speed of the small models is the prediction of
 results/predicted_small_h200.json. A model of another size is assumed to have the MFU that is
-predicted for its small version. Several GPUs are assumed to be as many times as fast as one.
+predicted for its small version. The speed is assumed to grow in proportion to the number of GPUs.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Training on several processes against training on one: losses, weights and bytes sent.
+"""Compare training on several processes with training on one: losses, weights and bytes sent.
 
     python -m research.benchmarks.processes [--json=results/processes_cpu.json]
 
-Each row trains a small model for 20 steps of 8 sequences with gloo on CPUs, and has the largest
-difference of a loss, and of a weight relative to the largest weight of its parameter, to one process
-with the same settings. Collectives and bytes are those that a rank starts in the last step: the sizes
-of the tensors that it passes, whatever the algorithm sends.
+Each row trains a small model for 20 steps of 8 sequences with gloo on CPUs, and stores the largest
+differences from one process with the same settings: of a loss, and of a weight relative to the
+largest weight of its parameter. Collectives and bytes are those that a rank starts in the last
+step: the sizes of the tensors that it passes, whatever the algorithm sends.
 """
 
 import argparse
@@ -197,7 +197,7 @@ def compare(result: dict, baseline: dict) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--json", type=Path, help="file to write the rows to")
     parser.add_argument("--models", default=",".join(STREAMS), help="models, comma-separated")
     arguments = parser.parse_args()
     rows = []

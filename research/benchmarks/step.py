@@ -111,7 +111,7 @@ class Bench:
         except torch.OutOfMemoryError as error:
             contender.optimizer.zero_grad(set_to_none=True)
             first_line = str(error).partition("\n")[0]
-            print(f"left out: {contender.name}: {first_line}", flush=True)
+            print(f"skipped {contender.name}: {first_line}", flush=True)
             release_memory(self.device)
             return False
         return True

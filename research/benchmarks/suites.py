@@ -142,7 +142,8 @@ def parse_model(text: str) -> ModelChoice:
     if colon:
         if config_class.expansion_key is None:
             raise ValueError(
-                f"--models: {text}: {model_name} has no value channels: leave the colon out"
+                f"--models: {text}: {model_name} has no value channels: omit the colon and the "
+                "number"
             )
         settings[config_class.expansion_key] = int(value_channels)
     return ModelChoice(model_name, settings, kernel_options)
@@ -188,7 +189,7 @@ def complete_arguments(args: Namespace, device: torch.device) -> dict[str, dict[
         args.steps = 4 if device.type == "cuda" else 1
     if args.suite in ("targets", "paper") and device.type == "cpu":
         raise ValueError(
-            f"--suite={args.suite} holds sizes for a GPU: give --suite=quick, or --device=cuda"
+            f"--suite={args.suite} contains sizes for a GPU: give --suite=quick, or --device=cuda"
         )
     if args.compile == "True" and not machine.can_compile(device.type):
         raise ValueError(

@@ -105,13 +105,13 @@ def check_options(experiment: str, preset: str, options: dict[str, str]) -> None
         )
     if "parameters" in options and experiment != "depth":
         raise ValueError(
-            f"--parameters={options['parameters']} is the size of experiment depth's models; leave "
-            "it out"
+            f"--parameters={options['parameters']} is the size of experiment depth's models; omit "
+            "it"
         )
     for key, value in options.items():
         if key not in SWEPT_KEYS and len(sweep.expand_values(key, value)) > 1:
             raise ValueError(
-                f"--{key}={value}: give one value; a report compares {', '.join(SWEPT_KEYS)} alone"
+                f"--{key}={value}: give one value; a report compares only {', '.join(SWEPT_KEYS)}"
             )
     if experiment == "beta":
         arms = options.get("mgt_arm", "full")
@@ -148,7 +148,7 @@ def make_commands(
 
     size = settings.pop("parameters")
     if not size.isdecimal() or not int(size):
-        raise ValueError(f"--parameters={size}: give a whole number from 1 on")
+        raise ValueError(f"--parameters={size}: give a whole number, 1 or more")
     depths = sweep.expand_values("num_hidden_layers", settings.pop("num_hidden_layers"))
     arms = sweep.expand_values("mgt_arm", settings.pop("mgt_arm"))
     commands = []
@@ -219,8 +219,8 @@ def check_corpora(experiment: str, cells: list[sweep.Cell]) -> None:
     for dataset in {cell.settings["dataset"] for cell in cells}:
         if "window_tokens" not in open_corpus(dataset).meta:
             raise ValueError(
-                f"--dataset={dataset}: it has no answers to score; give one of "
-                "data/copy_task/prepare.py"
+                f"--dataset={dataset}: it has no answers to score; give a dataset that "
+                "data/copy_task/prepare.py prepared"
             )
 
 

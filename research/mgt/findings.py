@@ -23,7 +23,7 @@ NEAR_ZERO = 0.1
 # fractions of training after which experiment 3 compares gates
 QUARTER = 0.25
 END = 1.0
-FULL_IS_BETTER = "the full arm's loss less the standard arm's is below 0"
+FULL_IS_BETTER = "the full arm's loss minus the standard arm's is below 0"
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ RANK_NOTE = (
     "the lowest to the highest seed, and thin lines are untrained models."
 )
 BETA_NOTE = (
-    "beta is taken over tokens, features and both sites of a block. At 0% its bias alone sets its "
-    "mean."
+    "beta is taken over tokens, features and both sites of a block. At 0%, only its bias "
+    "determines its mean."
 )
 DEPTH_NOTE = "The target is the highest final loss of any run of that depth."
 

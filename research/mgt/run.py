@@ -12,11 +12,11 @@
     python research/mgt/run.py rank --mode=show      print the commands of sweep.py, to which you can
                                                      add --mode=slurm
 
-The sizes are the paper's, for a GPU; study.py has the five experiments at a size for a CPU.
+The sizes are the paper's, for a GPU; study.py runs the five experiments at a size for a CPU.
 
-Runs go to sweeps/mgt/ and the report to results/mgt/ (--runs, --results: other folders), as
-EXPERIMENT_PRESET.json, .md and .png. Finished runs are skipped: repeat the command to resume where
-it was stopped. Any other --key=value is an option of sweep.py or train.py: --seed=0..9,
+Runs go to sweeps/mgt/ and the report to results/mgt/ (--runs=FOLDER and --results=FOLDER change
+these), as EXPERIMENT_PRESET.json, .md and .png. Finished runs are skipped: rerun a stopped command
+to resume it. Any other --key=value is an option of sweep.py or train.py: --seed=0..9,
 --dataset=openwebtext, --num_hidden_layers=24,48. --epochs=1 sets max_steps to the number of steps
 that use the training split once.
 """

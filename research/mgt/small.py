@@ -1,6 +1,7 @@
 """The MGT study at a size where every arm learns (PLAN.md): characters of tiny Shakespeare, one CPU core.
 
-Rate, warm-up, depth, arm and number of steps are the study's; the file is a config of train.py.
+The study sets the learning rate, warmup, depth, arm and number of steps; this file is a config of
+train.py.
 """
 
 model = "MGT-gpt-mha"

@@ -11,7 +11,7 @@
     python research/mgt/study.py ablation --repeat=2          train two reported runs again
 
 A command trains what is not trained yet, one run after another, and appends a row to
-results/mgt/EXPERIMENT.jsonl as each run ends (--results: another folder). A run that was stopped is
+results/mgt/EXPERIMENT.jsonl as each run ends (or to --results=FOLDER). A run that was stopped is
 trained again from its first step. A setting is an arm at one depth and width: eight runs of seed
 100 tune its learning rate and warm-up, then every seed is trained with the best of them. Two
 processes may share an experiment if they are given different arms.
@@ -233,7 +233,7 @@ def read_options(argv: list[str]) -> tuple[str, dict[str, str]]:
     unknown = command_line.keys() - OPTIONS.keys()
     if unknown:
         raise ValueError(
-            f"--{min(unknown)} is no option of the study; give one of {', '.join(OPTIONS)}"
+            f"--{min(unknown)} is not an option of the study; give one of {', '.join(OPTIONS)}"
         )
     options = {**OPTIONS, **command_line}
     if options["mode"] not in ("train", "show"):

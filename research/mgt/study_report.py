@@ -2,7 +2,7 @@
 
     python research/mgt/study_report.py
 
-Writes study.json, study.md and the figures to results/mgt/ (--results: another folder).
+Writes study.json, study.md and the figures to results/mgt/ (or to --results=FOLDER).
 """
 
 import sys
@@ -285,7 +285,8 @@ TITLES = {
     "study_comparisons": "Both gates help, but together they gain less than the sum of their gains (S < 0)",
     "study_ranks": "Training lowers the rank of the post-norm Transformer over depth (solid; dashed: untrained), "
     "but not towards 0",
-    "study_depth": "The post-norm Transformer barely learns with 48 blocks; MGT does, but it does not gain by depth",
+    "study_depth": "The post-norm Transformer barely learns with 48 blocks; MGT does, but it does not gain "
+    "from depth",
 }
 
 

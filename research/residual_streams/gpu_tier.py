@@ -1,7 +1,7 @@
 """The controlled comparison's model for GPUs, 6 blocks of width 384; PLAN2.md has the sweeps.
 
-AdamW and Muon have a learning rate each, and the weights decay by a rate of their own. No GPU has
-run this yet, so that the rates are those of small models on a CPU.
+AdamW and Muon each have their own learning rate, and weight decay is set by a separate rate. No GPU
+has run this yet, so the rates are those of small models on a CPU.
 """
 
 model = "gpt-mha-rope"

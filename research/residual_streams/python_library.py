@@ -2,12 +2,13 @@
 
     python research/residual_streams/python_library.py
 
-The corpus depends on the version of Python alone, and needs no network. It leaves out files that are
-not UTF-8, files whose lines have more than 100 characters on average or more than 1,000 at most, which
-are tables and generated code (the rule of Codex, arXiv 2107.03374), and files that nearly repeat an
-earlier one (near_duplicates.py). A hash of their paths chooses the files of the validation split, at
-least --val_share of the bytes. Where a file of training nearly repeats one of validation, training
-loses it. What is copied in part, or changed beyond the threshold, stays in both.
+The corpus depends only on the version of Python, and needs no network. It leaves out files that are
+not UTF-8, files whose lines have more than 100 characters on average or more than 1,000 at most,
+which are tables and generated code (the rule of Codex, arXiv 2107.03374), and files that nearly
+repeat an earlier one (near_duplicates.py). A hash of their paths chooses the files of the
+validation split, at least --val_share of the bytes. A training file that nearly repeats a
+validation file is dropped. Text that is copied in part, or changed beyond the threshold, stays in
+both splits.
 """
 
 import hashlib
@@ -140,7 +141,7 @@ def main() -> None:
         num_bytes = sum(document.num_bytes for document in documents)
         print(
             f"{len(documents):,} files, {units.format_bytes(num_bytes)}; {num_left_out} of them "
-            "nearly repeat others and are left out",
+            "nearly repeat others and are dropped",
             flush=True,
         )
         stages = [

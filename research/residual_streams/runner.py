@@ -156,7 +156,7 @@ def read_options(
     unknown = command_line.keys() - OPTIONS.keys()
     if unknown:
         raise ValueError(
-            f"--{min(unknown)} is no option of the study; give one of {', '.join(OPTIONS)}"
+            f"--{min(unknown)} is not an option of the study; give one of {', '.join(OPTIONS)}"
         )
     options = {**OPTIONS, **command_line}
     if options["mode"] not in ("train", "show"):

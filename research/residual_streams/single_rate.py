@@ -1,4 +1,4 @@
-"""The runs of the controlled comparison that AdamW alone trains: register rebinding and yardsticks.
+"""The runs of the controlled comparison that only AdamW trains: register rebinding and yardsticks.
 
     python data/registers/prepare.py --trained=swaps --val_sequences=8192 --out=data/registers_swaps
     python data/shakespeare_char/prepare.py
@@ -9,9 +9,9 @@
     python research/residual_streams/single_rate.py registers --arms=ddl_tc       only this arm
 
 A command trains what is not trained yet, one run after another, each with one thread, and appends a
-row to results/residual_streams/PROBLEM.jsonl as each run ends (--results: another folder). A run
-that was stopped resumes from its last checkpoint below --runs. Two processes may share a problem if
-they are given different arms.
+row to results/residual_streams/PROBLEM.jsonl as each run ends (or to --results=FOLDER). A run that
+was stopped resumes from its last checkpoint below --runs. Two processes may share a problem if they
+are given different arms.
 """
 
 import sys

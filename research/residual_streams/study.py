@@ -9,10 +9,9 @@
     python research/residual_streams/study.py short --mode=show          how many runs are finished
     python research/residual_streams/study.py short --arms=conv,wide     only these arms
 
-A command trains what is not trained yet, one run after another, each with one thread, and appends a
-row to results/residual_streams/language.jsonl as each run ends (--results: another folder). A run
-that was stopped resumes from its last checkpoint below --runs. Two processes may share a stage if
-they are given different arms.
+A command trains what is not trained yet, one run after another, each with one thread, and appends a row to
+results/residual_streams/language.jsonl as each run ends (or to --results=FOLDER). A run that was stopped resumes from
+its last checkpoint below --runs. Two processes may share a stage if they are given different arms.
 """
 
 import shutil

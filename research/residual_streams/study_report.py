@@ -2,7 +2,7 @@
 
     python research/residual_streams/study_report.py
 
-Writes study.json, study.md and the figures to results/residual_streams (--results: another folder).
+Writes study.json, study.md and the figures to results/residual_streams (or to --results=FOLDER).
 """
 
 import sys

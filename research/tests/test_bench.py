@@ -128,7 +128,7 @@ MISTAKES = [
     ),
     (["--head_dim=0"], "0: give 1 or more"),
     (["--compile=True"], "--compile=False"),  # there is no compiler
-    (["kernels", "--tune"], "give --match"),
+    (["kernels", "--tune"], "select kernels with --match"),
 ]
 
 
@@ -331,8 +331,8 @@ def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
     for other in (open_figures(code="b"), open_figures(rounds=3), open_figures(resume=False)):
         assert other.rows == []
     printed = capsys.readouterr().out
-    assert "2 of 2 figures are of other code" in printed
-    assert "measured with another rounds" in printed
+    assert "2 of 2 figures were measured with other code" in printed
+    assert "was measured with a different rounds" in printed
 
 
 def rows_by_model(file):
@@ -466,7 +466,7 @@ def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch, capsys):
     monkeypatch.setattr(contender.Contender, "train", run_out_of_memory)
     small_bench.measure("gpt-mha-rope")
     assert [row["model"] for row in small_bench.figures.rows] == ["gpt-mha-rope"]
-    line = "left out: gpt-mha-rope transcription (eager): CUDA out of memory.\n"
+    line = "skipped gpt-mha-rope transcription (eager): CUDA out of memory.\n"
     assert line in capsys.readouterr().out
 
 

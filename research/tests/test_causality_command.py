@@ -69,10 +69,9 @@ def test_a_file_whose_write_averages_over_the_sequence_leaks(stream_file):
     assert result.returncode == 1
     line = result.stdout.decode()
     assert line.startswith(
-        f"{file}: later tokens leak. Block 0, attn: the state that the write returns moves at "
-        "position 0, by "
+        f"{file}: later tokens leak. Block 0, attn: the state that the write returns changes by "
     )
-    assert line.endswith(", when the token at position 1 changes.\n")
+    assert line.endswith(" at position 0 when the token at position 1 changes.\n")
 
 
 def test_one_leak_among_several_files_is_said_and_decides_the_exit_code(stream_file):
@@ -84,7 +83,7 @@ def test_one_leak_among_several_files_is_said_and_decides_the_exit_code(stream_f
     assert "later tokens leak" in leaking
     assert exact == (
         f"{token_by_token}: no leak. Of 5 tokens, the last 4 were changed in turn, and nothing before "
-        "them moved."
+        "them changed."
     )
 
 
@@ -128,7 +127,7 @@ def test_a_run_with_and_without_a_leak(corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.py"], "there is no file nowhere.py"),
+        (["nowhere.py"], "nowhere.py does not exist"),
         (["nowhere"], "nowhere does not exist"),
         (["model/gpt-mha-rope.py", "--tokens=1"], "--tokens=1: give 2 or more"),
     ],
@@ -143,5 +142,5 @@ def test_a_file_without_a_stream_and_one_with_a_taken_name(stream_file):
     assert "has no class Model(GPT)" in line
     file = stream_file(TOKEN_BY_TOKEN, "HC-gpt-mha-rope")
     line = one_line_error(call("research/analyze.py", "causality", file))
-    assert f"{file} has the name of " in line
+    assert f"{file} has the same name as " in line
     assert "model/HC-gpt-mha-rope.py; rename it" in line

@@ -64,7 +64,7 @@ def test_a_single_seed_decides_nothing():
     assert estimate_mean([2.0]).format() == "2.000 (1)"
     with pytest.raises(ValueError, match="no value"):
         estimate_mean([])
-    with pytest.raises(ValueError, match="5 and 4 values are no pairs"):
+    with pytest.raises(ValueError, match="5 and 4 values cannot be paired"):
         estimate_paired_difference(A, B[:4])
 
 
@@ -184,9 +184,12 @@ def test_losses_of_other_tokens_or_texts_are_not_compared(tmp_path):
     assert {name for name, comparison in by_bits.items() if comparison.estimate} == {"tokens"}
     assert by_bits["text"].reason == by_bits["source"].reason == "another validation text"
     printed = call("research/report.py", "table", tmp_path, "--against=base").stderr.decode()
-    assert "their losses are no comparison" in printed
+    assert "Losses cannot be compared" in printed
     assert "another validation text" in printed
-    assert "of different tokens" in call("research/report.py", "curves", tmp_path).stderr.decode()
+    assert (
+        "losses per token cannot be compared"
+        in call("research/report.py", "curves", tmp_path).stderr.decode()
+    )
     assert not call("research/report.py", "curves", tmp_path, "--where=tokenizer=bpe").stderr
 
 
@@ -212,10 +215,10 @@ def test_runs_that_are_no_repetitions_are_told_apart_or_named(tmp_path):
     assert [group.cautions for group in groups] == [[commits], []]
     printed = call("research/report.py", "table", tmp_path / "runs", "--by=model").stderr.decode()
     assert f"note: {BASE}: {commits}" in printed
-    assert f"{BASE}: its runs had several corpora: 11111111, 22222222" in printed
+    assert f"{BASE}: its runs were trained on several corpora: 11111111, 22222222" in printed
     write_run(tmp_path / "copy/r0")
     [group] = compare.group_runs(load(tmp_path / "copy", write_run(tmp_path / "copied")), ["model"])
-    assert group.cautions == ["seed 0 comes more than once: such runs are not independent"]
+    assert group.cautions == ["seed 0 occurs more than once: such runs are not independent"]
     assert any(group.cautions[0] in line for line in tables.list_cautions([group]))
     out = f"--out={tmp_path / 'x.png'}"
     ended = call("research/report.py", "curves", tmp_path / "runs", "--band", out)

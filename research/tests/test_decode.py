@@ -45,8 +45,11 @@ def test_decoding_is_measured(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context=250"], "--context and --tokens: 282 together, --block_size=256: give fewer"),
-        (["--models=gpt-mha-rope+kernels=off"], "leave the plus out"),
+        (
+            ["--context=250"],
+            "--context and --tokens: 282 together, more than --block_size=256: give fewer",
+        ),
+        (["--models=gpt-mha-rope+kernels=off"], "omit the plus"),
         (["--models=gpt-mha-rop"], "did you mean gpt-mha-rope"),
     ],
 )

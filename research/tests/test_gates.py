@@ -432,7 +432,7 @@ def test_mistakes_are_one_line(corpus, tmp_path):
     arguments = small_run(corpus, run, max_steps=1, warmup_steps=0)
     assert call("train.py", *arguments).returncode == 0
     unknown_edit = call("research/analyze.py", "gates", run, "--edits=beta=3,no erase")
-    message = "--edits=beta=3: this model has beta=0, beta=1, beta=2, no erase"
+    message = "--edits=beta=3: the edits of this model are beta=0, beta=1, beta=2, no erase"
     assert message in one_line_error(unknown_edit)
     assert not (run / "gates.json").exists()
     no_run = call("research/analyze.py", "gates", tmp_path)

@@ -72,7 +72,7 @@ def test_runs_of_a_setting_with_a_repeated_seed_are_not_grouped(capsys):
 def test_the_same_weights_are_counted_once(capsys):
     labels = group_labels(make_subject("a", 0), make_subject("a", 0), make_subject("b", 1))
     assert labels == [["run a, step 8", "run b, step 8"]]
-    assert "run a, step 8: these weights are there already: counted once" in capsys.readouterr().out
+    assert "run a, step 8: another run has the same weights" in capsys.readouterr().out
 
 
 def test_the_command_does_not_group_checkpoints_of_a_run(corpus, tmp_path):

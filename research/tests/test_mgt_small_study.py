@@ -97,7 +97,7 @@ def test_a_stopped_command_trains_what_is_missing(tiny_experiment, tmp_path):
     [
         (["ranks"], "ranks: give one of rank, ablation"),
         (["rank", "--arms=mhc"], "the experiment has no mhc"),
-        (["rank", "--seeds=3"], "--seeds is no option of the study"),
+        (["rank", "--seeds=3"], "--seeds is not an option of the study"),
         (["rank", "--mode=fast"], "--mode=fast: give train or show"),
     ],
 )

@@ -577,7 +577,7 @@ def test_the_copy_task_is_reported(tmp_path):
         ),
         (
             ["depth", "--parameters=0", "--dataset=python_stdlib"],
-            "give a whole number from 1 on",
+            "give a whole number, 1 or more",
         ),
     ],
 )

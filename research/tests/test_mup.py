@@ -103,7 +103,10 @@ def never_learns_its_scale(write, state, h, *rest):
 @pytest.mark.parametrize(
     ("write", "names"),
     [
-        (ignores_its_scale, {"write_attn.scale: meets no data", "write_mlp.scale: meets no data"}),
+        (
+            ignores_its_scale,
+            {"write_attn.scale: receives no data", "write_mlp.scale: receives no data"},
+        ),
         (never_learns_its_scale, {"write_attn.scale: mul", "c_q.weight: linear"}),
     ],
 )

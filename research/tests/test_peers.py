@@ -217,5 +217,5 @@ def test_mistakes(config, tmp_path):
     )
     failed = call("research/bench.py", "quality", f"--config={tmp_path / 'small.py'}")
     assert failed.returncode == 2
-    assert b"micro_batch_size=2: here a step is one micro-batch" in failed.stderr
+    assert b"micro_batch_size=2: this benchmark needs steps of one micro-batch" in failed.stderr
     assert call("research/bench.py", "quality", "--rates=1e-3,x").returncode == 2

@@ -698,11 +698,16 @@ def test_mistakes_end_in_one_line(tmp_path):
         ("early has no evaluation yet", "table", early),
         ("text size is unknown", "curves", unknown, "--y=bits_per_byte"),
         ("no run has a key 'sead', did you mean", "curves", run, "--where=sead=1"),
-        ("--where=model=x: no run; they have gpt-mha-rope", "table", run, "--where=model=x"),
+        (
+            "--where=model=x: no run matches; its values are gpt-mha-rope",
+            "table",
+            run,
+            "--where=model=x",
+        ),
         ("give key=value", "table", run, "--where=seed"),
         ("none of the rows", "table", run, "--against=nobody"),
         ("--by_sequence needs --against", "table", run, "--by_sequence"),
-        ("it is there, and no report", "paper", run, f"--out={mine}"),
+        ("it exists and is not a report", "paper", run, f"--out={mine}"),
         ("none of the rows", "paper", run, f"--out={out}", "--against=nobody"),
         ("sead", "paper", run, f"--out={out}", "--by=sead"),
     ):

@@ -58,24 +58,33 @@ def test_a_curve_is_the_means_of_naive_python(tmp_path, monkeypatch, points):
     totals["tokens_per_second"] = statistics.median(line["tokens_per_second"] for line in trained)
     totals["memory"] = max(line["memory"] for line in trained)
     assert (run.totals, run.step, run.first_seconds) == (totals, 903, 0.5)
-    assert run.notes[0] == "no record of a step: line 401 of metrics.jsonl"
+    assert run.notes[0] == "not a record of a step: line 401 of metrics.jsonl"
 
 
 GOOD = [
     {"step": n, "tokens": n, "flops": n, "seconds": float(n), "loss": 4.0 - n} for n in (1, 2, 3)
 ]
 DAMAGE = {  # a line in the middle: (what a note says, the losses that are left)
-    '{"step": 9, "lo': ("no record of a step: line 3", [3, 2, 1]),
-    "\udcff\udcfe\x00": ("no record of a step: line 3", [3, 2, 1]),
-    "[1, 2]": ("no record of a step: line 3", [3, 2, 1]),
-    '{"loss": 5.0}': ("no record of a step: line 3", [3, 2, 1]),
-    '{"step": "3", "loss": 5.0}': ("no record of a step: line 3", [3, 2, 1]),
+    '{"step": 9, "lo': ("not a record of a step: line 3", [3, 2, 1]),
+    "\udcff\udcfe\x00": ("not a record of a step: line 3", [3, 2, 1]),
+    "[1, 2]": ("not a record of a step: line 3", [3, 2, 1]),
+    '{"loss": 5.0}': ("not a record of a step: line 3", [3, 2, 1]),
+    '{"step": "3", "loss": 5.0}': ("not a record of a step: line 3", [3, 2, 1]),
     '{"step": 2, "val_loss": NaN}': ("no finite loss: step 2", [3, 2, 1]),
     '{"step": 2, "loss": -Infinity}': ("no finite loss: step 2", [3, 1]),
-    '{"step": 2, "loss": 5.0}': ("1 lines of metrics.jsonl were done again", [3, 5, 1]),
-    '{"step": 9, "loss": 5.0}': ("1 lines of metrics.jsonl were done again", [3, 2, 1]),
-    '{"step": 1, "loss": 5.0}': ("2 lines of metrics.jsonl were done again", [5, 1]),
-    "": ("no record of a step: line 3", [3, 2, 1]),
+    '{"step": 2, "loss": 5.0}': (
+        "1 lines of metrics.jsonl are of steps that were repeated",
+        [3, 5, 1],
+    ),
+    '{"step": 9, "loss": 5.0}': (
+        "1 lines of metrics.jsonl are of steps that were repeated",
+        [3, 2, 1],
+    ),
+    '{"step": 1, "loss": 5.0}': (
+        "2 lines of metrics.jsonl are of steps that were repeated",
+        [5, 1],
+    ),
+    "": ("not a record of a step: line 3", [3, 2, 1]),
 }
 
 
@@ -117,14 +126,14 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_reported(tmp_path):
     other.write_text("hello\n")
     loaded, error_lines = runs.load([sweep, missing, other])
     assert [run.name for run in loaded] == ["good"]
-    several = "no record of a step: lines 1, 2, 3 and 2 more"
+    several = "not a record of a step: lines 1, 2, 3 and 2 more"
     assert [line.partition(" of metrics")[0] for line in error_lines] == [
         "empty: metrics.jsonl has no step yet",
         "folder: metrics.jsonl is missing or unreadable (Is a directory)",
         f"garbage: metrics.jsonl has no step yet; {several}",
         "no_metrics: metrics.jsonl is missing or unreadable (No such file or directory)",
-        f"{missing} is not there: give a run folder made by train.py",
-        f"{other} is no file of report.py runs: give a run folder, or a runs.csv",
+        f"{missing} does not exist: give a run folder made by train.py",
+        f"{other} was not written by report.py runs: give a run folder, or a runs.csv",
     ]
     for name, out in (("curves", "x.png"), ("table", None), ("runs", "x.csv")):
         options = [f"--out={tmp_path / out}"] if out else []
@@ -148,9 +157,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_counts(tmp_path):
     for change, note in (
         (
             {"model": "other-stem"},
-            "its model cannot be made: model='other-stem' is not a model variant",
+            "its model cannot be built: model='other-stem' is not a model variant",
         ),
-        ({"model_config": {"layers": 1}}, "its model cannot be made: unknown key layers"),
+        ({"model_config": {"layers": 1}}, "its model cannot be built: unknown key layers"),
     ):
         write_checkpoint(run, 6, **{k: v for k, v in (stored | change).items() if k != "step"})
         [loaded] = load(run)

@@ -226,7 +226,7 @@ def test_a_text_that_is_not_prepared_is_named_with_its_script(monkeypatch, tmp_p
 MISTAKES = [
     (["medium"], "medium: give one of short, long"),
     ([], "no stage: give one of short, long"),
-    (["short", "--arm=conv"], "--arm is no option of the study; give one of results"),
+    (["short", "--arm=conv"], "--arm is not an option of the study; give one of results"),
     (["long", "--arms=conv,hc"], "the stage long has no arm hc; give some of additive"),
     (["short", "--mode=run"], "--mode=run: give train or show"),
 ]

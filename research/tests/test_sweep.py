@@ -175,10 +175,10 @@ NO_EFFECT = r"cell 1 \(--muon_learning_rate=0.01\): .* no effect with optimizer=
 MISTAKES = [
     ({"seed": "0,1", "learning_rat": 1}, "unknown key --learning_rat, did you mean learning_rate"),
     ({"seed": "0,x"}, r"cell 1 \(--seed=x\): --seed=x: give a whole number"),
-    ({"seed": "4..0"}, "gives no value"),
-    ({"seed": "0,,1"}, "nothing between"),
+    ({"seed": "4..0"}, "the range 4..0 is empty"),
+    ({"seed": "0,,1"}, "a value is empty"),
     ({"seed": "0..999999999999"}, "at most 10,000 values"),
-    ({"seed": "0..199", "warmup_steps": "0..99"}, "20,000 cells: give fewer values"),
+    ({"seed": "0..199", "warmup_steps": "0..99"}, "20,000 cells are too many: give fewer values"),
     ({"seed": "0,1", "min_lr": "0.001,5"}, TOO_LARGE),
     ({"muon_learning_rate": "None,0.01"}, NO_EFFECT),
     ({"seed": "0,1,0"}, "cells 0 and 2 are both seed=0"),
@@ -186,7 +186,7 @@ MISTAKES = [
     ({"seed": "0"}, "nothing to sweep"),
     ({"seed": "0,1", "out_dir": "runs/a"}, "--out_dir is set by sweep.py"),
     ({"seed": "0,1", "mode": "remote"}, "mode='remote': give"),
-    ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell go together"),
+    ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell require each other"),
     ({"seed": "0,1", "mode": "cell", "index": 2}, "index=2: there are 2 cells, give 0 to 1"),
     ({"seed": "0,1", "nproc_per_node": 0}, "nproc_per_node=0"),
     ({"seed": "0,1", "nproc_per_node": 3}, "is not divisible by the number of processes"),
@@ -228,7 +228,7 @@ def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
     )
     process.start()
     wait_for(lambda: checkpoint.list_checkpoints(cells[1].folder))
-    with pytest.raises(ValueError, match=r"cells still run, .* \(seed=1\): wait for them, or end"):
+    with pytest.raises(ValueError, match=r"still running, .* \(seed=1\): wait for them, or end"):
         run(*arguments)  # as if the sweep alone had been killed
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
@@ -238,7 +238,7 @@ def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
     wait_for(lambda: not is_a_cell_running(cells))
     assert run(*arguments) == 0
     printed = capsys.readouterr().out
-    assert "2 cells (2 seed), 1 finished: 1 runs to do" in printed
+    assert "2 cells (2 seed), 1 finished: 1 runs left" in printed
     assert "cell 1 of 2 | seed=0 | val_loss 2.0000 | finished before\n" in printed
     assert printed.count("| ETA ") == 1
     assert not cells[0].log.exists()
@@ -323,14 +323,14 @@ def test_cells_at_a_time_are_all_told_to_stop(corpus, tmp_path, run, fake, capsy
     saved = sorted(path.name for path in (tmp_path / "out").glob("*.saved"))
     assert saved == ["seed=0.saved", "seed=1.saved"]
     assert len(list((tmp_path / "out").glob("*.log"))) == 2
-    assert capsys.readouterr().out.count("stopped by SIGTERM; to go on: ") == 1
+    assert capsys.readouterr().out.count("stopped by SIGTERM; to resume: ") == 1
 
 
 def test_exit_codes(corpus, tmp_path, run, fake, capsys):
     fake("end('stopped', 75) if keys['seed'] == '1' else finish()")
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments) == 75
-    assert "| stopped; to go on: python research/sweep.py --model=" in capsys.readouterr().out
+    assert "| stopped; to resume: python research/sweep.py --model=" in capsys.readouterr().out
     assert not (tmp_path / "out" / "seed=2.log").exists()
     assert [run(*arguments, "--mode=cell", f"--index={i}") for i in (1, 0, 2)] == [75, 0, 0]
     for source, code in (
@@ -348,7 +348,7 @@ def test_a_signal_is_passed_on_as_sigterm(corpus, tmp_path, run, fake, capsys, n
     fake(f"{STOP}os.kill(os.getppid(), {int(number)})\ntime.sleep(60)\n")
     assert run(*grid(corpus, tmp_path / "out", seed="0..2")) == code
     assert (tmp_path / "out/seed=0.saved").read_text() == str(int(signal.SIGTERM))
-    assert f"stopped by {number.name}; to go on: " in capsys.readouterr().out
+    assert f"stopped by {number.name}; to resume: " in capsys.readouterr().out
     assert not (tmp_path / "out" / "seed=1.log").exists()
 
 
@@ -396,7 +396,7 @@ def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
     other = r"seed=0 was trained with learning_rate=0\.01 \(not 0\.5\)"
     with pytest.raises(ValueError, match=other):
         run(*arguments, "--learning_rate=0.5")
-    with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 has 6 steps"):
+    with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 already has 6 steps"):
         run(*arguments, "--max_steps=3", "--mode=table")
 
 
@@ -503,7 +503,7 @@ def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
     assert capsys.readouterr().out == text
     assert text.count("not finished: `ddl_value_channels=1,optimizer=muon,seed=") == 3
     assert "`ddl_value_channels=4,optimizer=muon,seed=2`, 0 of 6 steps saved" in text
-    with pytest.raises(ValueError, match=r"metric=val_los is in no last evaluation: .*val_loss"):
+    with pytest.raises(ValueError, match=r"metric=val_los is in no final evaluation: .*val_loss"):
         run(*partly_finished, "--mode=table", "--metric=val_los")
 
 
