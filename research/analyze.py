@@ -9,13 +9,13 @@
     python research/analyze.py transfer [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512]
 
 rank measures the effective rank and size of the hidden states, and gradient norms, over depth
-(docs/mgt.md). gates measures what every site writes and erases, and the loss when part of a site is
-fixed or removed (docs/gates.md). spectrum measures what happens to a token's state from end to end,
-and lens what the model would predict after each site (docs/analysis.md). causality finds whether
+(research/docs/mgt.md). gates measures what every site writes and erases, and the loss when part of a site is
+fixed or removed (research/docs/gates.md). spectrum measures what happens to a token's state from end to end,
+and lens what the model would predict after each site (research/docs/analysis.md). causality finds whether
 and where a later token changes what is computed before it, in a run or in the file of a variant
-(docs/analysis.md). mup finds whether training changes wide models as much as narrow ones, and
+(research/docs/analysis.md). mup finds whether training changes wide models as much as narrow ones, and
 transfer whether the best learning rate stays the same; rerun the command to resume them
-(docs/mup.md). All commands except causality store their figures as JSON (--json=FILE) and draw them
+(research/docs/mup.md). All commands except causality store their figures as JSON (--json=FILE) and draw them
 beside it.
 """
 

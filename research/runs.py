@@ -440,7 +440,7 @@ def read_newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict
         try:
             return path, checkpoint.read_state(path)
         except ValueError as error:
-            notes.append(str(error).removesuffix("; take another checkpoint"))
+            notes.append(str(error).removesuffix("; use another checkpoint"))
     notes.append("no checkpoint can be read, so its settings are not known")
     return None, {}
 

@@ -4,7 +4,7 @@ Over validation sequences, in float32, it measures the statistics and details of
 gate, the fractions of tokens in its intervals, the discrepancy before and after, what is erased and written), the size
 of the change of the state, how the direction of a write turns from site to site and from token to token, effective
 ranks, and how value channels differ. Then it measures the loss with a piece of one site, or of all sites, forced to a
-value or removed. This works for any stream, and shows every statistic that its parts define (docs/gates.md).
+value or removed. This works for any stream, and shows every statistic that its parts define (research/docs/gates.md).
 """
 
 import argparse

@@ -54,7 +54,7 @@ COLUMNS = (
     "Micro-batch",
     "Memory per GPU",
     "Sent per GPU and step",
-    "of it between copies",
+    "of which between copies",
     "Muon adds",
 )
 

@@ -41,9 +41,9 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     header = (
         "model",
         "parameters",
-        "beyond the baseline",
-        "state, of the baseline's",
-        "FLOPs, of the baseline's",
+        "extra parameters",
+        "relative state",
+        "relative FLOPs",
     )
     cells = []
     for row in rows:

@@ -544,7 +544,14 @@ def format_rows(rows: list[dict]) -> str:
         ]
         for row in rows
     ]
-    header = ["work", "here", "tokens/s", "beside", "tokens/s", "times faster [least to greatest]"]
+    header = [
+        "task",
+        "this repository",
+        "tokens/s",
+        "other program or model",
+        "tokens/s",
+        "speedup [minimum to maximum]",
+    ]
     return tables.format_markdown(header, cells)
 
 
