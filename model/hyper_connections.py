@@ -52,7 +52,7 @@ class HyperConfig(StreamsConfig):
     )
     hc_scale_outputs: bool = option(
         False,
-        "divide the initial output matrices of attention and MLP by sqrt(hc_streams), as in the "
+        "divide the initial attention and MLP output matrices by sqrt(hc_streams), as in the "
         "HC paper",
         initial=True,
     )
