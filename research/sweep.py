@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import math
 import os
+import queue
 import re
 import shlex
 import signal
@@ -39,6 +40,8 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+import torch
+
 import configurator
 from model.options import Option, check_ranges, collect_options, option
 from research import compare, plots, runs, tables
@@ -74,7 +77,8 @@ class SweepConfig:
     )
     jobs: int = option(
         1,
-        "number of cells that run at the same time with --mode=local; they share the CPU cores",
+        "number of cells that run at the same time with --mode=local; they share the CPU cores, and "
+        "each has GPUs of its own if there are enough",
         low=1,
     )
     nproc_per_node: int = option(
@@ -431,6 +435,9 @@ class CellRunner:
         self.exit_codes: list[int] = []
         self.error_by_log: dict[Path, str] = {}
         self.durations: list[float] = []
+        self.free_gpus: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        for gpus in divide_gpus(sweep.jobs, sweep.nproc_per_node):
+            self.free_gpus.put(gpus)
 
     @property
     def is_stopped(self) -> bool:
@@ -451,9 +458,10 @@ class CellRunner:
         if evaluation:
             print(f"{title}val_loss {evaluation['val_loss']:.4f} | finished before", flush=True)
             return
-        exit_code, last_line = run_cell(
-            cell, self.sweep.nproc_per_node, self.signals, make_environment(self.sweep.jobs)
-        )
+        gpus = self.free_gpus.get()
+        environment = make_environment(self.sweep.jobs, gpus)
+        exit_code, last_line = run_cell(cell, self.sweep.nproc_per_node, self.signals, environment)
+        self.free_gpus.put(gpus)
         self.exit_codes.append(exit_code)
         if self.signals or exit_code == STOPPED:
             return
@@ -502,14 +510,35 @@ def run_cells(
     return 1 if runner.error_by_log else 0
 
 
-def make_environment(jobs: int) -> dict[str, str]:
-    """Return the environment of a cell's process; variables that the user set have precedence."""
+def divide_gpus(jobs: int, gpus_per_cell: int) -> list[str | None]:
+    """Return CUDA_VISIBLE_DEVICES for each of the cells that run at the same time.
+
+    None leaves the variable as it is: for a single cell, or if there are too few GPUs, which the
+    cells then share.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    if jobs == 1 or len(gpus) < jobs * gpus_per_cell:
+        return [None] * jobs
+    starts = range(0, jobs * gpus_per_cell, gpus_per_cell)
+    return [",".join(gpus[start : start + gpus_per_cell]) for start in starts]
+
+
+def make_environment(jobs: int, gpus: str | None = None) -> dict[str, str]:
+    """Return the environment of a cell's process; variables that the user set have precedence.
+
+    Args:
+        jobs: number of cells that share the cores
+        gpus: value of CUDA_VISIBLE_DEVICES, which divide_gpus chose among those that the user set
+    """
     # torchrun ends its processes 30 s after it was told to end, too few for a large model
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110"}
     if jobs > 1:
         num_cores = len(os.sched_getaffinity(0))
         environment["OMP_NUM_THREADS"] = str(max(num_cores // jobs, 1))
     environment.update(os.environ)
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
     return environment
 
 
@@ -524,6 +553,8 @@ SLURM_ARRAY = """#!/usr/bin/env bash
 #SBATCH --output="{out}/slurm-%A_%a.out"
 #SBATCH --open-mode=append
 cd {working_folder} || exit
+# srun does not inherit --cpus-per-task from sbatch
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 code=0
 srun {command} --index="$SLURM_ARRAY_TASK_ID" || code=$?
 # exit code {stopped}: train.py saved a checkpoint before the run was complete

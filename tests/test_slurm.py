@@ -15,12 +15,12 @@ from training import checkpoint, stopping
 SCRIPT = ROOT / "docs" / "slurm.sbatch"
 JOB_ID = "1234567"
 
-# It starts the command once per node, all on this machine.
+# It starts the command once per node, all on this machine, each in a process group of its own.
 SRUN = """#!/bin/bash
 printf '%q ' "$@" > "$RECORDS/srun"
 while [[ $1 == --* ]]; do shift; done
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
-  "$@" &
+  setsid "$@" &
   echo $! >> "$RECORDS/steps"
 done
 code=0
@@ -33,7 +33,7 @@ if [ "$2" = hostnames ]; then printf 'localhost\\nother\\n'; fi
 """
 SCANCEL = """#!/bin/bash
 echo "$*" > "$RECORDS/scancel"
-kill -TERM $(cat "$RECORDS/steps")
+for step in $(cat "$RECORDS/steps"); do kill -TERM -- "-$step"; done
 """
 
 
@@ -75,6 +75,12 @@ class Job:
         return path.read_text().strip() if path.exists() else ""
 
 
+def split_at(words: list[str], separator: str) -> tuple[list[str], list[str]]:
+    """Return the words before and after the first separator."""
+    index = words.index(separator)
+    return words[:index], words[index + 1 :]
+
+
 def test_the_syntax_is_valid():
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
 
@@ -100,9 +106,9 @@ def test_the_command_names_the_first_node_and_a_port_of_the_job(tmp_path):
     (environment / "bin" / "torchrun").symlink_to("/bin/true")
     job.environment["DDL_ENVIRONMENT"] = str(environment)
     assert job.start(["config/gpt_7b.py", "--engine=fsdp"]).wait(timeout=20) == 0
-    assert shlex.split(job.read("srun")) == [
-        "--kill-on-bad-exit=1",
-        "--cpus-per-task=4",
+    srun_options, command = split_at(shlex.split(job.read("srun")), "step")
+    assert srun_options[:2] == ["--kill-on-bad-exit=1", "--cpus-per-task=4"]
+    assert command == [
         f"{environment}/bin/torchrun",
         "--nnodes=2",
         "--nproc_per_node=8",
@@ -127,24 +133,53 @@ def test_a_failure_is_that_of_the_job(tmp_path):
     assert job.start([]).wait(timeout=20) == 1
 
 
-@pytest.mark.slow
-def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(corpus, tmp_path):
-    run = tmp_path / "run"
-    keys = {**CONSTANT_RATE, "checkpoint_interval": 10_000, "max_steps": 100_000}
-    arguments = small_run(corpus, run, **keys)
-    job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
+def start_training_on_two_nodes(job: Job, run: Path, arguments: list[str]) -> subprocess.Popen:
+    """Start a job of two nodes, and return when its run has taken a few steps."""
     process = job.start(arguments)
     wait_for(lambda: len(completed_steps(run)) > 3, 120)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
-    assert job.read("scancel") == f"--signal=TERM {JOB_ID}"
+    return process
+
+
+def endless_run(corpus, run: Path) -> list[str]:
+    """Return arguments of a run that is saved only when it is stopped."""
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 10_000, "max_steps": 100_000}
+    return small_run(corpus, run, **keys)
+
+
+def assert_saved_and_requeued(job: Job, run: Path) -> None:
     assert job.read("scontrol").endswith(f"requeue {JOB_ID}")
     assert stopping.read_status(run).ended == "stopped"
     last_step = completed_steps(run)[-1]
     assert checkpoint.read_state(checkpoint.find(run))["step"] == last_step
 
+
+@pytest.mark.slow
+def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(corpus, tmp_path):
+    run = tmp_path / "run"
+    arguments = endless_run(corpus, run)
+    job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
+    process = start_training_on_two_nodes(job, run, arguments)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert job.read("scancel") == f"--signal=TERM {JOB_ID}"
+    assert_saved_and_requeued(job, run)
+
     # the requeued job
+    last_step = completed_steps(run)[-1]
     (job.records / "steps").unlink()
     process = job.start([*arguments, f"--max_steps={last_step + 2}"])
     assert process.wait(timeout=120) == 0
     assert completed_steps(run) == list(range(1, last_step + 3))
+
+
+@pytest.mark.slow
+def test_a_preempted_job_whose_steps_alone_are_signaled_is_saved_and_requeued(corpus, tmp_path):
+    run = tmp_path / "run"
+    job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
+    process = start_training_on_two_nodes(job, run, endless_run(corpus, run))
+    for pid in job.read("steps").split():
+        os.killpg(int(pid), signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert job.read("scancel") == ""
+    assert_saved_and_requeued(job, run)
+    assert not list(ROOT.glob(".stopped-*"))

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT, small_run, wait_for
 from in_process import call
 from report_helpers import by_hand, write_checkpoint
@@ -300,6 +301,40 @@ def test_cells_at_a_time(corpus, tmp_path, run, fake, capsys, monkeypatch):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cell ")]
     expected = [[f"cell {s + 1} of 3", f"seed={s}", f"val_loss {s}.0000"] for s in range(3)]
     assert sorted(line.split(" | ")[:3] for line in lines) == expected
+
+
+def test_cells_at_a_time_have_gpus_of_their_own(corpus, tmp_path, run, fake, monkeypatch):
+    """Each of two cells waits until the other runs as well."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    fake(
+        "here = os.path.dirname(sys.argv[0])\n"
+        "file = f'{here}/gpus_' + keys['seed']\n"
+        "open(file, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "other = f'{here}/gpus_' + {'0': '1', '1': '0', '2': '0'}[keys['seed']]\n"
+        "while not os.path.exists(other):\n"
+        "    time.sleep(0.01)\n"
+        "finish()\n"
+    )
+    assert run(*grid(corpus, tmp_path / "out", seed="0..2"), "--jobs=2") == 0
+    gpus = [(tmp_path / f"gpus_{seed}").read_text() for seed in range(3)]
+    assert sorted(gpus[:2]) == ["3", "5"]
+    assert gpus[2] in ("3", "5")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "gpus_per_cell", "expected"),
+    [
+        (1, 1, [None]),
+        (2, 1, ["0", "1"]),
+        (2, 4, ["0,1,2,3", "4,5,6,7"]),
+        # too few: the cells share what there is
+        (4, 4, [None] * 4),
+    ],
+)
+def test_gpus_are_divided_among_cells(jobs, gpus_per_cell, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert sweep.divide_gpus(jobs, gpus_per_cell) == expected
 
 
 STOP = """
