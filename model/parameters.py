@@ -51,7 +51,8 @@ class Rule(NamedTuple):
     # whether Muon trains it, if the run uses Muon
     muon: bool = False
 
-    # whether autocast rounds it at each use, so that generation may store it rounded
+    # Whether autocast rounds it at each use, because it is used in matrix products only. Generation
+    # may then store it rounded, and FSDP shards it in bfloat16. FSDP replicates the others.
     rounded: bool = False
 
     # factor on its learning rate, besides that of muP

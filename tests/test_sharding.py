@@ -55,6 +55,29 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+# ---- what is replicated ----
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_hardly_any_parameters_of_a_large_model_are_replicated(name):
+    with torch.device("meta"):
+        model = build(name, vocab_size=320, num_hidden_layers=2, num_attention_heads=8)
+    assert distributed.describe_replicated_parameters(model) is None
+
+
+def test_a_note_names_the_largest_matrix_that_is_not_sharded():
+    model = build_seeded("gpt-mha-rope")
+    projection = model.transformer.h[1].mlp.c_proj
+    projection.rules["weight"] = projection.rules["weight"]._replace(rounded=False)
+    note = distributed.describe_replicated_parameters(model)
+    # this matrix, and norms
+    num_replicated = projection.weight.numel() + sum(
+        parameter.numel() for parameter in model.parameters() if parameter.dim() == 1
+    )
+    assert note.startswith(f"engine=fsdp does not shard {num_replicated:,} of")
+    assert "such as transformer.h.1.mlp.c_proj.weight; set rounded=True" in note
+
+
 # ---- gradients ----
 
 
