@@ -888,16 +888,20 @@ class DeltaRewrite(nn.Module):
 
 
 class DeltaBlock(Block):
-    """Compress, process, rewrite: one compressor for the block, one rewrite for each site."""
+    """Compress, process, rewrite: one compressor for the block, one rewrite for each site.
+
+    A variant may replace both classes, which are called with the config.
+    """
 
     Compressor: Callable = SingleChannelRead
+    Write: Callable = DeltaRewrite
     not_additive = "with beta = 0 its state does not change, and the direction k is normalized"
 
     def __init__(self, config: DeltaConfig, layer: int):
         super().__init__(config, layer)
         self.compress = self.Compressor(config)
-        self.ddl_attn = DeltaRewrite(config)
-        self.ddl_mlp = DeltaRewrite(config)
+        self.ddl_attn = self.Write(config)
+        self.ddl_mlp = self.Write(config)
         attn, mlp = self.sites
         self.sites = (
             replace(attn, read=self.compress, write=self.ddl_attn),

@@ -482,14 +482,18 @@ def make_labels(runs: list[Run]) -> list[str]:
     """
     settings_by_run = [run.settings for run in runs]
     labels = [""] * len(runs)
-    for key in sorted(settings_by_run[0], key=get_label_position):
-        if not all(key in settings for settings in settings_by_run):
-            continue
-        first_value = settings_by_run[0][key]
-        if all(settings[key] == first_value for settings in settings_by_run):
+    # dict.fromkeys keeps the order of the keys, unlike a set
+    keys = dict.fromkeys(key for settings in settings_by_run for key in settings)
+    for key in sorted(keys, key=get_label_position):
+        # a run of a model without this key has no part for it in its label
+        values = [settings[key] for settings in settings_by_run if key in settings]
+        if all(value == values[0] for value in values):
             continue
         longer_labels = []
         for label, settings in zip(labels, settings_by_run):
+            if key not in settings:
+                longer_labels.append(label)
+                continue
             part = str(settings[key]) if key == "model" else f"{key}={settings[key]}"
             longer_labels.append(f"{label}, {part}" if label else part)
         if max(map(len, longer_labels)) <= MAX_LABEL_LENGTH:

@@ -29,6 +29,7 @@ from training.distributed import World
 from training.settings import configure
 from training.validation import evaluate
 from utils.machine import can_compile
+from utils.units import format_bytes
 
 
 class FinishedRun(NamedTuple):
@@ -469,13 +470,13 @@ def test_a_resumed_run_keeps_its_learning_rate_scales(scaled_run, monkeypatch):
     changed_scales = {**scales, "ln_f.weight": 0.5}
     monkeypatch.setattr(optimizer, "get_lr_scales", lambda *_: changed_scales)
     line = training_error(*scaled_run.resume_arguments)
-    assert "learning rate of ln_f.weight times 1, this code would use 0.5" in line
+    assert "learning rate of ln_f.weight times 1, but this code would use 0.5" in line
 
 
 def test_a_run_without_saved_scales_is_not_resumed_with_other_scales(run_without_scales):
     line = training_error(*run_without_scales.resume_arguments)
     name = run_without_scales.scaled_matrix
-    assert f"with the learning rate of {name} times 4, this code would use 2 (muP" in line
+    assert f"with the learning rate of {name} times 4, but this code would use 2 (muP" in line
     assert "finish the run with the code that started it" in line
 
 
@@ -593,6 +594,21 @@ def test_a_run_of_a_later_version_is_refused_as_such(branch):
 def test_a_dry_run_of_a_complete_run_says_that_nothing_is_left_to_train(finished_run):
     result = run_train(f"--out_dir={finished_run.folder}", "--resume=auto", "--dry_run")
     assert "nothing to train" in result.stdout.decode()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dry_run",), ("--max_steps=7", "--dry_run")])
+def test_a_note_says_that_the_file_of_the_model_has_changed(branch, arguments):
+    """A run that is complete, and one that is extended."""
+    change_saved_state(branch, lambda state: state.update(model_digest="0" * 64))
+    output = run_train(f"--out_dir={branch}", "--resume=auto", *arguments).stdout.decode()
+    assert "note: model/DDL-gpt-mha-rope.py has changed since this run was started" in output
+
+
+def test_no_note_without_a_change_or_for_a_run_of_an_earlier_version(branch):
+    arguments = (f"--out_dir={branch}", "--resume=auto")
+    assert "has changed" not in run_train(*arguments).stdout.decode()
+    change_saved_state(branch, lambda state: state.pop("model_digest"))
+    assert "has changed" not in run_train(*arguments).stdout.decode()
 
 
 def test_resume_of_a_checkpoint_names_the_folder_of_its_run(finished_run):
@@ -864,6 +880,13 @@ def test_a_dry_run_prints_the_size_of_the_model_and_of_the_run(dry_run):
     assert size in dry_run.output
     flops = 64_000 * model.flops_per_token()
     assert f"{flops:.3g} FLOPs, 192 bytes of float32 state" in dry_run.output
+
+
+def test_a_dry_run_prints_the_size_of_a_checkpoint(dry_run):
+    # weights and two moments in float32; two are kept while a third is written
+    num_bytes = 12 * build("DDL-gpt-mha-rope", **SMALL).num_parameters()
+    expected = f"{format_bytes(num_bytes)} per checkpoint; the disk needs room for 3 of them"
+    assert expected in dry_run.output
 
 
 def test_a_dry_run_prints_the_memory_that_a_step_needs(dry_run):

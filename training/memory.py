@@ -593,6 +593,14 @@ def describe_run(
         f"{num_tokens * model.flops_per_token():.3g} FLOPs, "
         f"{model.state_bytes_per_token(getattr(torch, dtype))} bytes of {dtype} state per token"
     )
+    num_parameters = model.num_parameters()
+    checkpoint_bytes = 4 * num_parameters + estimate_optimizer_state(
+        config, model_config, num_parameters
+    )
+    lines.append(
+        f"{format_bytes(checkpoint_bytes)} per checkpoint; the disk needs room for "
+        f"{config.keep_last + 1} of them"
+    )
     peak = get_peak_flops(device)
     if peak is not None:
         # MFU counts nominal FLOPs, so the time at a given utilization follows from them

@@ -150,6 +150,12 @@ def compute_code_digest() -> str:
     )
 
 
+@functools.cache
+def current_model_digest(model_name: str) -> str:
+    """Return the SHA-256 of the file of a model, as it was when this was first called."""
+    return compute_digest(f"model/{model_name}.py")
+
+
 def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:
     """Return the SHA-256 of the names and contents of files of this repository.
 

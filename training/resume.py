@@ -11,6 +11,7 @@ from model import model_class
 from model.options import collect_options, legacy_defaults, rename_aliases
 from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
+from training.provenance import current_model_digest
 
 # Keys of older runs that have been removed, and had no effect on what a step computes.
 REMOVED_KEYS = ("max_epochs", "tensorboard")
@@ -189,6 +190,24 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
         f"with {', '.join(changes)} the learning rate jumps from {saved_rate:.3g} to {rate:.3g} "
         f"after step {step}; {advice}, or start a new schedule from these weights with "
         "--init_from=RUN --out_dir=NEW_RUN"
+    ]
+
+
+def describe_changed_code(state: dict) -> list[str]:
+    """Return a note if the file of the model is not the one that the resumed run was started with.
+
+    Args:
+        state: state.json of the run that is resumed; {} for a new run
+
+    Returns:
+        A list with one note, or an empty list.
+    """
+    saved_digest = state.get("model_digest")  # older runs have none
+    if saved_digest is None or saved_digest == current_model_digest(state["model"]):
+        return []
+    return [
+        f"model/{state['model']}.py has changed since this run was started; to train the new code "
+        "from the start, give another --out_dir"
     ]
 
 

@@ -271,6 +271,19 @@ def test_labels_are_short_and_name_what_differs(tmp_path):
     assert compare.make_labels(load(tmp_path / "e", tmp_path / "d")) == ["e", "d"]
 
 
+def test_labels_name_keys_that_only_some_runs_have(tmp_path):
+    """A baseline has no keys of DDL, in which the other runs differ."""
+    write_run(tmp_path / "baseline", BASE)
+    for beta_init in (0.5, 1.0):
+        config = {**SMALL, "ddl_beta_init": beta_init}
+        write_run(tmp_path / str(beta_init), "DDL-gpt-mha-rope", config=config)
+    assert compare.make_labels(load(tmp_path)) == [
+        "DDL-gpt-mha-rope, ddl_beta_init=0.5",
+        "DDL-gpt-mha-rope, ddl_beta_init=1.0",
+        BASE,
+    ]
+
+
 def write_two_runs_that_differ_in_much(folder):
     """Write runs whose stored settings begin with max_steps and compile."""
     small = {"compile": True, "max_steps": 4, "beta1": 0.9}

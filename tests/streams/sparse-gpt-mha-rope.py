@@ -3,8 +3,6 @@
 Each site adds a loss for it, and a statistic.
 """
 
-from dataclasses import replace
-
 from model.gpt import GPT
 from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
@@ -19,12 +17,7 @@ class SparseRewrite(DeltaRewrite):
 
 
 class SparseBlock(DeltaBlock):
-    def __init__(self, config, layer: int):
-        super().__init__(config, layer)
-        self.ddl_attn = SparseRewrite(config)
-        self.ddl_mlp = SparseRewrite(config)
-        attn, mlp = self.sites
-        self.sites = replace(attn, write=self.ddl_attn), replace(mlp, write=self.ddl_mlp)
+    Write = SparseRewrite
 
 
 class Model(GPT):
