@@ -117,6 +117,9 @@ def make_table(command_lines: list[list[str]]) -> str:
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:]:
+        print(__doc__)
+        return
     with errors.one_line_errors():
         command_lines = [[path] for path in CONFIGS]
         if sys.argv[1:]:

@@ -4,7 +4,7 @@
     python -m research.benchmarks.planning config/ddl_dv4_cc_medium.py   one configuration
 
 No GPU and no data are needed, and none of the figures has been measured on a GPU. The memory is the
-estimate of `train.py --dry_run`. The speed of the small models is the prediction of
+estimate of `train.py --dry_run`, with engine=fsdp on eight GPUs. The speed of the small models is the prediction of
 results/predicted_small_h200.json. A model of another size is assumed to have the MFU that is
 predicted for its small version. The speed is assumed to grow in proportion to the number of GPUs.
 """
@@ -91,8 +91,8 @@ def make_speed_cells(config: TrainConfig, model_config: GPTConfig) -> list[str]:
 
 def make_row(name: str, config: TrainConfig, model_config: GPTConfig) -> str:
     """Return the row of the table for a configuration, called `name`."""
-    # with engine=ddp it is the same on any number of GPUs
-    peak = memory.estimate_memory(config, model_config, "cuda", 1)
+    # with engine=ddp it is the same on any number of GPUs, with engine=fsdp it is that on eight
+    peak = memory.estimate_memory(config, model_config, "cuda", NUMBERS_OF_GPUS[-1])
     cells = [
         f"`{name}`",
         f"{predict(config, model_config).num_parameters / 1e6:.0f}M",
@@ -112,6 +112,9 @@ def make_table(command_lines: list[list[str]]) -> str:
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:]:
+        print(__doc__)
+        return
     with errors.one_line_errors():
         command_lines = [[path] for path in CONFIGS]
         if sys.argv[1:]:

@@ -7,7 +7,9 @@ import pytest
 from helpers import ROOT
 
 from research.benchmarks import planning
+from training.memory import estimate_memory
 from training.settings import configure
+from utils.units import format_bytes
 
 PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -52,6 +54,19 @@ def test_the_readme_shows_the_same_estimates(path):
     assert gibibytes == pytest.approx(float(planned[2].removesuffix(" GiB")), abs=0.5)
     hours = planning.predict(*configure_silently(path)).compute_hours(4)
     assert time == f"≈ {hours:.0f} h"
+
+
+def test_the_memory_of_a_sharded_model_is_that_on_eight_gpus():
+    arguments = ["config/gpt_small.py", "--engine=fsdp"]
+    row = planning.make_table([arguments]).splitlines()[-1]
+    estimate = estimate_memory(*configure(arguments, note=lambda _: None), "cuda", 8)
+    assert f"| {format_bytes(estimate.total)} |" in row
+
+
+def test_help_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["planning.py", "--help"])
+    planning.main()
+    assert "python -m research.benchmarks.planning" in capsys.readouterr().out
 
 
 def test_a_small_model_has_the_stored_speed():
