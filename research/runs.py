@@ -189,6 +189,9 @@ def load(paths: list[str | Path]) -> tuple[list[Run], list[str]]:
     run_by_source: dict[RunSource, Run] = {}
     error_lines = []
     for path in map(Path, paths):
+        # `runs/*` also names the figures of earlier reports
+        if path.suffix == ".png" and len(paths) > 1:
+            continue
         try:
             readers = make_readers(path)
         except ValueError as error:

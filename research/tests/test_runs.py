@@ -113,6 +113,17 @@ def test_a_run_that_went_on_from_an_earlier_step(tmp_path):
     assert run.step == 80
 
 
+def test_figures_among_runs_are_skipped(tmp_path):
+    """As `report.py curves runs/*` names them after the first call."""
+    write_run(tmp_path / "run")
+    figure = tmp_path / "curves.png"
+    figure.write_bytes(b"\x89PNG")
+    loaded, error_lines = runs.load([figure, tmp_path / "run"])
+    assert [run.name for run in loaded] == ["run"]
+    assert error_lines == []
+    assert len(runs.load([figure])[1]) == 1
+
+
 def test_what_cannot_be_read_is_named_and_the_rest_is_reported(tmp_path):
     sweep = tmp_path / "sweep"
     write_run(sweep / "good")
