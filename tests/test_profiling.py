@@ -100,6 +100,7 @@ def test_a_profiled_run_has_the_losses_of_one_that_is_not(corpus, profiled_run, 
     assert not (tmp_path / "plain" / "profile").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
 def test_a_compiled_run_is_profiled_and_has_the_same_losses(corpus, tmp_path):
     train(corpus, tmp_path / "plain", compile=True)
