@@ -158,5 +158,5 @@ def test_what_cannot_be_compared_is_refused(read, message):
 
 
 def test_a_single_token_is_refused():
-    with pytest.raises(ValueError, match=r"ids are \(1, 1\); give one sequence"):
+    with pytest.raises(ValueError, match=r"ids have the shape \(1, 1\); give one sequence"):
         find_leak(tiny(GPT), tokens(1, 1))

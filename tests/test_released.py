@@ -328,7 +328,7 @@ BLOCK = "transformer.h.1.mlp"
         ("-EC", "readout.read", None, "readout.read is missing"),
         ("-CC", "readout.read", None, "readout.read is missing"),
         ("-CC", READOUT, lambda x: torch.ones(10, 4), "do not form a pair|kernel_size=4"),
-        ("-CC", "transformer.h.0.compress.weight", lambda x: x[:, :2], "needed .10, 3."),
+        ("-CC", "transformer.h.0.compress.weight", lambda x: x[:, :2], "expected .10, 3."),
         ("-CC", "transformer.wte.weight", lambda x: x[:, 0], "transformer.wte.weight"),
     ],
 )

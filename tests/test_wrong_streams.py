@@ -51,7 +51,7 @@ FAULTY_FILES = {
     "a key of the run": (GATED.replace("gate_init", "seed"), "seed is already a key of the run"),
     "a key of a kind that there is not": (
         GATED.replace("gate_init: float", "gate_init: list"),
-        "the key gate_init is",
+        "the key gate_init has the type",
     ),
     "a write that returns nothing": (
         GATED.replace("        return state +", "        state +"),
