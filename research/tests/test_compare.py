@@ -322,7 +322,7 @@ def test_pairs_over_validation_sequences_are_of_the_same_sequences(tmp_path):
     a_losses = [losses["a"][sequence] for sequence in range(50)]
     expected = stats.ttest_rel(b_losses, a_losses)
     assert estimate.compute_p_value() == pytest.approx(expected.pvalue, rel=1e-9)
-    with pytest.raises(ValueError, match="other sequences"):
+    with pytest.raises(ValueError, match="different sequences"):
         compare.compare_by_sequence(c, a)
     result = call(
         "research/report.py",

@@ -568,7 +568,7 @@ def test_the_copy_task_is_reported(tmp_path):
         ),
         (
             ["ablation", "--learning_rate=1e-3,1e-1"],
-            "a report compares seed, mgt_arm, num_hidden_layers alone",
+            "a report compares only seed, mgt_arm, num_hidden_layers",
         ),
         (["beta", "--mgt_arm=standard"], "standard has no beta; give full or ddl"),
         (

@@ -634,7 +634,7 @@ def test_the_folder_and_what_is_missing_in_it(tmp_path):
     assert rows[DDL][3] == f"25 of {STEPS}"
     assert rows[f"{DDL}-CC"][3:5] == [f"6 of {STEPS}", "not evaluated"]
     assert rows["f_&_g"][2:4] == ["1", str(STEPS)]
-    assert "other tokens (gpt2, bytes" in text
+    assert "different texts or tokens (gpt2, bytes" in text
     omitted = json.loads((out / "report.json").read_text())["left_out"]
     assert [line.partition(":")[0] for line in omitted] == ["e", "d", "d", "f_&_g"]
     assert all(f"- {line}" in text for line in omitted)
@@ -692,7 +692,7 @@ def test_mistakes_end_in_one_line(tmp_path):
     (mine / "notes.txt").write_text("mine")
     for message, *words in (
         ("holds no metrics.jsonl", "curves", mine),
-        ("nothing is not there", "table", tmp_path / "nothing"),
+        ("nothing does not exist", "table", tmp_path / "nothing"),
         ("has no step yet", "curves", empty),
         ("ends with .png", "curves", run, f"--out={out}"),
         ("early has no evaluation yet", "table", early),
