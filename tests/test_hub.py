@@ -269,7 +269,9 @@ def test_an_offline_machine_is_offered_local_files(tmp_path):
     out = tmp_path / "out"
     result = run_script(ROOT / FINEWEB, "--tokenizer=bytes", f"--out={out}", env=environment)
     line = one_line_error(result)
-    assert "HuggingFaceFW/fineweb-edu (sample-100BT) cannot be read: HF_HUB_OFFLINE disables" in line
+    assert (
+        "HuggingFaceFW/fineweb-edu (sample-100BT) cannot be read: HF_HUB_OFFLINE disables" in line
+    )
     assert "give local files with --source" in line
     assert not list(out.iterdir())
 
