@@ -601,7 +601,7 @@ def test_a_note_says_that_the_file_of_the_model_has_changed(branch, arguments):
     """A run that is complete, and one that is extended."""
     change_saved_state(branch, lambda state: state.update(model_digest="0" * 64))
     output = run_train(f"--out_dir={branch}", "--resume=auto", *arguments).stdout.decode()
-    assert "note: model/DDL-gpt-mha-rope.py has changed since this run was started" in output
+    assert "note: model/DDL-gpt-mha-rope.py has changed since the checkpoint was saved" in output
 
 
 def test_no_note_without_a_change_or_for_a_run_of_an_earlier_version(branch):

@@ -194,7 +194,7 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
 
 
 def describe_changed_code(state: dict) -> list[str]:
-    """Return a note if the file of the model is not the one that the resumed run was started with.
+    """Return a note if the file of the model has changed since the checkpoint was saved.
 
     Args:
         state: state.json of the run that is resumed; {} for a new run
@@ -206,7 +206,7 @@ def describe_changed_code(state: dict) -> list[str]:
     if saved_digest is None or saved_digest == current_model_digest(state["model"]):
         return []
     return [
-        f"model/{state['model']}.py has changed since this run was started; to train the new code "
+        f"model/{state['model']}.py has changed since the checkpoint was saved; to train the new code "
         "from the start, give another --out_dir"
     ]
 
