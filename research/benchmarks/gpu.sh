@@ -17,6 +17,7 @@
 # small      small CC-EC, TC and d_v = 1 relative to the additive model: bench_targets_small_cuda.json
 # medium     the same at the medium size: bench_targets_medium_cuda.json
 # train      tokens/s, MFU, memory and bitwise resuming of train.py: train_cuda.txt
+# several    losses of train.py on two GPUs, with ddp and fsdp, relative to one: several_cuda.txt
 # profile    the 30 longest kernels of additive and CC-EC; versions: bench_profile_cuda.json
 # tune       three launches of each of CC's kernels at d = 768: bench_tune_768_K1_v4_cuda.json
 # streams    AttnRes, mHC and HC relative to additive, and compile times: bench_streams_small_cuda.json
@@ -150,12 +151,44 @@ train() { # CONFIG
   tail -n 3 "$runs/speed/metrics.jsonl" >>"$log"
 }
 
+# Train the same steps on one GPU and on two. With each engine, the losses must be the same up to rounding.
+several() {
+  local engine runs=${TMPDIR:-/tmp}/deep_delta_learning_runs/several
+  local keys=(train.py config/ddl_dv4_cc_ec_small.py --dataset=python_stdlib "${TRAIN[@]}" --max_steps="$LAST"
+    --warmup_steps=2 --eval_batches=1 --eval_full=False --device="$DEVICE")
+  [ -n "$DRY" ] || rm -rf "$runs"
+  [ -e data/python_stdlib/meta.json ] || limited 120 "$PYTHON" data/python_stdlib/prepare.py
+  limited 130 "$PYTHON" "${keys[@]}" --out_dir="$runs/one" || return
+  for engine in ddp fsdp; do
+    limited 180 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "${keys[@]}" \
+      --engine="$engine" --out_dir="$runs/$engine" || return
+  done
+  [ -n "$DRY" ] && return
+  "$PYTHON" - "$runs" >>"$FOLDER/several_cuda.txt" <<'END' || failed=1
+import json, sys
+from pathlib import Path
+
+def read_losses(name):
+    lines = Path(sys.argv[1], name, "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+expected = read_losses("one")
+differences = {}
+for engine in ("ddp", "fsdp"):
+    losses = read_losses(engine)
+    differences[engine] = max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
+    print(f"{engine} on two: {len(losses)} losses differ from those on one by at most {differences[engine]:.2g} nats")
+sys.exit(max(differences.values()) > 0.05)
+END
+}
+
 stage() {
   case "$1" in
   tests) tests ;;
   small) step bench_targets_small_cuda.json small "$MODELS" ;;
   medium) step bench_targets_medium_cuda.json medium "$MODELS" ;;
   train) train gpt_small; train ddl_dv4_cc_ec_small ;;
+  several) several ;;
   profile) for model in "$ADDITIVE" "$CC_EC"; do
     bench 90 bench_profile_cuda.json profile "${SUITE[@]}" "${PROFILE[@]}" --sizes=small --models="$model"
   done ;;

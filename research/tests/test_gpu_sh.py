@@ -46,7 +46,7 @@ class Bare(PathFinder):
         return None if name.partition(".")[0] in {ABSENT} else PathFinder.find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 """
-CALLS = (["small"], ["medium", "train"], ["profile", "tune", "streams"])
+CALLS = (["small"], ["medium", "train"], ["profile", "tune", "streams"], ["several"])
 
 
 def gpu_sh(*stages, root=ROOT, **variables) -> subprocess.CompletedProcess:
@@ -126,7 +126,7 @@ def test_every_pending_command_is_understood(monkeypatch):
 def test_help_lists_every_stage_and_its_figures():
     help_text = gpu_sh("--help").stdout
     stages = re.findall(r"^(\w+)  +.*: (\S+)$", help_text, re.MULTILINE)
-    assert len(stages) == 16
+    assert len(stages) == 17
     for name, file in stages:
         if file.endswith(".json"):
             commands = gpu_sh(name, DRY=1, FOLDER="somewhere").stdout
@@ -277,6 +277,10 @@ def test_the_calls_that_come_first_are_rehearsed_without_what_a_bare_machine_lac
     assert all({"chip", "code"} <= row.keys() for rows in stored.values() for row in rows)
     if "train" in stages:
         assert (out / "train_cuda.txt").read_text().count("resumed to the bit") == 4
+    if "several" in stages:
+        lines = (out / "several_cuda.txt").read_text().splitlines()
+        assert [line.split()[0] for line in lines] == ["ddp", "fsdp"]
+        assert all("4 losses differ from those on one by at most" in line for line in lines)
     if "profile" in stages:
         profiled = {row["model"]: row for row in stored["bench_profile_cuda.json"]}
         assert profiled.keys() == {suites.BASELINE, suites.CC_EC}
