@@ -15,8 +15,8 @@ CONFIG ?= config/demo_cpu.py
 ARGS ?=
 CORPUS := data/python_stdlib/meta.json
 quoted = '$(subst ','\'',$(strip $(ARGS)))'
-settings = $(shell printf %s $(quoted) | sed -E 's/^--//; s/ +--/,/g; s/$$/,/; s/^(.{0,32}),.*/\1/' \
-  | tr -c 'A-Za-z0-9.,=_-' _ | cut -c1-32)
+settings = $(shell printf %s $(quoted) | sed -E 's/^--//; s/ +--/,/g; s/$$/,/; s/^(.{0,64}),.*/\1/' \
+  | tr -c 'A-Za-z0-9.,=_-' _ | cut -c1-64)
 digest = $(shell printf %s $(quoted) | sha256sum | cut -c1-8)
 given := $(lastword $(filter --out_dir=%,$(ARGS)))
 RUN := $(or $(patsubst --out_dir=%,%,$(given)),runs/$(basename $(notdir $(CONFIG)))$(if $(strip $(ARGS)),-$(settings)-$(digest)))
