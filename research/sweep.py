@@ -460,8 +460,12 @@ class CellRunner:
             return
         gpus = self.free_gpus.get()
         environment = make_environment(self.sweep.jobs, gpus)
-        exit_code, last_line = run_cell(cell, self.sweep.nproc_per_node, self.signals, environment)
-        self.free_gpus.put(gpus)
+        try:
+            exit_code, last_line = run_cell(
+                cell, self.sweep.nproc_per_node, self.signals, environment
+            )
+        finally:
+            self.free_gpus.put(gpus)
         self.exit_codes.append(exit_code)
         if self.signals or exit_code == STOPPED:
             return

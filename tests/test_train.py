@@ -605,10 +605,12 @@ def test_a_note_says_that_the_file_of_the_model_has_changed(branch, arguments):
 
 
 def test_no_note_without_a_change_or_for_a_run_of_an_earlier_version(branch):
-    arguments = (f"--out_dir={branch}", "--resume=auto")
-    assert "has changed" not in run_train(*arguments).stdout.decode()
+    def resume() -> str:
+        return run_train(f"--out_dir={branch}", "--resume=auto").stdout.decode()
+
+    assert "has changed" not in resume()
     change_saved_state(branch, lambda state: state.pop("model_digest"))
-    assert "has changed" not in run_train(*arguments).stdout.decode()
+    assert "has changed" not in resume()
 
 
 def test_resume_of_a_checkpoint_names_the_folder_of_its_run(finished_run):

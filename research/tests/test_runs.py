@@ -114,7 +114,7 @@ def test_a_run_that_went_on_from_an_earlier_step(tmp_path):
 
 
 def test_figures_among_runs_are_skipped(tmp_path):
-    """As `report.py curves runs/*` names them after the first call."""
+    """`report.py curves runs/*` also names the figure that an earlier call wrote."""
     write_run(tmp_path / "run")
     figure = tmp_path / "curves.png"
     figure.write_bytes(b"\x89PNG")
