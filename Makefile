@@ -42,7 +42,7 @@ soak: .venv/installed-dev $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not golden" tests research/tests
 
 golden: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_golden.py -m golden
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal tests/test_golden.py -m golden
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
