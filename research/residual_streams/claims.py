@@ -1,7 +1,7 @@
 """The claims of the controlled comparison (PLAN2.md), and their verdicts from stored rows."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,10 +36,10 @@ class Claim:
 
 @dataclass
 class Losses:
-    """Losses of reported runs in nats per token, by setting."""
+    """Losses of reported runs in nats per token, by setting and seed."""
 
-    # float64 (seeds, groups), seeds in ascending order
-    tables: dict[Setting, np.ndarray] = field(default_factory=dict)
+    # of every group of sequences, float64 (groups,)
+    runs: dict[Setting, dict[int, np.ndarray]] = field(default_factory=dict)
 
     @classmethod
     def from_rows(cls, rows: list[dict], setting_key: str) -> "Losses":
@@ -48,23 +48,24 @@ class Losses:
         Args:
             setting_key: the entry that makes a setting together with the arm, "rung" or "size"
         """
-        runs: dict[Setting, dict[int, list[float]]] = {}
+        runs: dict[Setting, dict[int, np.ndarray]] = {}
         for row in rows:
             if row["phase"] == "report" and row["val_loss"] is not None:
                 setting = (row["arm"], row[setting_key])
-                runs.setdefault(setting, {})[row["seed"]] = row["group_losses"]
-        return cls(
-            {
-                setting: np.array([by_seed[seed] for seed in sorted(by_seed)])
-                for setting, by_seed in runs.items()
-            }
-        )
+                runs.setdefault(setting, {})[row["seed"]] = np.array(row["group_losses"])
+        return cls(runs)
+
+    def list_seeds(self, settings: Iterable[Setting]) -> list[int]:
+        """Return the seeds that all of the settings have, in ascending order."""
+        return sorted(set.intersection(*(set(self.runs.get(setting, ())) for setting in settings)))
+
+    def table(self, setting: Setting, seeds: list[int] | None = None) -> np.ndarray:
+        """Return the losses of a setting, (seeds, groups), of all its seeds or of some."""
+        by_seed = self.runs[setting]
+        return np.stack([by_seed[seed] for seed in (sorted(by_seed) if seeds is None else seeds)])
 
     def mean(self, setting: Setting) -> float:
-        return float(self.tables[setting].mean())
-
-    def count_seeds(self, setting: Setting) -> int:
-        return len(self.tables[setting]) if setting in self.tables else 0
+        return float(self.table(setting).mean())
 
     def contrast(self, weights: Weights, min_seeds: int = 2) -> variance.Contrast | None:
         """Estimate a contrast over the seeds that all of its settings have.
@@ -72,10 +73,10 @@ class Losses:
         Returns:
             None if they have fewer than min_seeds
         """
-        num_seeds = min((self.count_seeds(setting) for setting in weights), default=0)
-        if num_seeds < min_seeds:
+        seeds = self.list_seeds(weights) if weights else []
+        if len(seeds) < min_seeds:
             return None
-        tables = {setting: self.tables[setting][:num_seeds] for setting in weights}
+        tables = {setting: self.table(setting, seeds) for setting in weights}
         return variance.estimate(variance.combine_arms(tables, weights))
 
 
@@ -232,9 +233,10 @@ def resample_token_multiplier(losses: Losses, arm: str) -> dict[str, float]:
     arms.
     """
     settings = [(arm, "short"), (arm, "long"), (BASELINE, "short"), (BASELINE, "long")]
-    tables = [losses.tables[setting] for setting in settings]
-    num_seeds = min(len(table) for table in tables)
-    stacked = np.stack([table[:num_seeds] for table in tables])  # (settings, seeds, groups)
+    common_seeds = losses.list_seeds(settings)
+    num_seeds = len(common_seeds)
+    # (settings, seeds, groups)
+    stacked = np.stack([losses.table(setting, common_seeds) for setting in settings])
     rng = np.random.default_rng(0)
     multipliers = []
     for _ in range(NUM_RESAMPLES):
@@ -289,7 +291,7 @@ def list_sizes_below_chance(rows: list[dict], chance: float) -> tuple[str, ...]:
         size
         for size in single_rate.REGISTERS.sizes
         if all(
-            (arm, size) in losses.tables and losses.mean((arm, size)) < chance
+            (arm, size) in losses.runs and losses.mean((arm, size)) < chance
             for arm in single_rate.REGISTERS.seeds
         )
     )

@@ -3,12 +3,13 @@
     python research/residual_streams/python_library.py
 
 The corpus depends only on the version of Python, and needs no network. It leaves out files that are
-not UTF-8, files whose lines have more than 100 characters on average or more than 1,000 at most,
-which are tables and generated code (the rule of Codex, arXiv 2107.03374), and files that nearly
-repeat an earlier one (near_duplicates.py). A hash of their paths chooses the files of the
-validation split, at least --val_share of the bytes. A training file that nearly repeats a
-validation file is dropped. Text that is copied in part, or changed beyond the threshold, stays in
-both splits.
+not UTF-8, files whose lines have more than 100 characters on average or more than 1,000 at most
+(the rule by which Codex, arXiv 2107.03374, leaves out generated code), and files that nearly repeat
+an earlier one (near_duplicates.py). Generated files with shorter lines stay: the help texts of
+pydoc_data/topics.py, English prose, are a quarter of the validation split, and the tables of
+encodings/ are in it as well. A hash of their paths chooses the files of the validation split, at
+least --val_share of the bytes. A training file that nearly repeats a validation file is dropped.
+Text that is copied in part, or changed beyond the threshold, stays in both splits.
 """
 
 import hashlib
@@ -67,7 +68,7 @@ class Options(PreparationOptions):
 
 
 def read_documents(library: Path) -> list[Document]:
-    """Return the files of a library that are Python source written by hand, in the order of their paths.
+    """Return the Python files of a library that have short lines, in the order of their paths.
 
     Packages that are installed in a folder of the library are not part of it.
     """
@@ -80,13 +81,13 @@ def read_documents(library: Path) -> list[Document]:
             text = path.read_bytes().decode("utf-8")
         except (UnicodeDecodeError, OSError):
             continue
-        if text.strip() and is_written_by_hand(text):
+        if text.strip() and has_short_lines(text):
             documents.append(Document(path_in_library.as_posix(), text))
     return documents
 
 
-def is_written_by_hand(text: str) -> bool:
-    """Return whether the lines of a text are short enough for a person to have written them."""
+def has_short_lines(text: str) -> bool:
+    """Return whether the lines of a text are as short as a person writes them."""
     lengths = [len(line) for line in text.splitlines()]
     mean_length = sum(lengths) / len(lengths)
     return max(lengths) <= MAX_LINE_LENGTH and mean_length <= MAX_MEAN_LINE_LENGTH

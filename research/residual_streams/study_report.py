@@ -22,12 +22,14 @@ import numpy as np
 
 import configurator
 from data.shards import open_corpus
+from model import build
 from research import compare, plots
 from research.residual_streams import claims, rates, runner, single_rate, study, trigram
 from research.residual_streams.claims import Losses
 from research.residual_streams.streams import ARMS, BASELINE, TOLERANCE
 from research.rows import read_rows
 from training.provenance import collect_provenance, store_figures
+from training.settings import configure
 from utils import files, tables
 
 if TYPE_CHECKING:
@@ -74,17 +76,49 @@ def summarize_tries(rows: list[dict], arm: str) -> dict:
     }
 
 
+def summarize_checks(rows: list[dict], arm: str) -> dict:
+    """Return the best rates of an arm at the longer rung, and whether they are inside its checks."""
+    losses = study.select_losses(rows, arm, "long", "check")
+    if len(losses) < len(study.CHECKED_POWERS):
+        return {}
+    best = rates.find_best(losses)
+    muon_rate, adamw_rate = rates.to_rates(best)
+    return {
+        "long_muon_rate": muon_rate,
+        "long_adamw_rate": adamw_rate,
+        # both rates of a check have the same order
+        "is_long_inside": min(losses) < best < max(losses),
+    }
+
+
+def measure_size(arm: str) -> dict[str, float]:
+    """Return the parameters of an arm, and its FLOPs per training token."""
+    run = study.Run(arm, "short", "try", study.TUNING_SEED, (0, 0))
+    config, model_config = configure(study.make_arguments(run))
+    model = build(config.model, model_config)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "flops_per_token": model.flops_per_token(),
+    }
+
+
 def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
     """Return rates, losses and what they are beside the baseline's, of every arm."""
     losses = Losses.from_rows(rows, "rung")
     relative_speeds = claims.compute_relative_speeds(speeds)
     groups = []
     for arm in ARMS:
-        group = {"arm": arm, **summarize_tries(rows, arm), "speed": relative_speeds.get(arm)}
+        group = {
+            "arm": arm,
+            **measure_size(arm),
+            **summarize_tries(rows, arm),
+            **summarize_checks(rows, arm),
+            "speed": relative_speeds.get(arm),
+        }
         for rung in study.RUNGS:
-            if losses.count_seeds((arm, rung)) == 0:
+            if (arm, rung) not in losses.runs:
                 continue
-            group[rung] = compare.summarize(losses.tables[arm, rung].mean(1).tolist())
+            group[rung] = compare.summarize(losses.table((arm, rung)).mean(1).tolist())
             if arm != BASELINE:
                 difference = losses.contrast(claims.subtract(arm, BASELINE, rung))
                 if difference is not None:
@@ -199,14 +233,17 @@ def count_missing(rows: dict[str, list[dict]]) -> dict[str, int]:
 
 def summarize(rows: dict[str, list[dict]], speeds: list[dict], trigrams: dict[str, float]) -> dict:
     """Return everything that the tables and figures show."""
-    sizes = claims.list_sizes_below_chance(rows["registers"], CHANCE)
+    missing = count_missing(rows)
+    sizes = ()
+    if not missing["single_rate.py registers"]:
+        sizes = claims.list_sizes_below_chance(rows["registers"], CHANCE)
     losses = {
         "language": Losses.from_rows(rows["language"], "rung"),
         "registers": Losses.from_rows(rows["registers"], "size"),
     }
     return {
         "trigrams": trigrams,
-        "missing": count_missing(rows),
+        "missing": missing,
         "verdicts": claims.judge_all(claims.list_claims(sizes), losses),
         "language": summarize_language(rows["language"], speeds),
         "effects": {
@@ -248,6 +285,12 @@ def format_mean(summary: dict | None, number_format: str = ".3f") -> str | None:
     return compare.estimate_mean(summary["values"]).format(number_format)
 
 
+def format_rates(muon_rate: float, adamw_rate: float, *, is_inside: bool) -> str:
+    """Format a pair of rates, `0.0141, 0.0566 (edge)` if it lies at an edge of what was tried."""
+    edge = "" if is_inside else " (edge)"
+    return f"{muon_rate:.3g}, {adamw_rate:.3g}{edge}"
+
+
 def format_verdicts(verdicts: list[dict]) -> str:
     """Format the claims with their estimates and verdicts."""
     header = ("", "claim", "nats (95% interval)", "p (Holm)", "verdict")
@@ -270,7 +313,10 @@ def format_language(groups: list[dict]) -> str:
     """Format the arms of the language model: rates, losses, and what they save."""
     header = (
         "arm",
-        "Muon's, AdamW's rate",
+        "parameters (millions)",
+        "MFLOPs per token",
+        "rates of Muon and AdamW, 0.8M",
+        "rates, 3.3M",
         "loss, 0.8M tokens",
         "loss, 3.3M tokens",
         "minus additive's, 0.8M",
@@ -281,14 +327,22 @@ def format_language(groups: list[dict]) -> str:
     )
     cells = []
     for group in groups:
-        rate = f"{group['tries']} tries"
+        short_rates = long_rates = None
         if "muon_rate" in group:
-            edge = "" if group["is_inside"] else " (edge)"
-            rate = f"{group['muon_rate']:.3g}, {group['adamw_rate']:.3g}{edge}"
+            short_rates = format_rates(
+                group["muon_rate"], group["adamw_rate"], is_inside=group["is_inside"]
+            )
+        if "long_muon_rate" in group:
+            long_rates = format_rates(
+                group["long_muon_rate"], group["long_adamw_rate"], is_inside=group["is_long_inside"]
+            )
         cells.append(
             [
                 f"`{group['arm']}`",
-                rate,
+                f"{group['parameters'] / 1e6:.3f}",
+                f"{group['flops_per_token'] / 1e6:.2f}",
+                short_rates,
+                long_rates,
                 format_mean(group.get("short")),
                 format_mean(group.get("long")),
                 format_interval(group.get("short_difference")),

@@ -16,7 +16,7 @@ def make_losses(means: dict[str, float], num_seeds: int = 5, noise: float = 0.00
     rng = np.random.default_rng(0)
     return Losses(
         {
-            (arm, rung): mean + drop + noise * rng.standard_normal((num_seeds, 8))
+            (arm, rung): dict(enumerate(mean + drop + noise * rng.standard_normal((num_seeds, 8))))
             for arm, mean in means.items()
             for rung, drop in (("short", 0.5), ("long", 0.0))
         }
@@ -87,8 +87,17 @@ def test_diverged_runs_are_left_out():
         {"arm": "hc", "rung": "short", "phase": "try", "seed": 2, "val_loss": 4.0},
     ]
     losses = Losses.from_rows(rows, "rung")
-    assert losses.count_seeds(("hc", "short")) == 1
+    assert losses.list_seeds([("hc", "short")]) == [1]
     assert losses.mean(("hc", "short")) == 4.0
+
+
+def test_arms_are_compared_on_the_seeds_that_both_have():
+    by_seed = {seed: np.array([seed, seed + 1.0]) for seed in range(4)}
+    losses = Losses({("hc", "long"): by_seed, ("conv", "long"): {**by_seed, 7: np.zeros(2)}})
+    del losses.runs["hc", "long"][1]
+    assert losses.list_seeds([("hc", "long"), ("conv", "long")]) == [0, 2, 3]
+    table = losses.table(("hc", "long"), [0, 3])
+    assert table.tolist() == [[0, 1], [3, 4]]
 
 
 # ---- tokens and seconds ----
@@ -129,7 +138,8 @@ def test_the_multiplier_is_resampled_over_seeds_and_groups():
 
 def test_a_slower_arm_is_compared_after_fewer_tokens():
     losses = make_losses({BASELINE: 3.3, "hc": 3.3}, noise=0.0)
-    losses.tables["hc", "long"] = losses.tables["hc", "long"] + 1e-9 * np.arange(8)
+    for group_losses in losses.runs["hc", "long"].values():
+        group_losses += 1e-9 * np.arange(8)
     contrast = claims.compare_at_equal_seconds(losses, "hc", 0.5)
     assert contrast.mean == pytest.approx(0.5 * math.log(2) / claims.LOG_RUNGS)
 
@@ -227,6 +237,31 @@ def test_the_report_of_a_study_that_has_begun_says_what_is_missing():
     assert page.count("**not run**") == 9
     num_tries = rates.NUM_TRIES
     assert f"{9 * (num_tries + 5) + 5 * (num_tries + 3)}: `study.py short`" in page
+
+
+def test_registers_are_judged_when_all_of_their_runs_are_finished():
+    rows = make_rows()
+    report = study_report.summarize(rows, [], {"short": 3.9, "long": 3.6})
+    assert report["verdicts"][8]["verdict"] != "not run"
+    rows["registers"] = [row for row in rows["registers"] if row["size"] != "deep"]
+    report = study_report.summarize(rows, [], {"short": 3.9, "long": 3.6})
+    assert report["verdicts"][8]["verdict"] == "not run"
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_inside"),
+    [([3.0, 3.1, 3.2], False), ([3.1, 3.0, 3.2], True), ([3.2, 3.1, 3.0], False)],
+)
+def test_best_rates_at_an_edge_of_the_checks_are_named(losses, is_inside):
+    rows = [
+        {"arm": "hc", "rung": "long", "phase": "check", "point": [power, power], "val_loss": loss}
+        for power, loss in zip(study.CHECKED_POWERS, losses, strict=True)
+    ]
+    group = study_report.summarize_checks(rows, "hc")
+    best_power = study.CHECKED_POWERS[losses.index(3.0)]
+    best_rates = (group["long_muon_rate"], group["long_adamw_rate"])
+    assert best_rates == rates.to_rates((best_power, best_power))
+    assert group["is_long_inside"] == is_inside
 
 
 def test_figures_of_the_longer_rung_wait_for_all_of_its_runs(tmp_path):
