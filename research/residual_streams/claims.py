@@ -197,6 +197,8 @@ def list_effects() -> dict[str, Weights]:
     return {
         "learned main gain": subtract("main_gain", BASELINE, "long"),
         "convolution of the read": subtract("conv", BASELINE, "long"),
+        "convolution that starts as the identity": subtract("conv_identity", BASELINE, "long"),
+        "ddl_tc beside that convolution": subtract("ddl_tc", "conv_identity", "long"),
         "four columns, beside the convolution": subtract("wide", "conv", "long"),
         "gated write, at four columns": subtract("ddl_tc_no_erase", "wide", "long"),
         "gated write, at one column": subtract("ddl_1_no_erase", BASELINE, "long"),

@@ -27,9 +27,14 @@ ARMS: dict[str, dict[str, object]] = {
     "hc": {"model": "HC-gpt-mha-rope"},
     "attn_res": {"model": "AttnRes-gpt-mha-rope"},
     "mudd": {"model": "MUDD-gpt-mha-rope"},
+    # `conv` starts with random taps, DDL's read with equal ones. This control starts as `additive`.
+    "conv_identity": {"model": "conv-gpt-mha-rope", "conv_init": "identity"},
 }
 
-# Arms of planned claims: they are trained at the longer rung too, and with five seeds.
+# Arms that are not in the plan, and are part of no claim.
+ADDED = ("conv_identity",)
+
+# Arms of planned claims.
 PLANNED = (
     BASELINE,
     "main_gain",
@@ -41,5 +46,9 @@ PLANNED = (
     "ddl_tc_no_erase",
     "ddl_cc_ec",
 )
+# Arms that are trained at the longer rung too, and with five seeds.
+LONG = (*PLANNED, *ADDED)
+# Arms whose best rates at the longer rung are the lowest that the plan tries.
+EDGE = (BASELINE, "main_gain", "ddl_1")
 # Arms whose cross of rates is extended to nine points.
 TOLERANCE = (BASELINE, "ddl_tc")

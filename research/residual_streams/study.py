@@ -4,6 +4,7 @@
     python research/residual_streams/study.py short         rates of every arm, and its runs of 0.8 million tokens
     python research/residual_streams/study.py long          the arms of planned claims, 3.3 million tokens
     python research/residual_streams/study.py tolerance     nine points of rates for two arms
+    python research/residual_streams/study.py edge          lower rates for the arms that had their best at the lowest
     python research/residual_streams/study.py speed         tokens per second of every arm, in turns
     python research/residual_streams/study.py again         two reported runs once more: the same bits?
     python research/residual_streams/study.py short --mode=show          how many runs are finished
@@ -33,7 +34,7 @@ import numpy as np
 import configurator
 from research.residual_streams import rates, runner
 from research.residual_streams.rates import Point
-from research.residual_streams.streams import ARMS, PLANNED, TOLERANCE
+from research.residual_streams.streams import ARMS, EDGE, LONG, TOLERANCE
 from research.rows import append_row, read_rows
 from training import metrics
 from training.provenance import collect_provenance
@@ -41,7 +42,7 @@ from training.provenance import collect_provenance
 CONFIG = "research/residual_streams/demo_size.py"
 DATASET = "python_library"
 DATASET_COMMAND = "research/residual_streams/python_library.py"
-STAGES = ("short", "long", "tolerance", "speed", "again")
+STAGES = ("short", "long", "tolerance", "edge", "speed", "again")
 
 TOKENS_PER_STEP = 1024
 # steps of the two rungs, 0.8 and 3.3 million tokens
@@ -52,6 +53,9 @@ PLANNED_SEEDS = (0, 1, 2, 3, 4)
 OTHER_SEEDS = (0, 1, 2)
 # what the best point of the shorter rung is multiplied by at the longer one, as powers of two
 CHECKED_POWERS = (0.0, -0.5, -1.0)
+# The same for one more check that is not in the plan and chooses nothing. It shows what an arm
+# whose best check has the lowest rates would gain.
+EDGE_POWER = -1.5
 
 SPEED_ROUNDS = 3
 SPEED_STEPS = 80
@@ -64,7 +68,7 @@ class Run:
 
     arm: str
     rung: str
-    phase: str  # "try", "check", "corner" or "report"
+    phase: str  # "try", "check", "corner", "edge" or "report"
     seed: int
     point: Point
 
@@ -93,7 +97,7 @@ def next_report(rows: list[dict], arm: str, rung: str, point: Point) -> Run | No
         for row in rows
         if (row["arm"], row["rung"], row["phase"]) == (arm, rung, "report")
     }
-    for seed in PLANNED_SEEDS if arm in PLANNED else OTHER_SEEDS:
+    for seed in PLANNED_SEEDS if arm in LONG else OTHER_SEEDS:
         if seed not in finished:
             return Run(arm, rung, "report", seed, point)
     return None
@@ -123,6 +127,10 @@ def next_run(stage: str, arm: str, rows: list[dict]) -> Run | None:
                 return Run(arm, "short", "corner", TUNING_SEED, point)
         return None
     best = rates.find_best(tries)
+    if stage == "edge":
+        is_finished = bool(select_losses(rows, arm, "long", "edge"))
+        point = (best[0] + EDGE_POWER, best[1] + EDGE_POWER)
+        return None if is_finished else Run(arm, "long", "edge", TUNING_SEED, point)
     checks = select_losses(rows, arm, "long", "check")
     for power in CHECKED_POWERS:
         point = (best[0] + power, best[1] + power)
@@ -134,19 +142,22 @@ def next_run(stage: str, arm: str, rows: list[dict]) -> Run | None:
 def list_arms(stage: str) -> list[str]:
     """Return the arms of a stage."""
     if stage == "long":
-        return list(PLANNED)
+        return list(LONG)
     if stage == "tolerance":
         return list(TOLERANCE)
+    if stage == "edge":
+        return list(EDGE)
     return list(ARMS)
 
 
 def count_runs(stage: str, arm: str) -> int:
     """Return how many runs an arm has in a stage."""
-    num_seeds = len(PLANNED_SEEDS if arm in PLANNED else OTHER_SEEDS)
+    num_seeds = len(PLANNED_SEEDS if arm in LONG else OTHER_SEEDS)
     return {
         "short": rates.NUM_TRIES + num_seeds,
         "long": len(CHECKED_POWERS) + num_seeds,
         "tolerance": len(rates.CORNERS),
+        "edge": 1,
         "speed": SPEED_ROUNDS,
     }[stage]
 
@@ -190,8 +201,13 @@ def missing_runs(stage: str, arms: list[str], path: Path) -> Iterator[Run]:
 
 def count_finished(stage: str, arms: list[str], rows: list[dict]) -> int:
     """Return how many runs of a stage are finished."""
-    phases = {"short": ("try", "report"), "long": ("check", "report"), "tolerance": ("corner",)}
-    rung = "long" if stage == "long" else "short"
+    phases = {
+        "short": ("try", "report"),
+        "long": ("check", "report"),
+        "tolerance": ("corner",),
+        "edge": ("edge",),
+    }
+    rung = "long" if stage in ("long", "edge") else "short"
     return sum(
         row["arm"] in arms and row["rung"] == rung and row["phase"] in phases[stage] for row in rows
     )

@@ -88,6 +88,8 @@ def summarize_checks(rows: list[dict], arm: str) -> dict:
         "long_adamw_rate": adamw_rate,
         # both rates of a check have the same order
         "is_long_inside": min(losses) < best < max(losses),
+        "check_loss": losses[best],
+        "edge_loss": next(iter(study.select_losses(rows, arm, "long", "edge").values()), None),
     }
 
 
@@ -219,7 +221,7 @@ def summarize_tolerance(rows: list[dict]) -> list[dict]:
 def count_missing(rows: dict[str, list[dict]]) -> dict[str, int]:
     """Return how many runs every command has left."""
     missing = {}
-    for stage in ("short", "long", "tolerance"):
+    for stage in ("short", "long", "tolerance", "edge"):
         arms = study.list_arms(stage)
         planned = sum(study.count_runs(stage, arm) for arm in arms)
         finished = study.count_finished(stage, arms, rows["language"])
@@ -265,6 +267,13 @@ def summarize(rows: dict[str, list[dict]], speeds: list[dict], trigrams: dict[st
             if row["phase"] == "again"
         ],
     }
+
+
+def has_language_verdicts(report: dict) -> bool:
+    """Return whether every claim about language is judged, and so all of its arms are trained."""
+    return all(
+        result["verdict"] != "not run" for result in report["verdicts"] if result["number"] != 9
+    )
 
 
 # ---- tables ----
@@ -393,7 +402,7 @@ def format_page(report: dict) -> str:
         + ".",
         format_language(report["language"]),
     ]
-    if not report["missing"]["study.py long"]:
+    if has_language_verdicts(report):
         effects = [[name, format_interval(effect)] for name, effect in report["effects"].items()]
         parts += [
             "## Effects at 3.3 million tokens",
@@ -553,7 +562,7 @@ TITLES: dict[str, str] = {}
 def save_figures(report: dict, results: Path) -> None:
     """Draw the figures whose runs are finished."""
     figures = {}
-    if not report["missing"]["study.py long"]:
+    if has_language_verdicts(report):
         figures["study_losses"] = draw_losses(report)
         figures["study_effects"] = draw_effects(report["effects"])
     if report["tolerance"]:

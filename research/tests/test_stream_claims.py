@@ -192,7 +192,7 @@ def make_rows() -> dict[str, list[dict]]:
     """Return rows of all runs of the comparison, with made-up losses."""
     rng = np.random.default_rng(0)
     rows = {"language": []}
-    for stage in ("short", "long", "tolerance"):
+    for stage in ("short", "long", "tolerance", "edge"):
         for arm in study.list_arms(stage):
             while (run := study.next_run(stage, arm, rows["language"])) is not None:
                 loss = 3.8 if run.rung == "short" else 3.3
@@ -236,7 +236,7 @@ def test_the_report_of_a_study_that_has_begun_says_what_is_missing():
     page = study_report.format_page(report)
     assert page.count("**not run**") == 9
     num_tries = rates.NUM_TRIES
-    assert f"{9 * (num_tries + 5) + 5 * (num_tries + 3)}: `study.py short`" in page
+    assert f"{10 * (num_tries + 5) + 5 * (num_tries + 3)}: `study.py short`" in page
 
 
 def test_registers_are_judged_when_all_of_their_runs_are_finished():

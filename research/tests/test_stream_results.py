@@ -9,7 +9,7 @@ from helpers import ROOT
 from naive_statistics import MixedModelFit, fit_mixed_model, naive_holm
 
 from research.residual_streams import study
-from research.residual_streams.streams import ARMS, PLANNED
+from research.residual_streams.streams import ARMS, LONG, PLANNED
 
 RESULTS = ROOT / "results" / "residual_streams"
 # of steps, 0.8 and 3.3 million tokens
@@ -154,12 +154,12 @@ def test_reported_runs_have_the_best_rates_and_other_seeds(language_rows):
             rows = [row for row in language_rows if (row["arm"], row["rung"]) == (arm, rung)]
             tuned = [row for row in rows if row["phase"] in phases and row["val_loss"] is not None]
             reported = [row for row in rows if row["phase"] == "report"]
-            if arm not in PLANNED and rung == "long":
+            if arm not in LONG and rung == "long":
                 assert not rows
                 continue
             best = min(tuned, key=lambda row: row["val_loss"])
             assert {tuple(row["point"]) for row in reported} == {tuple(best["point"])}
-            num_seeds = 5 if arm in PLANNED else 3
+            num_seeds = 5 if arm in LONG else 3
             assert sorted(row["seed"] for row in reported) == list(range(num_seeds))
 
 

@@ -97,6 +97,17 @@ def test_the_longer_rung_is_checked_from_the_best_try_on():
     assert len(runs) == study.count_runs("long", "ddl_tc")
 
 
+def test_an_arm_at_the_edge_of_its_checks_is_checked_once_more():
+    rows = []
+    train_stage("short", "ddl_1", rows, distance_to(0, 0))
+    train_stage("long", "ddl_1", rows, distance_to(-1, -1))
+    edge_runs = train_stage("edge", "ddl_1", rows, distance_to(-1, -1))
+    assert [(run.rung, run.point) for run in edge_runs] == [("long", (-1.5, -1.5))]
+    # it chooses nothing
+    assert study.next_run("long", "ddl_1", rows) is None
+    assert study.count_finished("edge", ["ddl_1"], rows) == study.count_runs("edge", "ddl_1")
+
+
 def test_the_cross_is_completed_to_nine_points():
     rows = []
     train_stage("short", "additive", rows, distance_to(0, 1))
@@ -359,13 +370,14 @@ def test_the_sweeps_for_gpus_write_their_runs(number, num_runs, tmp_path):
 
 
 def test_the_plan_names_every_arm():
-    assert [arm for arm in streams.ARMS if f"`{arm}`" not in PLAN] == []
+    missing = {arm for arm in streams.ARMS if f"`{arm}`" not in PLAN}
+    assert missing == set(streams.ADDED)
 
 
 def test_the_plan_counts_the_runs():
     planned = len(streams.PLANNED)
     runs_of_planned = study.count_runs("short", "additive")
     assert f"{planned} x ({rates.NUM_TRIES} + {runs_of_planned - rates.NUM_TRIES})" in PLAN
-    others = len(streams.ARMS) - planned
+    others = len(streams.ARMS) - planned - len(streams.ADDED)
     assert f"{others} x ({rates.NUM_TRIES} + {study.count_runs('short', 'mudd') - 12})" in PLAN
     assert f"{planned} x (3 + {study.count_runs('long', 'wide') - 3})" in PLAN
