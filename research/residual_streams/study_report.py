@@ -7,6 +7,7 @@ Writes study.json, study.md and the figures to results/residual_streams (or to -
 
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,7 @@ def summarize_checks(rows: list[dict], arm: str) -> dict:
     }
 
 
+@cache  # the models of all arms take seconds to build
 def measure_size(arm: str) -> dict[str, float]:
     """Return the parameters of an arm, and its FLOPs per training token."""
     run = study.Run(arm, "short", "try", study.TUNING_SEED, (0, 0))
