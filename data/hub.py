@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import http.client
 import logging
+import re
 import shutil
 import sys
 import time
@@ -101,6 +102,16 @@ def is_offline() -> bool:
     return datasets is not None and bool(datasets.config.HF_HUB_OFFLINE)
 
 
+def is_xet_failure(error: BaseException) -> bool:
+    """Return whether hf_xet, which downloads large files, failed to read from its server.
+
+    It reports every error as a plain RuntimeError, this one as of its content-addressed store (CAS).
+    """
+    return isinstance(error, RuntimeError) and bool(
+        re.search("CAS (client|service) error", str(error), re.IGNORECASE)
+    )
+
+
 def describe_transient(error: BaseException) -> str | None:
     """Return a description of an error that may be temporary; None for any other error."""
     if is_offline():
@@ -114,7 +125,7 @@ def describe_transient(error: BaseException) -> str | None:
             return None
         # huggingface_hub raises a plain OSError if a download is incomplete
         is_incomplete = isinstance(cause, OSError) and "Consistency check failed" in str(cause)
-        if is_incomplete or isinstance(cause, transient_types()):
+        if is_incomplete or is_xet_failure(cause) or isinstance(cause, transient_types()):
             return f"{type(cause).__name__}: {first_line(cause)}"
     return None
 
@@ -314,8 +325,13 @@ class HubDataset:
         }
         clone = Path(self.repository)
         if clone.is_dir():
-            # a clone has no commit that would distinguish its states
-            files = [path for path in sorted(clone.rglob("*")) if path.is_file()]
+            # A clone has no commit that would distinguish its states. `git fetch` changes .git/.
+            files = [
+                path
+                for path in sorted(clone.rglob("*"))
+                if path.is_file()
+                and not any(part.startswith(".") for part in path.relative_to(clone).parts)
+            ]
             identity["sha256"] = compute_listing_digest(files)
         return identity
 

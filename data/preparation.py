@@ -769,6 +769,9 @@ def adopt(args: argparse.Namespace) -> None:
     folder = Path(args.pretokenized)
     is_local = folder.is_dir()
     check_eot_option(args)
+    for name in ("source", "max_tokens", "val_tokens", "shard_tokens"):
+        if getattr(args, name) != getattr(PreparationOptions, name, None):
+            raise ValueError(f"--{name} has no effect on --pretokenized; omit it")
     if is_local:
         hub.check_unused(args, "a folder of shards")
     if args.tokenizer in ("bpe", "bytes"):

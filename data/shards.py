@@ -229,12 +229,15 @@ def lock_folder(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         # the system releases the lock when the process ends, however it ends
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"{folder} is being prepared by another process; wait for it, or give another "
+                    "--out"
+                ) from error
         yield
-    except BlockingIOError as error:
-        raise ValueError(
-            f"{folder} is being prepared by another process; wait for it, or give another --out"
-        ) from error
     finally:
         os.close(descriptor)
 

@@ -79,6 +79,16 @@ def test_a_clone_is_read_from_every_cursor(clone, monkeypatch):
         assert [batch.texts for batch in rest] == [batch.texts for batch in batches[index:]]
 
 
+def test_git_may_fetch_into_a_clone(clone, tmp_path):
+    copy = shutil.copytree(clone, tmp_path / "copy")
+    identity = HubDataset(str(copy), "sample-10BT").identity()
+    (copy / ".git").mkdir()
+    (copy / ".git" / "FETCH_HEAD").write_text("abc")
+    assert HubDataset(str(copy), "sample-10BT").identity() == identity
+    (copy / "data.parquet").write_text("abc")
+    assert HubDataset(str(copy), "sample-10BT").identity() != identity
+
+
 def test_a_clone_is_prepared(clone, tmp_path):
     result = call(FINEWEB, f"--repository={clone}", *OPTIONS, f"--out={tmp_path / 'out'}")
     assert result.returncode == 0, result.stderr
@@ -317,6 +327,28 @@ def test_every_pause_is_announced(pauses, capsys):
     assert len(lines) == len(pauses)
 
 
+FETCH_FROM_CLOSED_PORT = """
+import time
+from hf_xet import XetFileInfo
+from huggingface_hub.utils._xet import get_xet_session
+from data import hub
+
+server = "http://127.0.0.1:9"
+try:
+    with get_xet_session().new_file_download_group(
+        endpoint=server,
+        token="x",
+        token_expiry_unix_secs=int(time.time()) + 3600,
+        token_refresh_url=server,
+        token_refresh_headers={},
+        custom_headers={},
+    ) as group:
+        group.start_download_file(XetFileInfo("a" * 64, 10), "/nowhere")
+except RuntimeError as error:
+    print(hub.describe_transient(error))
+"""
+
+
 @pytest.mark.parametrize("status", [429, 408, 500])
 def test_a_temporary_status_is_retried(status):
     error = OSError("refused")
@@ -329,6 +361,18 @@ def test_a_permanent_status_is_not_retried(status):
     error = OSError("refused")
     error.response = SimpleNamespace(status_code=status)
     assert hub.describe_transient(error) is None
+
+
+def test_an_unreachable_server_of_large_files_is_retried():
+    """hf_xet, which downloads large files, has only RuntimeError for it."""
+    pytest.importorskip("hf_xet")
+    result = run_script("-c", FETCH_FROM_CLOSED_PORT, env={"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1"})
+    assert result.returncode == 0, result.stderr.decode()
+    assert "RuntimeError: Task error" in result.stdout.decode()
+
+
+def test_another_runtime_error_is_not_retried():
+    assert hub.describe_transient(RuntimeError("no space left on device (os error 28)")) is None
 
 
 def test_an_error_of_a_local_file_is_not_retried():

@@ -1,5 +1,6 @@
 """Test the preparation of token shards: tokens, kills, damage, errors."""
 
+import errno
 import fcntl
 import functools
 import itertools
@@ -468,6 +469,14 @@ def test_a_folder_that_another_process_prepares_is_refused(folder, tmp_path):
     os.close(descriptor)
 
 
+def test_a_file_system_without_locks_is_prepared_on(folder, tmp_path, monkeypatch):
+    def has_no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", has_no_locks)
+    assert read_tokens(prepare(tmp_path / "out", plan_files(folder))) == TOKENS
+
+
 def test_a_damaged_record_of_a_preparation_is_refused(folder, tmp_path):
     prepare(tmp_path, plan_files(folder))
     (tmp_path / "preparation.json").write_text("{")
@@ -767,6 +776,17 @@ def test_a_corpus_that_was_prepared_from_documents_is_refused(foreign_folder):
     result = call(FINEWEB, f"--out={foreign_folder}", f"--pretokenized={foreign_folder}")
     assert "holds a corpus that was prepared from documents" in one_line_error(result)
     assert not (foreign_folder / "meta.json").exists()
+
+
+@pytest.mark.parametrize(
+    "option", ["--max_tokens=100", "--val_tokens=50", "--shard_tokens=50", "--source=*.parquet"]
+)
+def test_an_option_that_existing_shards_do_not_have_is_refused(foreign_folder, tmp_path, option):
+    out = tmp_path / "out"
+    result = call(FINEWEB, f"--out={out}", f"--pretokenized={foreign_folder}", option)
+    name = option.partition("=")[0]
+    assert f"{name} has no effect on --pretokenized; omit it" in one_line_error(result)
+    assert not out.exists()
 
 
 def test_a_revision_of_a_folder_of_shards_is_refused(foreign_folder, tmp_path):
