@@ -96,13 +96,13 @@ def compute_average(values: dict[str, Value]) -> dict[str, Value]:
 def make_task_row(
     label: str, values: dict[str, Value], paper: dict[str, float], remark: str
 ) -> Row:
-    """Return the row of a model whose results are by task; the average is added.
+    """Return the row of a model whose results are by task; the average is added if it is missing.
 
     The remark is omitted if none of the tasks is one of the paper's.
     """
     if not values.keys() & PAPER_METRICS:
         remark = ""
-    return Row(label, {**values, **compute_average(values)}, paper, remark)
+    return Row(label, {**compute_average(values), **values}, paper, remark)
 
 
 def make_task_table(title: str, metrics: dict[str, str], rows: list[Row]) -> Table:

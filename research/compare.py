@@ -635,6 +635,7 @@ def describe_validation_data(run: Run, metric: str = "val_loss") -> str:
         run.corpus.get("name"),
         counts.get("bytes"),
         run.settings.get("eval_part", "all"),
+        (run.final_evaluation or {}).get("val_sequences"),
     ]
     if metric != "val_bits_per_byte" or not counts.get("bytes"):
         data += [*get_vocabulary(run), counts.get("tokens")]

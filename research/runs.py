@@ -7,12 +7,10 @@ not known.
 """
 
 import csv
-import fcntl
 import hashlib
 import io
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
@@ -42,8 +40,12 @@ HIDDEN_SETTINGS = {
     "resume",
     "dry_run",
     "device",
+    "max_seconds",
     "wandb_log",
     "wandb_project",
+    "wandb_entity",
+    "wandb_group",
+    "wandb_tags",
     "wandb_run_name",
     "tensorboard",
 }
@@ -291,6 +293,9 @@ def read_run(folder: Path) -> Run:
     if checkpoint_folder is not None:
         accuracy = read_accuracy(folder, checkpoint_folder, notes)
     settings = {**state.get("run_config", {}), **state.get("model_config", {})}
+    if "dataset" in settings:
+        # a copy on other storage is the same corpus, which `corpus` identifies
+        settings["dataset"] = Path(settings["dataset"]).name
     machine = state.get("trained_on")
     steps = make_frame(training_records, (*COMMON_COLUMNS, *TRAINING_COLUMNS))
     return Run(
@@ -487,6 +492,8 @@ def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> li
     results_files = [
         *folder.glob("eval/results.json"),
         *sorted(folder.resolve().parent.glob("eval_*/results.json")),
+        # of runs of several sweeps
+        *sorted(folder.resolve().parent.parent.glob("eval_*/results.json")),
         *folder.resolve().parent.glob("eval/results.json"),
     ]
     accuracy = []
@@ -509,29 +516,30 @@ def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> li
 def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
     """Add a row for each run to a runs.csv; it replaces a row with the same name.
 
-    A lock on the folder serializes processes that write to the same file.
-
     Returns:
         the number of rows added and of rows replaced
 
     Raises:
-        ValueError: the existing file is no runs.csv
+        ValueError: the existing file is no runs.csv, or has a run of the same name and another
+            model
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        old_rows = {row["name"]: row for row in read_rows(path)} if path.exists() else {}
-        new_rows = {run.name: make_row(run) for run in runs}
-        rows = list({**old_rows, **new_rows}.values())
-        columns = sorted({key for row in rows for key in row}, key=make_column_sort_key)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        files.write_text(path, text.getvalue())
-    finally:
-        os.close(folder)
+    old_rows = {row["name"]: row for row in read_rows(path)} if path.exists() else {}
+    new_rows = {run.name: make_row(run) for run in runs}
+    for name in new_rows.keys() & old_rows.keys():
+        old_model, new_model = old_rows[name]["model"], new_rows[name]["model"]
+        if old_model != new_model:
+            raise ValueError(
+                f"{path} has a run {name} of the model {old_model}, and this run {name} is of "
+                f"{new_model}; give another --out, or all runs in one command"
+            )
+    rows = list({**old_rows, **new_rows}.values())
+    columns = sorted({key for row in rows for key in row}, key=make_column_sort_key)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write_text(path, text.getvalue())
     num_replaced = len(new_rows.keys() & old_rows.keys())
     return len(new_rows) - num_replaced, num_replaced
 

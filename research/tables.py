@@ -481,6 +481,17 @@ def make_accuracy_table(
                 value = estimate.mean
                 error = estimate.half_width
             values[task] = (value, error)
+        if len(results) > 1:
+            # Each run is averaged by itself, because its seed changes all of its tasks together.
+            averages = [
+                comparison.compute_average(
+                    {task: (value, error) for task, (_, value, error) in result.items()}
+                )
+                for result in results
+            ]
+            if all(averages):
+                estimate = estimate_mean([average["average"][0] for average in averages])
+                values["average"] = (estimate.mean, estimate.half_width)
         values_by_group.append(values)
     evaluated = [group for group, values in zip(groups, values_by_group) if values]
     published_by_group, published_notes = get_published_results(evaluated, shots)

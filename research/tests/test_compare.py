@@ -193,6 +193,14 @@ def test_losses_of_other_tokens_or_texts_are_not_compared(tmp_path):
     assert not call("research/report.py", "curves", tmp_path, "--where=tokenizer=bpe").stderr
 
 
+def test_losses_of_different_numbers_of_sequences_are_not_compared(tmp_path):
+    for name, num_sequences in (("base", 100), ("part", 48)):
+        scores = {"val_bits_per_byte": 1.0, "val_sequences": num_sequences}
+        write_run(tmp_path / name, scores=scores)
+    [by_loss] = compare_to_base(tmp_path, "val_loss").values()
+    assert by_loss.reason == "another vocabulary or validation text"
+
+
 def test_unfinished_runs_are_no_comparison(tmp_path):
     write_run(tmp_path / "base")
     write_run(tmp_path / "longer", max_steps=8)

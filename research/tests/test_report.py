@@ -26,7 +26,7 @@ from report_helpers import (
     write_run,
 )
 
-from evaluation import published
+from evaluation import comparison, published
 from research import compare, paper, plots, tables
 from utils import tables as texts
 
@@ -243,6 +243,21 @@ def test_accuracies_are_means_over_seeds_beside_the_published(sweep):
         *table.rows[4:-1],
         [f"{DDL}-EC (1)", "not evaluated", None],
     ]
+
+
+def test_the_average_over_tasks_is_one_of_averages_of_runs(sweep):
+    """A seed changes all tasks together, so that the average varies as much as each of them."""
+
+    def with_accuracy(run, value):
+        results = {task: ["acc", value, 1.5] for task in comparison.PAPER_METRICS}
+        settings = {"dtype": "float32", "add_bos_token": False, "limit": None}
+        entry = {"task": "piqa", "shots": 0, "settings": settings, "shown": results}
+        return replace(run, accuracy=[entry])
+
+    runs = [with_accuracy(run, value) for run, value in zip(load(*sweep[BASE][:2]), (40.0, 42.0))]
+    [table] = tables.make_accuracy_tables(compare.group_runs(runs))
+    mean, half = by_hand([40.0, 42.0])
+    assert table.rows[0][1:] == [f"{mean:.2f} ± {half:.2f}"] * 9
 
 
 ACCURACY = {BASE: [0.50, 0.53, 0.51], DDL: [0.70, 0.74, 0.69]}  # by seed

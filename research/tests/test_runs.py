@@ -198,17 +198,19 @@ def test_stored_accuracy_is_that_of_the_runs_own_weights(tmp_path):
 
 
 def test_accuracy_is_read_from_all_evaluations_with_other_runs(tmp_path):
-    folder = write_run(tmp_path / "a")
+    sweep = tmp_path / "sweep"
+    folder = write_run(sweep / "a")
     sums = folder / "checkpoints/step_00000004" / checkpoint.CHECKSUMS
     weights = hashlib.sha256(sums.read_bytes()).hexdigest()
     dates = {"a/eval": "2026-01-02", "eval_a+b": "2026-01-03", "eval_a+c": "2026-01-01"}
+    dates["../eval_a_of_two_sweeps"] = "2026-01-04"
     for path, date in dates.items():
-        (tmp_path / path).mkdir()
+        (sweep / path).mkdir()
         entry = {"weights": weights, "task": path, "date": date}
-        (tmp_path / path / "results.json").write_text(json.dumps({"entries": [entry]}))
+        (sweep / path / "results.json").write_text(json.dumps({"entries": [entry]}))
     [run] = load(folder)
     # the newest comes last
-    assert [entry["task"] for entry in run.accuracy] == ["eval_a+c", "a/eval", "eval_a+b"]
+    assert [entry["task"] for entry in run.accuracy] == sorted(dates, key=dates.get)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
@@ -261,6 +263,18 @@ def test_a_row_says_what_the_folder_says(tmp_path):
     assert printed.stdout.decode() == f"{out}: 0 runs added, 1 replaced\n"
     assert [run.final_evaluation["val_loss"] for run in load(out)] == [2.0, 1.0]
     assert os.listdir(out.parent) == ["runs.csv"]
+
+
+def test_a_run_of_the_same_name_and_another_model_is_not_replaced(tmp_path):
+    first = write_run(tmp_path / "first" / "seed=0")
+    second = write_run(tmp_path / "second" / "seed=0", "DDL-gpt-mha-rope")
+    out = tmp_path / "runs.csv"
+    runs.write_csv(load(first), out)
+    stored = out.read_text()
+    with pytest.raises(ValueError, match="has a run seed=0 of the model"):
+        runs.write_csv(load(second), out)
+    assert out.read_text() == stored
+    assert runs.write_csv(load(first), out) == (0, 1)
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"step": 1}\n', "name,step\na,1\na,1\n"])
