@@ -1,7 +1,6 @@
 """Evaluate models, store each result as soon as it is computed, and reuse stored results."""
 
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import time
@@ -113,6 +112,9 @@ class Evaluation:
             self.entries = add_entry(self.out, complete_entry)
             duration = units.format_duration(seconds)
             print(f"{entry['label']}: {line} in {duration}", flush=True)
+        else:
+            # every process skips the same evaluations if the same weights are given twice
+            self.entries = [*self.entries, complete_entry]
         return complete_entry
 
     def evaluate_validation(self, subject: Subject, model: GPT, corpus: Corpus) -> dict:
@@ -251,8 +253,7 @@ def has_same_key(first: dict, second: dict) -> bool:
 def add_entry(out: Path, entry: dict) -> list[dict]:
     """Add an entry to results.json, in place of any with the same key, and return all entries."""
     # another call may write to the same file, and the entries of both must stay
-    with open(out / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with files.lock_file(out / ".lock", wait=True):
         entries = [other for other in read_entries(out) if not has_same_key(other, entry)]
         entries.append(entry)
         text = json.dumps({"entries": entries}, indent=1) + "\n"

@@ -2,6 +2,8 @@
 
 import csv
 import dataclasses
+import errno
+import fcntl
 import io
 import json
 import math
@@ -922,6 +924,16 @@ def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
     for new_entry in (entry, other_task, replacement):
         runner.add_entry(tmp_path, new_entry)
     assert runner.read_entries(tmp_path) == [other_task, replacement]
+
+
+def test_results_are_stored_on_a_file_system_without_locks(tmp_path, monkeypatch):
+    def has_no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", has_no_locks)
+    entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}
+    runner.add_entry(tmp_path, entry)
+    assert runner.read_entries(tmp_path) == [entry]
 
 
 def find_labels(*paths):

@@ -1,10 +1,12 @@
 """Write files atomically: a kill, a power cut or a full disk never leaves a partial file."""
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 
 @contextlib.contextmanager
@@ -34,6 +36,30 @@ def write_text(path: Path, text: str) -> None:
         # flushed before it is renamed, so that a power cut cannot leave an empty file
         file.flush()
         os.fsync(file.fileno())
+
+
+def lock_file(path: Path, *, wait: bool) -> TextIO:
+    """Lock a file, which is created if it is missing, as long as the returned object is open.
+
+    The system releases the lock when the process ends, however it ends. On a file system without
+    locks, nothing is locked. The file is opened for writing, because NFS tells other machines only
+    of such locks.
+
+    Args:
+        wait: whether to wait for another process that has locked the file
+
+    Raises:
+        BlockingIOError: another process has locked the file, and wait is False
+    """
+    file = open(path, "a")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError:
+        pass  # a file system without locks
+    return file
 
 
 def read_json(path: Path) -> dict:
