@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from data.loader import ValidationBatches
+from data.sequences import IGNORED_TARGET
 from model.block import Site, State, Stream
 from model.gpt import GPT
 from model.layers import Positions
@@ -140,7 +141,11 @@ def measure_losses_from(
     # one sequence at a time, because logits are large
     for sequence_hidden, sequence_targets in zip(hidden, targets):
         logits = model.logits(sequence_hidden)
-        token_losses = F.cross_entropy(logits, sequence_targets, reduction="none")
+        # a task scores only the tokens of answers
+        is_scored = sequence_targets != IGNORED_TARGET
+        token_losses = F.cross_entropy(
+            logits[is_scored], sequence_targets[is_scored], reduction="none"
+        )
         losses.append(token_losses.double().mean())
     return torch.stack(losses)
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from data.loader import ValidationBatches
+from data.sequences import IGNORED_TARGET
 from data.tokenizer import Tokenizer, encode_prompt
 from model.block import Site, State, Stream
 from model.gpt import GPT
@@ -85,7 +86,8 @@ def measure_tokens(model: GPT, ids: torch.Tensor, targets: torch.Tensor) -> dict
 
     Returns:
         Tensors (D, B, T): `loss` in nats; `kl` in nats, the divergence of the final distribution
-        from that of the depth; `top`, the most probable token.
+        from that of the depth; `top`, the most probable token. The loss of a token without a
+        target has no meaning.
     """
     final_logits, _ = model(ids)
     final_log_probs = final_logits.to(at_least_fp32(final_logits.dtype)).log_softmax(-1)
@@ -93,7 +95,8 @@ def measure_tokens(model: GPT, ids: torch.Tensor, targets: torch.Tensor) -> dict
 
     def measure_depth(_: int, logits: torch.Tensor) -> None:
         log_probs = logits.log_softmax(-1)
-        target_log_probs = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        existing_targets = targets.clamp(min=0)
+        target_log_probs = log_probs.gather(-1, existing_targets.unsqueeze(-1)).squeeze(-1)
         kl = F.kl_div(log_probs, final_log_probs, reduction="none", log_target=True).sum(-1)
         by_name["loss"].append(-target_log_probs.double())
         by_name["kl"].append(kl.double())
@@ -124,7 +127,7 @@ def measure(
     batch_size: int,
     progress: Callable[[int], None] | None = None,
 ) -> dict:
-    """Measure the predictions at each depth, over all tokens of sequences of full length.
+    """Measure the predictions at each depth, over all scored tokens of sequences of full length.
 
     Returns:
         "tokens", their number, and lists by depth: `loss` and `kl` in nats, and the fractions of
@@ -155,9 +158,11 @@ def measure(
             "overwritten": is_overwritten,
             "settles": F.one_hot(find_settled_depth(top), num_depths).movedim(-1, 0),
         }
+        # a task scores only the tokens of answers
+        is_scored = targets != IGNORED_TARGET
         for name, values in by_name.items():
-            sums[name] += values.double().sum((1, 2)).cpu()
-        num_tokens += ids.numel()
+            sums[name] += values[:, is_scored].double().sum(1).cpu()
+        num_tokens += int(is_scored.sum())
     if not sums["loss"].isfinite().all():
         raise ValueError("the loss at some depth is not finite: the model has diverged")
     means = {name: (total / num_tokens).tolist() for name, total in sums.items()}

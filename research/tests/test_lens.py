@@ -124,6 +124,21 @@ def test_measures_are_those_of_loops_over_tokens(corpus):
     assert 0 < figures["overwritten"][1] < 1 or figures["overwritten"][2] > 0
 
 
+def test_only_scored_tokens_are_measured(corpus, monkeypatch):
+    model = move_parameters(build("gpt-mha-rope", **{**SMALL, "block_size": 6}).double())
+    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
+    ids, targets = batches.get([0], 1)
+    measured = lens.measure_tokens(model, ids, targets)
+    answers = torch.full_like(targets, -1)
+    answers[0, 4:] = targets[0, 4:]
+    monkeypatch.setattr(batches, "get", lambda *_: (ids, answers))
+    result = lens.measure(model, batches, [0], 1)
+    assert result["tokens"] == 2
+    for name in ("loss", "kl"):
+        expected = measured[name][:, 0, 4:].mean(1).tolist()
+        assert result[name] == pytest.approx(expected), name
+
+
 def test_the_settled_depth_is_that_of_the_last_change():
     top = torch.tensor([[1, 1, 1, 5], [1, 2, 2, 6], [1, 2, 1, 6], [1, 2, 1, 7]])
     assert lens.find_settled_depth(top).tolist() == [0, 1, 2, 3]
