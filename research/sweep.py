@@ -306,13 +306,16 @@ def check_cell_folder(cell: Cell) -> None:
 
 def check_no_cell_is_running(cells: list[Cell]) -> None:
     """Raise ValueError if a process trains in a cell's folder, as after a kill of a sweep."""
-    cell_by_argument = {f"--out_dir={cell.folder}": cell for cell in cells}
+    cell_by_folder = {cell.folder.resolve(): cell for cell in cells}
     title_by_process = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # the process may have ended
-            for argument in path.read_text(errors="replace").split("\0"):
-                if argument in cell_by_argument:
-                    title_by_process[path.parent.name] = cell_by_argument[argument].title
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended, or is of another user
+            for argument in (process / "cmdline").read_text(errors="replace").split("\0"):
+                if argument.startswith("--out_dir="):
+                    working_folder = (process / "cwd").readlink()
+                    folder = (working_folder / argument.removeprefix("--out_dir=")).resolve()
+                    if folder in cell_by_folder:
+                        title_by_process[process.name] = cell_by_folder[folder].title
     if title_by_process:
         processes = ", ".join(f"{pid} ({title})" for pid, title in title_by_process.items())
         raise ValueError(
