@@ -91,6 +91,28 @@ def test_statistics_are_those_of_the_equations(stem, keys):
         )  # k has a guard in its norm
 
 
+def test_blocks_that_are_compiled_in_place_stay_compiled():
+    """FSDP compiles them so."""
+    sizes_of_graphs = []
+
+    def record_graph(graph_module, _):
+        sizes_of_graphs.append(len(graph_module.graph.nodes))
+        return graph_module.forward
+
+    model = build("DDL-gpt-mha-rope", **SMALL)
+    for block in model.transformer.h:
+        block.compile(backend=record_graph)
+    ids = torch.randint(0, SMALL["vocab_size"], (2, 8))
+    try:
+        model(ids, ids)
+        size_of_block = min(sizes_of_graphs)
+        compute_residual_statistics(model, ids, contextlib.nullcontext())
+        model(ids, ids)
+    finally:
+        torch._dynamo.reset()
+    assert min(sizes_of_graphs) == size_of_block  # none is a part of a block
+
+
 # ---- activation checkpointing ----
 
 

@@ -75,7 +75,10 @@ def compute_residual_statistics(
         for name, value in values.items():
             statistics.setdefault(f"{site.name}.{name}", []).append(float(value))
 
-    with autocast, model.through(ObservedStream(on_write)):
+    # With FSDP the blocks are compiled in place. Tracing one with `on_write` fails, after which
+    # torch.compile would never compile whole blocks again.
+    stance = torch.compiler.set_stance("force_eager")
+    with stance, autocast, model.through(ObservedStream(on_write)):
         model(ids)
     return statistics
 
