@@ -19,7 +19,7 @@ import torch
 @contextlib.contextmanager
 def restore_signals() -> Iterator[None]:
     """Restore the signal handlers that a script in this process has replaced."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPIPE)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE)
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         yield

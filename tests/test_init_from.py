@@ -285,6 +285,15 @@ def test_an_initial_value_in_a_config_file_has_no_effect(write_config, capsys):
     assert "note: init_from ignores ddl_beta_init" in capsys.readouterr().out
 
 
+def test_a_run_with_an_initial_value_that_has_no_effect_is_resumed(corpus, folders, tmp_path):
+    arguments = arguments_without_model(
+        corpus, tmp_path, init_from=folders / "run", ddl_beta_init=0.25, max_steps=1, resume="auto"
+    )
+    run_train(arguments)
+    run_train([*arguments, "--max_steps=2"])
+    assert read_state(tmp_path, 2)["model_config"] == vars(build(MODEL_NAME, **SETTINGS).config)
+
+
 def test_a_contradiction_in_a_config_file_is_refused(write_config):
     with pytest.raises(ValueError, match=r"rope_base=500000\.0, but init_from=.* has 10000\.0"):
         configure([write_config("rope_base = 5e5\n")])

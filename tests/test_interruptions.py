@@ -215,7 +215,7 @@ def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines)
         assert torch.allclose(weight, expected[name], atol=1e-4), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number):
     arguments = small_run(
         corpus, tmp_path, **CONSTANT_RATE, checkpoint_interval=10_000, max_steps=10_000

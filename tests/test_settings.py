@@ -3,14 +3,16 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, one_line_error, small_run
 from in_process import call
 
 from model import MODEL_NAMES
-from training.config import check_command_line
-from training.settings import configure
+from training.config import TrainConfig, check_command_line
+from training.settings import configure, default_out_dir
+from training.state import TrainState
 
 
 def run_train(*arguments) -> str:
@@ -117,3 +119,27 @@ def test_a_missing_run_does_not_exist(corpus, tmp_path):
     arguments = small_run(corpus, tmp_path / "out", resume=tmp_path / "missing")
     line = one_line_error(call("train.py", *arguments))
     assert f"{tmp_path / 'missing'} does not exist" in line
+
+
+# ---- the run folder ----
+
+
+def test_a_run_folder_that_is_resumed_is_the_run_folder(tmp_path):
+    resumed = {"resume": str(tmp_path)}
+    assert default_out_dir(Path("config/demo_cpu.py"), resumed) == str(tmp_path)
+    assert default_out_dir(None, resumed) == str(tmp_path)
+
+
+def test_the_checkpoints_of_a_run_may_be_on_other_storage(tmp_path):
+    (tmp_path / "scratch" / "step_00000002").mkdir(parents=True)
+    (tmp_path / "scratch" / "step_00000002" / "state.json").write_text("{}")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "scratch")
+    path = run / "checkpoints" / "step_00000002"
+    assert default_out_dir(None, {"resume": str(path)}) == str(run)
+    config = TrainConfig(out_dir=str(run))
+    state = TrainState.load({"wandb_id": "abc", "run_config": {}}, path, config)
+    assert state.wandb_id == "abc"
+    branch = TrainConfig(out_dir=str(tmp_path / "branch"))
+    assert TrainState.load({"wandb_id": "abc", "run_config": {}}, path, branch).wandb_id is None

@@ -182,6 +182,7 @@ def test_writers_are_one_per_machine_and_of_the_first_copy():
     assert sharded_checkpoint.choose_writers(2, 16, 8) == [0, 4]
     assert sharded_checkpoint.choose_writers(9, 4, None) == [0, 1, 2, 3]
     assert sharded_checkpoint.choose_writers(4, 8, 2) == [0, 1]
+    assert sharded_checkpoint.choose_writers(4, 1, 8) == [0]  # resumed on fewer processes
 
 
 def test_bytes_are_balanced():

@@ -156,7 +156,7 @@ def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: Tr
     """
     wandb = errors.import_optional("wandb", "wandb_log=True")
     try:
-        return wandb.init(
+        wandb_run = wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity,
             group=config.wandb_group,
@@ -173,6 +173,9 @@ def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: Tr
             f"wandb_log=True: Weights & Biases cannot start ({reason}); run `wandb login`, or set "
             "WANDB_MODE=offline to log without a login"
         ) from error
+    # curves over the steps of training, and not over the number of calls of `log`
+    wandb_run.define_metric("*", step_metric="step")
+    return wandb_run
 
 
 def split_tags(tags: str | None) -> list[str] | None:
@@ -402,7 +405,9 @@ class RunLog:
         self.unwritten += json.dumps(record).encode() + b"\n"
         self.flush()
         if self.wandb_run is not None:
-            self.wandb_run.log(flatten(record), step=step)
+            # Without `step`, because a resumed run repeats an evaluation that was interrupted, and
+            # Weights & Biases drops what is logged for a step that it has already.
+            self.wandb_run.log(flatten(record))
 
     def flush(self, to_disk: bool = False) -> None:
         """Write the lines that could not be written before.

@@ -137,7 +137,8 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     if latest is not None and latest.resolve() != chosen.resolve():
         raise ValueError(
             f"resume={config.resume}, but out_dir={out_dir} has another latest checkpoint, "
-            f"{latest.name}; to branch off from {chosen}, give another --out_dir"
+            f"{latest.name}; to continue that run, give --resume=auto; to branch off from {chosen}, "
+            "give another --out_dir"
         )
     return chosen
 

@@ -77,6 +77,13 @@ def resolve(
     model_settings = configurator.read_settings(from_file, from_command_line, model_options)
     given_settings = {**run_settings, **model_settings}
     if saved:
+        if saved.get("init_from") is not None:
+            # as at the start of the run, these keys have no effect: the weights were not drawn
+            given_settings = {
+                key: value
+                for key, value in given_settings.items()
+                if key not in model_options or not model_options[key].initial
+            }
         is_auto = given_settings["resume"] == "auto"
         resume.check_unchanged(
             given_settings,
@@ -147,13 +154,15 @@ def default_out_dir(config_file: Path | None, run_settings: dict) -> str | None:
     Raises:
         ValueError: a checkpoint is resumed that does not lie in a run folder
     """
+    resumed = run_settings.get("resume")
+    is_path = resumed not in (None, "auto")
+    if is_path and not (Path(resumed) / "state.json").is_file():
+        return str(resumed)  # a run folder
     if config_file is not None:
         return f"runs/{config_file.stem}"
-    resumed = run_settings.get("resume")
-    if resumed not in (None, "auto"):
-        path = Path(resumed).resolve()
-        if not (path / "state.json").is_file():
-            return str(resumed)  # a run folder
+    if is_path:
+        # not resolved: checkpoints/ may be a link to other storage
+        path = Path(resumed).absolute()
         # <run>/checkpoints/step_00001000 belongs to <run>
         if path.parent.name == "checkpoints" and path.parents[1].name != "nonfinite":
             return str(path.parents[1])

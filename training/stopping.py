@@ -30,15 +30,17 @@ class Stop:
     """
 
     def __init__(self, max_seconds: float | None):
-        """Start the clock, and take over SIGTERM and SIGINT."""
+        """Start the clock, and take over SIGTERM, SIGINT and SIGHUP."""
         self.start_time = time.monotonic()
         self.max_seconds = max_seconds
         self.signal_name: str | None = None  # the first signal; None until there is one
         self.signal_time = 0.0
         self.step_seconds: float | None = None  # of the last step; None before the first one
         self.save_seconds = 0.0  # of the last checkpoint
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.handle_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # nohup ignores SIGHUP, which a terminal or an SSH connection sends when it closes
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.handle_signal)
 
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal; end the process at a second one."""
