@@ -2,7 +2,7 @@
 # make test    the core's tests          make test-research   those of research/
 # make soak    all tests with their full number of cases (up to 40 minutes)
 # make golden  compare with the runs and shards of an earlier version, bit for bit (tests/golden)
-# make lint    run ruff, check and format    make clean  remove what the above commands made, except .venv
+# make lint    run ruff, check and format    make clean  remove caches and the corpus; runs stay
 #
 # ARGS is passed to train.py: make train ARGS="--max_steps=20". Each value of ARGS has its own run folder, which is named
 # after the config file, the first arguments and a hash of all arguments, unless ARGS contains --out_dir=FOLDER.
@@ -70,5 +70,5 @@ $(CORPUS): .venv/installed data/python_stdlib/prepare.py
 	@touch $@
 
 clean:
-	rm -rf runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .ruff_cache .hypothesis
 	rm -f data/python_stdlib/*.bin data/python_stdlib/*.json

@@ -249,6 +249,16 @@ def test_a_command_line_is_split_into_files_and_options():
     assert configurator.split_arguments(words) == (["a.py", "b.py"], options)
 
 
+def test_the_home_folder_is_found_behind_an_equals_sign(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--out_dir=~/runs/a", "--prompt=a ~/b", "~/c.py"]
+    options = {"out_dir": "/home/me/runs/a", "prompt": "a ~/b"}
+    assert configurator.split_arguments(words) == (["~/c.py"], options)
+    parser = configurator.Parser()
+    parser.add_argument("--out")
+    assert parser.parse_args(["--out=~/x"]).out == "/home/me/x"
+
+
 def test_an_option_with_one_dash_is_refused():
     with pytest.raises(ValueError, match=r"^-steps=3: keys have two dashes, --key=value$"):
         configurator.split_arguments(["-steps=3"])
