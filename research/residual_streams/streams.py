@@ -48,7 +48,15 @@ PLANNED = (
 )
 # Arms that are trained at the longer rung too, and with five seeds.
 LONG = (*PLANNED, *ADDED)
-# Arms whose best rates at the longer rung are the lowest that the plan tries.
-EDGE = (BASELINE, "main_gain", "ddl_1")
+# Arms whose best rates at the longer rung are the lowest or the highest that the plan tries, with
+# what the best point of the shorter rung is multiplied by a step further, as a power of two.
+EDGE = {
+    BASELINE: -1.5,
+    "main_gain": -1.5,
+    "wide": 0.5,
+    "ddl_1": -1.5,
+    "ddl_tc_no_erase": 0.5,
+    "ddl_cc_ec": -1.5,
+}
 # Arms whose cross of rates is extended to nine points.
 TOLERANCE = (BASELINE, "ddl_tc")

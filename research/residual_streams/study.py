@@ -4,7 +4,7 @@
     python research/residual_streams/study.py short         rates of every arm, and its runs of 0.8 million tokens
     python research/residual_streams/study.py long          the arms of planned claims, 3.3 million tokens
     python research/residual_streams/study.py tolerance     nine points of rates for two arms
-    python research/residual_streams/study.py edge          lower rates for the arms that had their best at the lowest
+    python research/residual_streams/study.py edge          rates beyond the edge, for the arms that are best at it
     python research/residual_streams/study.py speed         tokens per second of every arm, in turns
     python research/residual_streams/study.py again         two reported runs once more: the same bits?
     python research/residual_streams/study.py short --mode=show          how many runs are finished
@@ -53,9 +53,6 @@ PLANNED_SEEDS = (0, 1, 2, 3, 4)
 OTHER_SEEDS = (0, 1, 2)
 # what the best point of the shorter rung is multiplied by at the longer one, as powers of two
 CHECKED_POWERS = (0.0, -0.5, -1.0)
-# The same for one more check that is not in the plan and chooses nothing. It shows what an arm
-# whose best check has the lowest rates would gain.
-EDGE_POWER = -1.5
 
 SPEED_ROUNDS = 3
 SPEED_STEPS = 80
@@ -128,8 +125,9 @@ def next_run(stage: str, arm: str, rows: list[dict]) -> Run | None:
         return None
     best = rates.find_best(tries)
     if stage == "edge":
+        # It is not in the plan and chooses nothing: it shows what the arm would gain.
         is_finished = bool(select_losses(rows, arm, "long", "edge"))
-        point = (best[0] + EDGE_POWER, best[1] + EDGE_POWER)
+        point = (best[0] + EDGE[arm], best[1] + EDGE[arm])
         return None if is_finished else Run(arm, "long", "edge", TUNING_SEED, point)
     checks = select_losses(rows, arm, "long", "check")
     for power in CHECKED_POWERS:

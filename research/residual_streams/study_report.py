@@ -410,6 +410,23 @@ def format_page(report: dict) -> str:
             "## Effects at 3.3 million tokens",
             tables.format_markdown(("part", "nats (95% interval)"), effects),
         ]
+    edges = [group for group in report["language"] if group.get("edge_loss") is not None]
+    if edges:
+        cells = [
+            [
+                f"`{group['arm']}`",
+                f"{group['check_loss']:.3f}",
+                f"{group['edge_loss']:.3f}",
+            ]
+            for group in edges
+        ]
+        header = ("arm", "at the edge", "beyond it")
+        parts += [
+            "## Beyond the edge of the rates at 3.3 million tokens",
+            "Losses of one seed on the first half of the validation split. The runs beyond the "
+            "edge are not in the plan, and chose nothing.",
+            tables.format_markdown(header, cells),
+        ]
     if report["tolerance"]:
         cells = [
             [

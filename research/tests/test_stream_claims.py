@@ -219,6 +219,7 @@ def test_the_report_of_finished_runs_has_every_table_and_figure(tmp_path):
     assert len(report["tolerance"]) == 2
     page = study_report.format_page(report)
     assert "not run" not in page
+    assert "Beyond the edge" in page
     for arm in ARMS:
         assert f"| `{arm}`" in page
     study_report.save_figures(report, tmp_path)
