@@ -216,3 +216,14 @@ def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, 
     assert start_training(arguments, processes=3).wait(timeout=400) == 0
     assert read_final_tensors(run) == read_final_tensors(undisturbed)
     assert read_records(run) == read_records(undisturbed)
+
+
+def test_a_gpu_that_this_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(distributed, "NVIDIA_DEVICE", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match=r"its driver may be too old for CUDA 13\.0"):
+        distributed.pick_device("auto")
+    assert distributed.pick_device("cpu").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert distributed.pick_device("auto").type == "cpu"

@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers import ROOT, run_script
 from models import PAPER, TINY
+from torch._functorch import config as functorch_config
+from torch.torch_version import TorchVersion
 
 from model.causality import move_parameters
 
@@ -375,3 +377,10 @@ def test_float64_is_refused(stem):
     model = fused.fuse(tiny(stem)).double()
     with pytest.raises(ValueError, match=r"dtype torch\.float64; use kernels=off"):
         model(*fused.tokens_of(model))
+
+
+def test_torch_2_12_is_kept_from_writing_to_strides_of_0(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    monkeypatch.setattr(functorch_config, "guess_tangent_strides_as_outputs", True)
+    kernels.use(build(TC, **TINY), "on", "cpu")
+    assert functorch_config.guess_tangent_strides_as_outputs is False

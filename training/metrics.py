@@ -19,10 +19,11 @@ from utils import errors, files
 from utils.units import format_duration
 
 # Peak FLOP/s in bf16, dense, from the data sheets; the keys are words of torch's device names. The
-# first key that occurs in a name counts, so "H100 PCIe" must come before "H100".
+# first key that occurs in a name counts, so "H100 PCIe" comes before "H100".
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "B200": 2250e12,
     "A100": 312e12,

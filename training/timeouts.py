@@ -158,12 +158,13 @@ def exit_if_rank_is_lost() -> Iterator[None]:
 
 
 def prepare_nccl(folder: Path | None) -> None:
-    """Switch on NCCL's flight recorder, unless the user has set it, and report time-outs.
+    """Switch on NCCL's flight recorder, unless the user has set it, and report time-outs of a run.
 
     It must be called before the process group is initialized.
 
     Args:
-        folder: where the recorder writes; None for torch's default
+        folder: of the run, where the recorder writes. None for programs that do not say which phase
+            they are in (eval.py): it writes to torch's default, and NCCL alone reports time-outs.
     """
     # each setting with its name in earlier versions of torch, which counts as well
     set_default("TORCH_FR_BUFFER_SIZE", "2000", old_name="TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -174,7 +175,7 @@ def prepare_nccl(folder: Path | None) -> None:
             str(folder / "nccl_trace_rank_"),
             old_name="TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
         )
-    threading.Thread(target=report_timeout, daemon=True).start()
+        threading.Thread(target=report_timeout, daemon=True).start()
 
 
 def set_default(name: str, value: str, old_name: str | None = None) -> None:

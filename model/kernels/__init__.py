@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from model.block import Add, Block, Direct, Site, Stream
 from model.gpt import GPT, GPTConfig
@@ -254,6 +255,10 @@ def use(
     # attention is the same in every stream, and is fused in those that are not
     model.use_heads(Heads() if reason_not_here is not None else make_heads(model))
     use_sinkhorn_kernel(model, form is FusedForm.MANIFOLD)
+    if form is not None and torch.__version__.startswith("2.12."):
+        # This version alone gives the gradient of a graph's output the strides of the output. A
+        # state that is not stored has strides of 0, and memory of such strides cannot be written.
+        functorch_config.guess_tangent_strides_as_outputs = False
     # last, because every operator that the model may call has been defined by now
     lowering.register()
     return reason

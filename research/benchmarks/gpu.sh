@@ -124,7 +124,7 @@ tests() {
   at=${COMMIT:-$(git describe --always --dirty 2>/dev/null)}
   for file in $(grep -l "mark\.gpu" tests/test_*.py research/tests/test_*.py); do
     grep -qsF "$at $file passed" "$log" && continue
-    if limited 120 "$PYTHON" -m pytest "$file" -m gpu; then
+    if limited 900 "$PYTHON" -m pytest "$file" -m gpu; then
       [ -n "$DRY" ] || echo "$at $file passed" >>"$log"
     fi
   done
