@@ -133,6 +133,10 @@ def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
                 at_equal_seconds = claims.compare_at_equal_seconds(losses, arm, group["speed"])
                 group["equal_seconds"] = claims.describe(at_equal_seconds)
         groups.append(group)
+    check_losses = {group["arm"]: group["check_loss"] for group in groups if "check_loss" in group}
+    for group in groups:
+        if group["arm"] in check_losses and BASELINE in check_losses:
+            group["check_difference"] = check_losses[group["arm"]] - check_losses[BASELINE]
     return groups
 
 
@@ -332,6 +336,7 @@ def format_language(groups: list[dict]) -> str:
         "loss, 3.3M tokens",
         "minus additive's, 0.8M",
         "minus additive's, 3.3M",
+        "the same on the first half, one seed",
         "token multiplier",
         "speed",
         "minus additive's, equal seconds",
@@ -358,6 +363,7 @@ def format_language(groups: list[dict]) -> str:
                 format_mean(group.get("long")),
                 format_interval(group.get("short_difference")),
                 format_interval(group.get("long_difference")),
+                f"{group['check_difference']:+.3f}" if "check_difference" in group else None,
                 format_interval(group.get("token_multiplier"), ".2f"),
                 None if group["speed"] is None else f"{group['speed']:.2f}",
                 format_interval(group.get("equal_seconds")),
