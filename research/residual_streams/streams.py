@@ -55,6 +55,7 @@ EDGE = {
     "main_gain": -1.5,
     "wide": 0.5,
     "ddl_1": -1.5,
+    "ddl_tc": -1.5,
     "ddl_tc_no_erase": 0.5,
     "ddl_cc_ec": -1.5,
 }
