@@ -42,15 +42,16 @@ class Losses:
     runs: dict[Setting, dict[int, np.ndarray]] = field(default_factory=dict)
 
     @classmethod
-    def from_rows(cls, rows: list[dict], setting_key: str) -> "Losses":
+    def from_rows(cls, rows: list[dict], setting_key: str, phase: str = "report") -> "Losses":
         """Collect the reported runs that did not diverge.
 
         Args:
             setting_key: the entry that makes a setting together with the arm, "rung" or "size"
+            phase: "first_half" for the runs on the other half of validation
         """
         runs: dict[Setting, dict[int, np.ndarray]] = {}
         for row in rows:
-            if row["phase"] == "report" and row["val_loss"] is not None:
+            if row["phase"] == phase and row["val_loss"] is not None:
                 setting = (row["arm"], row[setting_key])
                 runs.setdefault(setting, {})[row["seed"]] = np.array(row["group_losses"])
         return cls(runs)

@@ -59,5 +59,7 @@ EDGE = {
     "ddl_tc_no_erase": 0.5,
     "ddl_cc_ec": -1.5,
 }
+# Arms whose runs of the longer rung are also evaluated on the other half of validation.
+HALVES = (BASELINE, "wide", "ddl_1", "ddl_tc", "ddl_cc_ec")
 # Arms whose cross of rates is extended to nine points.
 TOLERANCE = (BASELINE, "ddl_tc")

@@ -5,6 +5,7 @@
     python research/residual_streams/study.py long          the arms of planned claims, 3.3 million tokens
     python research/residual_streams/study.py tolerance     nine points of rates for two arms
     python research/residual_streams/study.py edge          rates beyond the edge, for the arms that are best at it
+    python research/residual_streams/study.py halves        the long runs of five arms, on the other half of validation
     python research/residual_streams/study.py speed         tokens per second of every arm, in turns
     python research/residual_streams/study.py again         two reported runs once more: the same bits?
     python research/residual_streams/study.py short --mode=show          how many runs are finished
@@ -34,7 +35,7 @@ import numpy as np
 import configurator
 from research.residual_streams import rates, runner
 from research.residual_streams.rates import Point
-from research.residual_streams.streams import ARMS, EDGE, LONG, TOLERANCE
+from research.residual_streams.streams import ARMS, EDGE, HALVES, LONG, TOLERANCE
 from research.rows import append_row, read_rows
 from training import metrics
 from training.provenance import collect_provenance
@@ -42,7 +43,7 @@ from training.provenance import collect_provenance
 CONFIG = "research/residual_streams/demo_size.py"
 DATASET = "python_library"
 DATASET_COMMAND = "research/residual_streams/python_library.py"
-STAGES = ("short", "long", "tolerance", "edge", "speed", "again")
+STAGES = ("short", "long", "tolerance", "edge", "halves", "speed", "again")
 
 TOKENS_PER_STEP = 1024
 # steps of the two rungs, 0.8 and 3.3 million tokens
@@ -65,7 +66,7 @@ class Run:
 
     arm: str
     rung: str
-    phase: str  # "try", "check", "corner", "edge" or "report"
+    phase: str  # "try", "check", "corner", "edge", "report" or "first_half"
     seed: int
     point: Point
 
@@ -87,16 +88,16 @@ def select_losses(rows: list[dict], arm: str, rung: str, phase: str) -> dict[Poi
     }
 
 
-def next_report(rows: list[dict], arm: str, rung: str, point: Point) -> Run | None:
+def next_report(
+    rows: list[dict], arm: str, rung: str, point: Point, phase: str = "report"
+) -> Run | None:
     """Return the next reported run of an arm, None if every seed has one."""
     finished = {
-        row["seed"]
-        for row in rows
-        if (row["arm"], row["rung"], row["phase"]) == (arm, rung, "report")
+        row["seed"] for row in rows if (row["arm"], row["rung"], row["phase"]) == (arm, rung, phase)
     }
     for seed in PLANNED_SEEDS if arm in LONG else OTHER_SEEDS:
         if seed not in finished:
-            return Run(arm, rung, "report", seed, point)
+            return Run(arm, rung, phase, seed, point)
     return None
 
 
@@ -134,7 +135,8 @@ def next_run(stage: str, arm: str, rows: list[dict]) -> Run | None:
         point = (best[0] + power, best[1] + power)
         if point not in checks:
             return Run(arm, "long", "check", TUNING_SEED, point)
-    return next_report(rows, arm, "long", rates.find_best(checks))
+    phase = "first_half" if stage == "halves" else "report"
+    return next_report(rows, arm, "long", rates.find_best(checks), phase)
 
 
 def list_arms(stage: str) -> list[str]:
@@ -145,6 +147,8 @@ def list_arms(stage: str) -> list[str]:
         return list(TOLERANCE)
     if stage == "edge":
         return list(EDGE)
+    if stage == "halves":
+        return list(HALVES)
     return list(ARMS)
 
 
@@ -156,6 +160,7 @@ def count_runs(stage: str, arm: str) -> int:
         "long": len(CHECKED_POWERS) + num_seeds,
         "tolerance": len(rates.CORNERS),
         "edge": 1,
+        "halves": num_seeds,
         "speed": SPEED_ROUNDS,
     }[stage]
 
@@ -183,7 +188,8 @@ def make_arguments(run: Run) -> list[str]:
 
 def train_run(run: Run, folder: Path) -> dict:
     """Train a run to its end, and return its row."""
-    result = runner.train(make_arguments(run), folder, is_reported=run.phase == "report")
+    is_reported = run.phase in ("report", "first_half")
+    result = runner.train(make_arguments(run), folder, is_reported=is_reported)
     return {**asdict(run), **result}
 
 
@@ -204,8 +210,9 @@ def count_finished(stage: str, arms: list[str], rows: list[dict]) -> int:
         "long": ("check", "report"),
         "tolerance": ("corner",),
         "edge": ("edge",),
+        "halves": ("first_half",),
     }
-    rung = "long" if stage in ("long", "edge") else "short"
+    rung = "long" if stage in ("long", "edge", "halves") else "short"
     return sum(
         row["arm"] in arms and row["rung"] == rung and row["phase"] in phases[stage] for row in rows
     )

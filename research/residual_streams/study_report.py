@@ -109,6 +109,7 @@ def measure_size(arm: str) -> dict[str, float]:
 def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
     """Return rates, losses and what they are beside the baseline's, of every arm."""
     losses = Losses.from_rows(rows, "rung")
+    losses_of_first_half = Losses.from_rows(rows, "rung", "first_half")
     relative_speeds = claims.compute_relative_speeds(speeds)
     groups = []
     for arm in ARMS:
@@ -127,16 +128,17 @@ def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
                 difference = losses.contrast(claims.subtract(arm, BASELINE, rung))
                 if difference is not None:
                     group[f"{rung}_difference"] = claims.describe(difference)
+        if arm != BASELINE:
+            weights = claims.subtract(arm, BASELINE, "long")
+            difference = losses_of_first_half.contrast(weights)
+            if difference is not None:
+                group["first_half_difference"] = claims.describe(difference)
         if arm != BASELINE and "long_difference" in group:
             group["token_multiplier"] = claims.resample_token_multiplier(losses, arm)
             if group["speed"] is not None:
                 at_equal_seconds = claims.compare_at_equal_seconds(losses, arm, group["speed"])
                 group["equal_seconds"] = claims.describe(at_equal_seconds)
         groups.append(group)
-    check_losses = {group["arm"]: group["check_loss"] for group in groups if "check_loss" in group}
-    for group in groups:
-        if group["arm"] in check_losses and BASELINE in check_losses:
-            group["check_difference"] = check_losses[group["arm"]] - check_losses[BASELINE]
     return groups
 
 
@@ -227,7 +229,7 @@ def summarize_tolerance(rows: list[dict]) -> list[dict]:
 def count_missing(rows: dict[str, list[dict]]) -> dict[str, int]:
     """Return how many runs every command has left."""
     missing = {}
-    for stage in ("short", "long", "tolerance", "edge"):
+    for stage in ("short", "long", "tolerance", "edge", "halves"):
         arms = study.list_arms(stage)
         planned = sum(study.count_runs(stage, arm) for arm in arms)
         finished = study.count_finished(stage, arms, rows["language"])
@@ -336,7 +338,7 @@ def format_language(groups: list[dict]) -> str:
         "loss, 3.3M tokens",
         "minus additive's, 0.8M",
         "minus additive's, 3.3M",
-        "the same on the first half, one seed",
+        "the same on the first half",
         "token multiplier",
         "speed",
         "minus additive's, equal seconds",
@@ -363,7 +365,7 @@ def format_language(groups: list[dict]) -> str:
                 format_mean(group.get("long")),
                 format_interval(group.get("short_difference")),
                 format_interval(group.get("long_difference")),
-                f"{group['check_difference']:+.3f}" if "check_difference" in group else None,
+                format_interval(group.get("first_half_difference")),
                 format_interval(group.get("token_multiplier"), ".2f"),
                 None if group["speed"] is None else f"{group['speed']:.2f}",
                 format_interval(group.get("equal_seconds")),

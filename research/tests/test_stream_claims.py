@@ -192,7 +192,7 @@ def make_rows() -> dict[str, list[dict]]:
     """Return rows of all runs of the comparison, with made-up losses."""
     rng = np.random.default_rng(0)
     rows = {"language": []}
-    for stage in ("short", "long", "tolerance", "edge"):
+    for stage in ("short", "long", "tolerance", "edge", "halves"):
         for arm in study.list_arms(stage):
             while (run := study.next_run(stage, arm, rows["language"])) is not None:
                 loss = 3.8 if run.rung == "short" else 3.3

@@ -60,7 +60,8 @@ def test_a_run_has_the_rates_of_its_point():
 
 
 @pytest.mark.parametrize(
-    ("phase", "part"), [("try", "first"), ("check", "first"), ("report", "second")]
+    ("phase", "part"),
+    [("try", "first"), ("check", "first"), ("report", "second"), ("first_half", "first")],
 )
 def test_rates_are_chosen_on_the_other_half_of_validation(phase, part):
     config, _ = configure(study.make_arguments(Run("conv", "short", phase, 0, (0, 0))))
@@ -106,6 +107,17 @@ def test_an_arm_at_the_edge_of_its_checks_is_checked_once_more():
     # it chooses nothing
     assert study.next_run("long", "ddl_1", rows) is None
     assert study.count_finished("edge", ["ddl_1"], rows) == study.count_runs("edge", "ddl_1")
+
+
+def test_both_halves_are_of_the_same_rates():
+    rows = []
+    for stage in ("short", "long"):
+        train_stage(stage, "wide", rows, distance_to(0, 0))
+    reported = [row for row in rows if (row["rung"], row["phase"]) == ("long", "report")]
+    runs = train_stage("halves", "wide", rows, distance_to(0, 0))
+    assert [(run.seed, list(run.point)) for run in runs] == [
+        (row["seed"], row["point"]) for row in reported
+    ]
 
 
 def test_the_cross_is_completed_to_nine_points():
