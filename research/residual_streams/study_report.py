@@ -499,7 +499,9 @@ def draw_losses(report: dict) -> "Figure":
         draw_interval(differences, group["long_difference"], height, color)
     differences.set_yticks(range(len(compared)), [group["arm"] for group, _ in reversed(compared)])
     differences.axvline(0, color="black", linewidth=0.8)
-    differences.set_xlabel("difference to additive at 3.3M tokens (nats)")
+    differences.set_xlabel(
+        "loss minus additive's at 3.3M tokens (nats; lower is better)", fontsize=8
+    )
     plots.add_legend(figure, entries)
     return figure
 
@@ -583,7 +585,10 @@ def draw_registers(report: dict) -> "Figure":
 
 
 # The findings of the figures.
-TITLES: dict[str, str] = {}
+TITLES = {
+    "study_losses": "DDL's lead after 0.8 million tokens is gone after 3.3 million",
+    "study_effects": "Four columns lower the loss, and DDL's gated write to them raises it by more",
+}
 
 
 def save_figures(report: dict, results: Path) -> None:
