@@ -58,9 +58,11 @@ def assert_equals_fit(result: dict, fit: MixedModelFit) -> None:
 
 
 def make_claim_tables(sizes: list[str]) -> dict[int, np.ndarray]:
-    """Return the table of every claim that is judged, written as PLAN2.md says it."""
+    """Return the table of every claim whose runs are finished, written as PLAN2.md says it.
+
+    sizes: of registers, at which every arm is below chance; none before these runs are finished
+    """
     language = read_rows("language")
-    registers = read_rows("registers")
 
     def at_long(arm: str) -> np.ndarray:
         return read_losses(language, arm, "long")
@@ -70,12 +72,7 @@ def make_claim_tables(sizes: list[str]) -> dict[int, np.ndarray]:
         slope = (short - at_long(arm)) / LOG_RATIO_OF_RUNGS
         return at_long(arm) + slope * math.log(1 / 0.95)
 
-    effects = [
-        read_losses(registers, arm, size) - read_losses(registers, f"{arm}_no_erase", size)
-        for arm in ("ddl_1", "ddl_tc")
-        for size in sizes
-    ]
-    return {
+    tables = {
         1: at_95_percent("ddl_1") - at_long("additive"),
         2: at_95_percent("ddl_tc") - at_long("additive"),
         3: at_95_percent("ddl_cc_ec") - at_long("additive"),
@@ -84,16 +81,30 @@ def make_claim_tables(sizes: list[str]) -> dict[int, np.ndarray]:
         6: at_long("ddl_tc") - at_long("wide"),
         7: at_long("ddl_1") - at_long("ddl_1_no_erase"),
         8: at_long("ddl_tc") - at_long("ddl_tc_no_erase"),
-        9: np.mean(effects, axis=0),
     }
+    if sizes:
+        registers = read_rows("registers")
+        effects = [
+            read_losses(registers, arm, size) - read_losses(registers, f"{arm}_no_erase", size)
+            for arm in ("ddl_1", "ddl_tc")
+            for size in sizes
+        ]
+        tables[9] = np.mean(effects, axis=0)
+    return tables
 
 
-@needs_all_runs
 def test_a_mixed_model_gives_the_stored_verdicts(stored):
     tables = make_claim_tables(stored["registers_sizes"])
-    fits = [fit_mixed_model(tables[result["number"]]) for result in stored["verdicts"]]
-    corrected_p_values = naive_holm([fit.p_value() for fit in fits])
-    for result, fit, corrected_p in zip(stored["verdicts"], fits, corrected_p_values, strict=True):
+    fits = {number: fit_mixed_model(table) for number, table in tables.items()}
+    results = {result["number"]: result for result in stored["verdicts"]}
+    # a claim whose runs are not finished has p = 1
+    p_values = [fits[number].p_value() if number in fits else 1.0 for number in results]
+    corrected_p_values = dict(zip(results, naive_holm(p_values), strict=True))
+    for number in results.keys() - fits.keys():
+        assert results[number]["verdict"] == "not run"
+    for number, fit in fits.items():
+        result = results[number]
+        corrected_p = corrected_p_values[number]
         assert_equals_fit(result, fit)
         low, high = fit.interval()
         verdict = "undecided"
@@ -108,7 +119,7 @@ def test_a_mixed_model_gives_the_stored_verdicts(stored):
 
 
 @pytest.mark.parametrize("arm", [arm for arm in PLANNED if arm != "additive"])
-@pytest.mark.parametrize("rung", ["short", pytest.param("long", marks=needs_all_runs)])
+@pytest.mark.parametrize("rung", ["short", "long"])
 def test_a_mixed_model_gives_the_stored_differences(arm, rung, stored, language_rows):
     (group,) = [group for group in stored["language"] if group["arm"] == arm]
     arm_losses = read_losses(language_rows, arm, rung)
@@ -117,7 +128,6 @@ def test_a_mixed_model_gives_the_stored_differences(arm, rung, stored, language_
     assert_equals_fit(group[f"{rung}_difference"], fit_mixed_model(arm_losses - baseline_losses))
 
 
-@needs_all_runs
 def test_token_multipliers_are_those_of_the_mean_losses(stored, language_rows):
     for group in stored["language"]:
         if "token_multiplier" not in group:
@@ -181,7 +191,6 @@ def test_no_run_is_missing(stored):
     assert set(stored["missing"].values()) == {0}
 
 
-@needs_all_runs
 def test_additive_passes_the_trigram_at_both_rungs(stored):
     (group,) = [group for group in stored["language"] if group["arm"] == "additive"]
     for rung, trigram_loss in stored["trigrams"].items():
