@@ -217,6 +217,8 @@ def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number):
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_DFL)  # the tests may have been started with nohup
     arguments = small_run(
         corpus, tmp_path, **CONSTANT_RATE, checkpoint_interval=10_000, max_steps=10_000
     )
@@ -235,6 +237,13 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number
     train_to_the_end([*arguments, f"--max_steps={steps[-1] + 2}"])
     assert completed_steps(tmp_path) == list(range(1, steps[-1] + 3))
     assert stopping.read_status(tmp_path).ended == "finished"
+
+
+def test_nohup_keeps_a_run_from_stopping_when_the_terminal_closes():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = stopping.Stop(None)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.reason() is None
 
 
 WAIT_FOR_SIGNALS = """

@@ -381,6 +381,6 @@ def test_float64_is_refused(stem):
 
 def test_torch_2_12_is_kept_from_writing_to_strides_of_0(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
-    monkeypatch.setattr(functorch_config, "guess_tangent_strides_as_outputs", True)
-    kernels.use(build(TC, **TINY), "on", "cpu")
-    assert functorch_config.guess_tangent_strides_as_outputs is False
+    with functorch_config.patch(guess_tangent_strides_as_outputs=True):
+        kernels.use(build(TC, **TINY), "on", "cpu")
+        assert functorch_config.guess_tangent_strides_as_outputs is False
