@@ -37,10 +37,12 @@ class Stop:
         self.signal_time = 0.0
         self.step_seconds: float | None = None  # of the last step; None before the first one
         self.save_seconds = 0.0  # of the last checkpoint
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # nohup ignores SIGHUP, which a terminal or an SSH connection sends when it closes
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.handle_signal)
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        # a terminal or an SSH connection sends SIGHUP when it closes, unless nohup ignores it
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, self.handle_signal)
 
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal; end the process at a second one."""
