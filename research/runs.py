@@ -527,7 +527,8 @@ def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
     old_rows = {row["name"]: row for row in read_rows(path)} if path.exists() else {}
     new_rows = {run.name: make_row(run) for run in runs}
     for name in new_rows.keys() & old_rows.keys():
-        old_model, new_model = old_rows[name]["model"], new_rows[name]["model"]
+        old_model = old_rows[name]["model"]
+        new_model = new_rows[name]["model"]
         if old_model != new_model:
             raise ValueError(
                 f"{path} has a run {name} of the model {old_model}, and this run {name} is of "

@@ -368,7 +368,7 @@ def test_an_unreachable_server_of_large_files_is_retried():
     pytest.importorskip("hf_xet")
     result = run_script("-c", FETCH_FROM_CLOSED_PORT, env={"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1"})
     assert result.returncode == 0, result.stderr.decode()
-    assert "RuntimeError: Task error" in result.stdout.decode()
+    assert result.stdout.decode().startswith("RuntimeError: ")
 
 
 def test_another_runtime_error_is_not_retried():
