@@ -23,7 +23,7 @@ from torch import nn
 
 from model.block import Block, Past
 from model.gpt import GPTConfig
-from model.layers import LayerNorm, at_least_fp32, linear_fp32
+from model.layers import LayerNorm, at_least_fp32, linear_fp32, name_operator
 from model.options import option
 from model.parameters import OUTPUT, Rule, constant, linear, normal
 
@@ -429,7 +429,7 @@ class MeanOfStreams(SumOfStreams):
 
 # The algorithm is forty small operations in sequence, each of which the compiler would inline into
 # the next. As a custom operator it is one operation to the compiler.
-@torch.library.custom_op("ddl::sinkhorn_knopp", mutates_args=())
+@torch.library.custom_op(name_operator("sinkhorn_knopp"), mutates_args=())
 def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Turn exp(logits) into a doubly stochastic matrix by the Sinkhorn-Knopp algorithm.
 
@@ -451,7 +451,7 @@ def _(logits, iterations, eps):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("ddl::sinkhorn_knopp_backward", mutates_args=())
+@torch.library.custom_op(name_operator("sinkhorn_knopp_backward"), mutates_args=())
 def sinkhorn_knopp_backward(
     gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float
 ) -> torch.Tensor:

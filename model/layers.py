@@ -3,6 +3,7 @@
 Notation in shapes: B batch, T tokens, d hidden_size, H heads.
 """
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,9 +75,20 @@ class LayerNorm(nn.Module):
         return y.to(x.dtype)
 
 
+def name_operator(name: str) -> str:
+    """Return the full name of a custom operator of these modules.
+
+    An exported folder has a copy of them, which transformers may execute in the same process. Each
+    copy has names of its own: an operator frees an earlier one of its name, which may be in use.
+    """
+    if __package__ == "model":
+        return f"ddl::{name}"
+    return f"ddl::{name}_{re.sub(r'[^0-9A-Za-z]', '_', __package__)}"
+
+
 # TF32, which training allows on a GPU, keeps 10 bits of the factors. torch has one precision for all
 # products, and the compiler reads it when it compiles; a custom operator can set its own.
-@torch.library.custom_op("ddl::exact_linear", mutates_args=())
+@torch.library.custom_op(name_operator("exact_linear"), mutates_args=())
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute F.linear without autocast and without TF32, and so its derivatives of any order."""
     precision = torch.get_float32_matmul_precision()

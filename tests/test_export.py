@@ -1,6 +1,7 @@
 """Exported folders: transformers computes with them what we do, without this repository."""
 
 import copy
+import importlib
 import json
 import os
 import re
@@ -557,6 +558,18 @@ def test_the_code_in_the_card_compiles(reloaded):
     code = re.search(r"```python\n(.*?)```", text, flags=re.S)[1]
     compile(code, "README.md", "exec")
     assert f"'{CC}', trust_remote_code=True" in code
+
+
+def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, monkeypatch):
+    first = torch.ops.ddl.exact_linear.default
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("copy_1", "copy-2"):
+        shutil.copytree(reloaded.folder / CC, tmp_path / name)
+        layers = importlib.import_module(f"{name}.layers")
+        product = layers.exact_linear(torch.ones(1, 2), torch.ones(3, 2), None)
+        assert product.tolist() == [[2.0, 2.0, 2.0]]
+    # an operator of the same name would have freed the first, and taken its place
+    assert torch.ops.ddl.exact_linear.default is first
 
 
 def test_an_export_that_fails_leaves_what_was_there(noisy_run, tmp_path, monkeypatch):
