@@ -135,7 +135,7 @@ def store_runs(
         loss = "diverged" if row["val_loss"] is None else f"loss {row['val_loss']:.4f}"
         remaining = num_missing * sum(seconds) / len(seconds)
         print(
-            f"{run.name} | {loss} | {row['seconds']:.0f} s | {num_missing} runs left, "
+            f"{run.name} | {loss} | {row['seconds']:.0f} s | {num_missing} left, "
             f"{format_duration(remaining)}",
             flush=True,
         )

@@ -38,7 +38,7 @@ from research.residual_streams.rates import Point
 from research.residual_streams.streams import ARMS, EDGE, HALVES, LONG, TOLERANCE
 from research.rows import append_row, read_rows
 from training import metrics
-from training.provenance import collect_provenance
+from training.provenance import collect_provenance, describe_machine
 
 CONFIG = "research/residual_streams/demo_size.py"
 DATASET = "python_library"
@@ -54,6 +54,8 @@ PLANNED_SEEDS = (0, 1, 2, 3, 4)
 OTHER_SEEDS = (0, 1, 2)
 # what the best point of the shorter rung is multiplied by at the longer one, as powers of two
 CHECKED_POWERS = (0.0, -0.5, -1.0)
+
+NUM_REPEATED = 2  # runs that the stage again trains once more
 
 SPEED_ROUNDS = 3
 SPEED_STEPS = 80
@@ -165,6 +167,13 @@ def count_runs(stage: str, arm: str) -> int:
     }[stage]
 
 
+def count_all_runs(stage: str, arms: list[str]) -> int:
+    """Return how many runs a stage has for some arms."""
+    if stage == "again":
+        return NUM_REPEATED
+    return sum(count_runs(stage, arm) for arm in arms)
+
+
 # ---- one run ----
 
 
@@ -205,22 +214,22 @@ def missing_runs(stage: str, arms: list[str], path: Path) -> Iterator[Run]:
 
 def count_finished(stage: str, arms: list[str], rows: list[dict]) -> int:
     """Return how many runs of a stage are finished."""
-    phases = {
-        "short": ("try", "report"),
-        "long": ("check", "report"),
-        "tolerance": ("corner",),
-        "edge": ("edge",),
-        "halves": ("first_half",),
+    if stage == "speed":
+        return sum(row["arm"] in arms for row in rows)
+    kinds = {
+        "short": [("short", "try"), ("short", "report")],
+        "long": [("long", "check"), ("long", "report")],
+        "tolerance": [("short", "corner")],
+        "edge": [("long", "edge")],
+        "halves": [("long", "first_half")],
+        "again": [("short", "again"), ("long", "again")],
     }
-    rung = "long" if stage in ("long", "edge", "halves") else "short"
-    return sum(
-        row["arm"] in arms and row["rung"] == rung and row["phase"] in phases[stage] for row in rows
-    )
+    return sum(row["arm"] in arms and (row["rung"], row["phase"]) in kinds[stage] for row in rows)
 
 
 def train_missing(stage: str, arms: list[str], path: Path, folder: Path) -> None:
     """Train the runs of a stage that have no row."""
-    total = sum(count_runs(stage, arm) for arm in arms)
+    total = count_all_runs(stage, arms)
     runner.store_runs(
         missing_runs(stage, arms, path),
         train_run,
@@ -256,10 +265,34 @@ def measure_speeds(arms: list[str], path: Path, folder: Path) -> None:
 
 
 def train_again(path: Path, folder: Path) -> None:
-    """Train two reported runs again, and store whether their bits are the same."""
-    reported = [row for row in read_rows(path) if row["phase"] == "report" and row["seed"] == 0]
-    for old in [row for row in reported if row["rung"] == "short"][:2]:
-        run = Run(old["arm"], "short", "report", 0, tuple(old["point"]))
+    """Train two reported runs again, and store whether their bits are the same.
+
+    Both are runs of this kind of machine, because other processors round sums differently.
+
+    Raises:
+        ValueError: there are not two such runs
+    """
+    rows = read_rows(path)
+    machine = describe_machine()["machine"]
+    candidates = [
+        row
+        for row in rows
+        if row["phase"] == "report" and row["seed"] == 0 and row["machine"] == machine
+    ]
+    if len(candidates) < NUM_REPEATED:
+        raise ValueError(
+            f"the stage again repeats {NUM_REPEATED} reported runs with seed 0 of a machine like "
+            f"this one ({machine}), and {path} has {len(candidates)}; train other arms here first"
+        )
+    finished = [
+        (row["arm"], row["rung"])
+        for row in rows
+        if row["phase"] == "again" and row["machine"] == machine
+    ]
+    for old in sorted(candidates, key=lambda row: RUNGS[row["rung"]])[:NUM_REPEATED]:
+        if (old["arm"], old["rung"]) in finished:
+            continue
+        run = Run(old["arm"], old["rung"], "report", 0, tuple(old["point"]))
         row = train_run(run, folder / f"{run.name}-again")
         shutil.rmtree(folder / f"{run.name}-again")
         keys = ("val_loss", "train_loss", "group_losses")
@@ -290,17 +323,16 @@ def main() -> None:
         stage, arms, options = read_options(sys.argv[1:])
         results = Path(options["results"])
         folder = Path(options["runs"])
-        path = results / "language.jsonl"
+        path = results / ("speeds.jsonl" if stage == "speed" else "language.jsonl")
         if options["mode"] == "train":
             runner.check_dataset(DATASET, DATASET_COMMAND)
-        if stage == "speed":
-            measure_speeds(arms, results / "speeds.jsonl", folder)
+        if options["mode"] == "show":
+            finished = count_finished(stage, arms, read_rows(path))
+            print(f"{stage}: {finished} of {count_all_runs(stage, arms)} runs are finished")
+        elif stage == "speed":
+            measure_speeds(arms, path, folder)
         elif stage == "again":
             train_again(path, folder)
-        elif options["mode"] == "show":
-            total = sum(count_runs(stage, arm) for arm in arms)
-            finished = count_finished(stage, arms, read_rows(path))
-            print(f"{stage}: {finished} of {total} runs are finished")
         else:
             train_missing(stage, arms, path, folder)
 

@@ -15,6 +15,7 @@ from in_process import call
 from research.residual_streams import rates, runner, single_rate, streams, study
 from research.residual_streams.study import Run
 from research.rows import append_row, read_rows
+from training.provenance import describe_machine
 from training.settings import configure
 
 STUDY = "research/residual_streams/study.py"
@@ -218,13 +219,13 @@ def small_study(monkeypatch, corpus):
     monkeypatch.setattr(study, "make_arguments", lambda run: [*make_arguments(run), *options])
 
 
-def test_a_stage_trains_what_is_missing_and_repeats_have_the_same_bits(small_study, tmp_path):
+def test_a_stage_trains_what_is_missing(small_study, tmp_path):
     options = [f"--results={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"]
     result = call(STUDY, "short", "--arms=ddl_tc", *options)
     assert result.returncode == 0, result.stderr.decode()
     last_line = result.stdout.decode().splitlines()[-1]
     assert last_line.startswith("ddl_tc-short-report-0")
-    assert "| 0 runs left, 0:00" in last_line
+    assert "| 0 left, 0:00" in last_line
     rows = read_rows(tmp_path / "results" / "language.jsonl")
     assert [row["phase"] for row in rows] == ["try", "try", "report"]
     report = rows[-1]
@@ -233,10 +234,36 @@ def test_a_stage_trains_what_is_missing_and_repeats_have_the_same_bits(small_stu
 
     result = call(STUDY, "short", "--arms=ddl_tc", *options)
     assert result.stdout == b""  # nothing is missing
-    result = call(STUDY, "again", *options)
-    assert b"same bits: True" in result.stdout
     result = call(STUDY, "short", "--arms=ddl_tc", "--mode=show", *options)
     assert result.stdout == b"short: 3 of 3 runs are finished\n"
+
+
+def test_repeated_runs_have_the_same_bits(small_study, tmp_path):
+    options = [f"--results={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"]
+    assert call(STUDY, "short", "--arms=additive,ddl_tc", *options).returncode == 0
+    result = call(STUDY, "again", "--mode=show", *options)
+    assert result.stdout == b"again: 0 of 2 runs are finished\n"
+    result = call(STUDY, "again", *options)
+    assert result.stdout.count(b"same bits: True") == 2
+    result = call(STUDY, "again", *options)
+    assert result.stdout == b""  # nothing is missing
+    result = call(STUDY, "again", "--mode=show", *options)
+    assert result.stdout == b"again: 2 of 2 runs are finished\n"
+
+
+def test_runs_of_another_machine_are_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "check_dataset", lambda name, command: None)
+    row = {"arm": "conv", "rung": "short", "phase": "report", "seed": 0, "point": [0, 0]}
+    for machine in (describe_machine()["machine"], "64 x another processor"):
+        append_row(tmp_path / "language.jsonl", {**row, "machine": machine})
+    line = one_line_error(call(STUDY, "again", f"--results={tmp_path}"))
+    assert "language.jsonl has 1; train other arms here first" in line
+
+
+def test_speeds_are_counted_without_measuring_them(tmp_path):
+    append_row(tmp_path / "speeds.jsonl", {"arm": "conv", "round": 0, "tokens_per_second": 1.0})
+    result = call(STUDY, "speed", "--mode=show", "--arms=conv", f"--results={tmp_path}")
+    assert result.stdout == b"speed: 1 of 3 runs are finished\n"
 
 
 def test_a_text_that_is_not_prepared_is_named_with_its_script(monkeypatch, tmp_path):
