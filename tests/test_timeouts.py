@@ -44,6 +44,9 @@ def test_a_group_follows_the_phase(group):
     assert read_timeout(group) == SHORT
     timeouts.enter("gradient sync")
     assert read_timeout(group) == SHORT
+    later_group = dist.new_group()
+    timeouts.follow_phases(later_group)
+    assert read_timeout(later_group) == SHORT
     timeouts.enter("save", timeout=timeouts.PATIENT_TIMEOUT)
     assert read_timeout(group) == timeouts.PATIENT_TIMEOUT
 
