@@ -14,6 +14,9 @@ from model.options import check_ranges, option
 if TYPE_CHECKING:
     from data.tokenizer_base import Tokenizer
 
+# the smallest temperature above 0
+MIN_TEMPERATURE = 1e-6
+
 # number of random numbers that are drawn for a sequence at a time
 UNIFORMS_PER_DRAW = 1024
 
@@ -30,7 +33,8 @@ class Sampling:
     repetition_penalty: float = option(
         1.0,
         "penalty on the logits of tokens that already occur in the text; 1 disables it",
-        above=0,
+        low=1e-6,
+        high=1e6,
     )
     temperature: float = option(
         1.0,
@@ -58,12 +62,12 @@ class Sampling:
 
     def __post_init__(self):
         check_ranges(self)
-        if math.isinf(self.repetition_penalty):
+        # the quotient with a smaller number might not be finite
+        if math.isinf(self.temperature) or 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: give a finite number above 0"
+                f"temperature={self.temperature}: give 0 or a finite number of at least "
+                f"{MIN_TEMPERATURE:g}"
             )
-        if math.isinf(self.temperature):
-            raise ValueError(f"temperature={self.temperature}: give a finite number, 0 or more")
 
 
 def probabilities(
@@ -98,7 +102,7 @@ def sample(
     uniform: torch.Tensor | None,
     present: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample one token for each row, and return their ids (B,).
+    """Sample one token for each row, and return their ids (B,); V where a logit is NaN.
 
     Args:
         logits: (B, V)
@@ -118,7 +122,9 @@ def sample(
     point = uniform[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, point, right=True)
     if tokens is not None:
-        index = tokens.gather(-1, index)
+        num_columns = tokens.shape[-1]
+        chosen = tokens.gather(-1, index.clamp(max=num_columns - 1))
+        index = torch.where(index < num_columns, chosen, logits.shape[-1])
     return index.squeeze(-1)
 
 
@@ -187,9 +193,12 @@ class Generation:
                 return
             logits = self.next_logits(tokens)
             tokens = sample(logits, self.sampling, self.uniform(step), self.present)
+            ids = tokens.tolist()
+            if max(ids) >= self.vocab_size:
+                raise ValueError("the logits of the model are not finite; it may have diverged")
             if self.present is not None:
                 self.present.scatter_(1, tokens[:, None], True)
-            yield self.append(tokens.tolist())
+            yield self.append(ids)
 
     def append(self, tokens: list[int]) -> list[int | None]:
         """Append a token to each text that has not ended; return these, and None for the others."""

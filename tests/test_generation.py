@@ -1,5 +1,7 @@
 """Draw tokens as transformers does, generate batches of texts, and stop at stop strings."""
 
+import math
+
 import pytest
 import torch
 from decoding_helpers import CASES
@@ -95,17 +97,39 @@ def test_extreme_uniform_numbers_draw_only_what_is_possible(sampling):
     ("options", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1.0: give 0 or more"),
+        ({"temperature": 1e-7}, "temperature=1e-07: give 0 or a finite number of at least 1e-06"),
+        ({"temperature": math.inf}, "temperature=inf: give 0 or a finite number of at least"),
         ({"temperature": float("nan")}, "temperature=nan: give 0 or more"),
         ({"top_k": 0}, "top_k=0: give 1 or more"),
         ({"top_p": 0.0}, "top_p=0.0: give a number above 0"),
         ({"top_p": 1.1}, "top_p=1.1: give a number above 0"),
         ({"min_p": -0.1}, "min_p=-0.1: give a number from 0 to 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: give a number above 0"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty=0.0: give a number from 1e-06 to 1000000.0",
+        ),
+        ({"repetition_penalty": math.inf}, "repetition_penalty=inf: give a number from 1e-06"),
     ],
 )
 def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 2.0}])
+def test_logits_that_are_not_finite_are_an_error(options):
+    model = build_tiny("gpt-mha-rope")
+    torch.nn.init.constant_(model.ln_f.weight, math.nan)
+    with pytest.raises(ValueError, match="the logits of the model are not finite"):
+        generate(Decoder(model, 2), [[1, 2], [3]], 4, Sampling(**options))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-6}, {"repetition_penalty": 1e-6}])
+def test_the_smallest_values_draw_a_token(options):
+    logits = torch.tensor([[-1e4, 1e4, 3.0]])
+    present = torch.ones(1, 3, dtype=torch.bool)
+    uniform = torch.tensor([0.5], dtype=torch.float64)
+    assert sample(logits, Sampling(**options), uniform, present).tolist() == [1]
 
 
 @torch.no_grad()
