@@ -31,6 +31,7 @@ try:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
     from pydantic import BaseModel, ConfigDict, Field
+    from starlette.exceptions import HTTPException
     from starlette.types import Receive, Scope, Send
 except ImportError as error:
     raise ValueError(
@@ -98,12 +99,14 @@ class JSONLines(StreamingResponse):
 def one_at_a_time(
     lock: threading.Lock, events: Generator[dict, None, None]
 ) -> Generator[dict, None, None]:
-    """Yield events while holding the lock; a single message if the lock cannot be acquired."""
+    """Yield events while holding the lock; a message if it cannot be acquired, or for an error."""
     if not lock.acquire(timeout=MAX_WAIT):
         yield {"message": "busy: another text is being generated; try again when it has ended"}
         return
     try:
         yield from events
+    except ValueError as error:  # the response has begun, so its status can no longer say it
+        yield {"message": describe_mistake(error)}
     finally:
         lock.release()
 
@@ -161,6 +164,10 @@ def create_app(
     lock = threading.Lock()
     seeds = itertools.count(first_seed)
 
+    @app.exception_handler(HTTPException)
+    def answer_other_error(_request: object, error: HTTPException) -> JSONResponse:
+        return JSONResponse({"message": error.detail}, error.status_code, error.headers)
+
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ValueError)
     def answer_mistake(_request: object, error: Exception) -> JSONResponse:
@@ -197,11 +204,19 @@ def create_app(
         )
         return JSONLines(one_at_a_time(lock, iterate_under(autocast, events)))
 
-    # the page is served by name, so that no other file can be requested
     for url, name in FILES.items():
-        file = Path(__file__).with_name(name)
-        app.add_api_route(url, lambda file=file: FileResponse(file), methods=["GET"])
+        answer = make_file_answer(Path(__file__).with_name(name))
+        app.add_api_route(url, answer, methods=["GET"])
     return app
+
+
+def make_file_answer(file: Path) -> Callable[[], FileResponse]:
+    """Return a function that answers with a file.
+
+    FastAPI lets a request set the parameters of such a function, also those with a default. So that
+    no other file can be requested, this one has none.
+    """
+    return lambda: FileResponse(file)
 
 
 def describe_model(model: GPT, tokenizer: Tokenizer, state: dict, defaults: dict) -> dict:

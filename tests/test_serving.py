@@ -102,7 +102,7 @@ def test_a_block_that_occurs_twice_has_two_rows():
 def test_what_is_not_finite_is_sent_as_none():
     model = lively("DDL-vdim1-gpt-mha-rope")
     torch.nn.init.constant_(model.transformer.h[1].ddl_mlp.beta.bias, float("nan"))
-    _, tokens = generated(model, [256, 1, 2], 0)
+    _, tokens = generated(model, [256, 1, 2], 0, sampling=Sampling(temperature=0))
     assert [token["statistics"]["beta"][3] for token in tokens] == [None] * 3
 
 
@@ -308,8 +308,15 @@ def test_the_page_and_the_model(address):
         assert headers["content-security-policy"].startswith("default-src 'self';")
         assert headers["x-content-type-options"] == "nosniff"
         assert "access-control-allow-origin" not in headers
+        # parameters are ignored, so that no other file can be requested
+        for parameters in ("?file=/etc/passwd", "?path=/etc/passwd"):
+            assert ask(address, path=path + parameters)[2] == body
     for path in ("/app.py", "/docs", "/openapi.json", "/../sample.py", "/generate"):
-        assert ask(address, path=path)[0] in (404, 405)
+        status, _, text = ask(address, path=path)
+        assert (status, json.loads(text)) in (
+            (404, {"message": "Not Found"}),
+            (405, {"message": "Method Not Allowed"}),
+        )
     description = json.loads(ask(address, path="/model")[2])
     assert description["model"] == "DDL-gpt-mha-rope"
     assert description["step"] == 6
@@ -499,6 +506,17 @@ def test_a_closed_connection_ends_the_computation(slow):
     assert type(slow.model.stream) is Stream
     last = generate(slow.address, prompt="a", temperature=0, max_new_tokens=100)[-1]
     assert last["new_tokens"] == 100
+
+
+def test_logits_that_are_not_finite_end_a_text_with_a_message():
+    model = lively("gpt-mha-rope")
+    torch.nn.init.constant_(model.ln_f.weight, float("nan"))
+    with serve_model(model, TOKENIZER) as address:
+        for _ in range(2):  # the server goes on
+            last = generate(address, prompt="a", max_new_tokens=3)[-1]
+            assert last == {
+                "message": "the logits of the model are not finite; it may have diverged"
+            }
 
 
 def test_one_generation_at_a_time(slow, monkeypatch):
