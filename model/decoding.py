@@ -142,10 +142,11 @@ def round_matrices(model: "GPT", dtype: torch.dtype = torch.bfloat16) -> None:
     """Store in dtype the parameters that autocast rounds at each use, as their rules say.
 
     Under autocast, the results have the same bits for half the memory. Other parameters stay as
-    they are.
+    they are, and so does the embedding if the state is in float32, because it is the first state.
     """
     for name, rule in rules_of(model).items():
-        if rule.rounded:
+        is_first_state = name == "transformer.wte.weight" and model.config.state_dtype == "float32"
+        if rule.rounded and not is_first_state:
             parameter = model.get_parameter(name)
             parameter.data = parameter.data.to(dtype)
 
