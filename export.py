@@ -74,6 +74,11 @@ def check_out(out_dir: Path, overwrite: bool) -> None:
             f"{out_dir} does not hold an exported model, and --overwrite replaces nothing else; "
             "give another out_dir"
         )
+    folders = sorted(path.name for path in out_dir.iterdir() if path.is_dir())
+    if folders:
+        raise ValueError(
+            f"{out_dir} contains {folders[0]}/, which --overwrite would delete; move it elsewhere"
+        )
 
 
 def check_exportable(model: GPT) -> None:
@@ -217,12 +222,14 @@ def main() -> None:
         try:
             (temporary / "new").mkdir()
             write(temporary / "new", out_dir.name, source, args.dtype)
+            if out_dir.exists():
+                out_dir.replace(temporary / "old")
+            (temporary / "new").replace(out_dir)
         except BaseException:
+            if (temporary / "old").exists():
+                (temporary / "old").replace(out_dir)
             shutil.rmtree(temporary)
             raise
-        if out_dir.exists():
-            out_dir.replace(temporary / "old")
-        (temporary / "new").replace(out_dir)
         shutil.rmtree(temporary)
     sizes = [
         f"{file.name} ({units.format_bytes(file.stat().st_size)})"

@@ -585,6 +585,31 @@ def test_an_export_that_fails_leaves_what_was_there(noisy_run, tmp_path, monkeyp
     assert {path.name: path.read_bytes() for path in out.iterdir()} == contents
 
 
+def test_a_rename_that_fails_leaves_what_was_there(noisy_run, tmp_path, monkeypatch):
+    out = export_run(noisy_run, tmp_path / "exports" / "out")
+    contents = {path.name: path.read_bytes() for path in out.iterdir()}
+    replace = Path.replace
+
+    def fail_for_the_new_folder(path, target):
+        if path.name == "new":
+            raise OSError("device or resource busy")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail_for_the_new_folder)
+    for arguments in ([out, "--overwrite"], [out.with_name("other")]):
+        assert "resource busy" in one_line_error(call("export.py", noisy_run, *arguments))
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == contents
+
+
+def test_a_folder_in_an_exported_folder_is_never_deleted(noisy_run, tmp_path):
+    out = export_run(noisy_run, tmp_path / "out")
+    (out / "eval").mkdir()
+    line = one_line_error(call("export.py", noisy_run, out, "--overwrite"))
+    assert "contains eval/, which --overwrite would delete; move it elsewhere" in line
+    assert (out / "eval").is_dir()
+
+
 def test_an_empty_folder_is_written_to(noisy_run, tmp_path):
     assert (export_run(noisy_run, tmp_path) / "model.safetensors").is_file()
 
