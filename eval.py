@@ -190,9 +190,13 @@ def table_cell(entry: dict) -> tuple[str, str, str]:
 
 
 def make_title(entry: dict) -> str:
-    """Return the title of an entry's table: the number of shots, and what else affects results."""
+    """Return the title of an entry's table: the number of shots, and what else affects results.
+
+    For an entry of a validation split it is the data set.
+    """
     if entry["task"] == "validation":
-        return ""
+        # entries of earlier versions do not have it
+        return f"validation, {entry['dataset']}" if "dataset" in entry else "validation"
     settings = entry["settings"]
     parts = [f"{entry['shots']}-shot", settings["dtype"]]
     if settings["add_bos_token"]:
@@ -205,27 +209,27 @@ def make_title(entry: dict) -> str:
 def make_tables(
     entries: list[dict], papers: dict[str, published.Published]
 ) -> list[comparison.Table]:
-    """Return a table for each title, and a last one for the validation split.
+    """Return a table for each title, those of validation splits last.
 
     Args:
         papers: the paper's results for each model, by the digest of its weights
     """
     entries_by_title: dict[str, list[dict]] = {}
-    validation_rows = []
+    validation_rows: dict[str, list[comparison.Row]] = {}
     for entry in entries:
         if entry["task"] == "validation":
             label = entry["label"]
             paper, remark = papers[entry["weights"]].beside_validation(label, entry)
             row = comparison.make_validation_row(label, entry["record"], paper, remark)
-            validation_rows.append(row)
+            validation_rows.setdefault(make_title(entry), []).append(row)
         else:
             entries_by_title.setdefault(make_title(entry), []).append(entry)
     tables = [
         make_task_table(title, entries_of_title, papers)
         for title, entries_of_title in entries_by_title.items()
     ]
-    if validation_rows:
-        tables.append(comparison.make_validation_table(validation_rows))
+    for title, rows in validation_rows.items():
+        tables.append(comparison.make_validation_table(title, rows))
     return tables
 
 

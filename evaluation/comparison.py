@@ -131,14 +131,14 @@ def make_validation_row(label: str, record: dict, paper: dict[str, float], remar
     return Row(label, values, published, remark)
 
 
-def make_validation_table(rows: list[Row]) -> Table:
-    """Return a table of results on validation splits, with the columns that any row has."""
+def make_validation_table(title: str, rows: list[Row]) -> Table:
+    """Return a table of results on a validation split, with the columns that any row has."""
     columns = {
         column: heading
         for column, heading in VALIDATION_COLUMNS.items()
         if any(column in row.values for row in rows)
     }
-    return Table("validation", columns, rows, num_decimals=4)
+    return Table(title, columns, rows, num_decimals=4)
 
 
 def make_notes(results: list[Table]) -> list[str]:

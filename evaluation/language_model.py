@@ -153,7 +153,10 @@ class LanguageModel(TemplateLM):
             ValueError: a continuation is empty, or longer than block_size
         """
         truncated = [
-            truncate_request(index, context, continuation, self.max_length)
+            # lm-eval moves blanks to the continuation, which may leave no token in the context
+            truncate_request(
+                index, context or [self.prefix_token_id], continuation, self.max_length
+            )
             for index, (_, context, continuation) in enumerate(requests)
         ]
         groups = group_requests(truncated, self.batch_size)

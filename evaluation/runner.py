@@ -122,7 +122,7 @@ class Evaluation:
         settings = {"corpus": corpus.identity}
         entry, stored_entry = self.start_entry(subject, "validation", None, settings)
         if stored_entry is not None:
-            return stored_entry
+            return with_label_of(stored_entry, entry)
         start = time.perf_counter()
         block_size = model.config.block_size
         layout = SequenceLayout.from_meta(corpus.meta)
@@ -146,7 +146,8 @@ class Evaluation:
         # sequences of a stream overlap by one token; those of documents do not, and may be padded
         num_tokens = num_sequences * block_size if layout is not None else len(batches.tokens) - 1
         line = ", ".join(f"{key} {value:.4f}" for key, value in record.items())
-        return self.store(entry, {"tokens": num_tokens, "record": record}, start, line)
+        results = {"dataset": corpus.path.name, "tokens": num_tokens, "record": record}
+        return self.store(entry, results, start, line)
 
     def evaluate_tasks(
         self, subject: Subject, model: GPT, tokenizer: Tokenizer, loaded_tasks: list[LoadedTask]
@@ -167,9 +168,17 @@ class Evaluation:
             for task in loaded_tasks:
                 try:
                     entries.append(self.evaluate_task(subject, language_model, task, num_shots))
-                except ValueError as error:  # the other tasks are evaluated nevertheless
+                # A full disk, a full memory and a lost process end the evaluation.
+                except (OSError, MemoryError, RuntimeError):
+                    raise
+                # The code and templates of a task may raise any other error. The other tasks are
+                # evaluated nevertheless.
+                except Exception as error:
+                    cause = str(error)
+                    if not isinstance(error, ValueError):
+                        cause = f"{type(error).__name__}: {error}"
                     self.failures.append(
-                        f"task {task.name}, {num_shots}-shot, of {subject.label} failed: {error}"
+                        f"task {task.name}, {num_shots}-shot, of {subject.label} failed: {cause}"
                     )
         return entries
 
@@ -192,8 +201,7 @@ class Evaluation:
             for each_task in task.tasks.values():
                 each_task.build_all_requests(limit=self.limit)
             if stored_entry["digest"] == tasks.compute_digest(task):
-                # the model may have another label and folder than when it was evaluated
-                return {**stored_entry, "label": entry["label"], "folder": entry["folder"]}
+                return with_label_of(stored_entry, entry)
         start = time.perf_counter()
         results = tasks.evaluate(
             language_model,
@@ -243,6 +251,11 @@ def read_entries(out: Path) -> list[dict]:
     """
     path = out / "results.json"
     return files.read_json(path).get("entries", []) if path.exists() else []
+
+
+def with_label_of(stored_entry: dict, entry: dict) -> dict:
+    """Return a stored entry under the label and folder that its model has now."""
+    return {**stored_entry, "label": entry["label"], "folder": entry["folder"]}
 
 
 def has_same_key(first: dict, second: dict) -> bool:

@@ -79,7 +79,8 @@ def find_run_folder(path: Path) -> Path:
 def default_out_folder(paths: list[str]) -> Path:
     """Return the folder for results: eval/ in a single run, eval_A+B/ beside the runs A and B.
 
-    The names of several runs are sorted, so that their order in `paths` does not matter.
+    The names of several runs are sorted, so that their order in `paths` does not matter. The
+    results of an exported folder are beside it, because `export.py --overwrite` replaces it.
 
     Raises:
         ValueError: only the root folder contains all runs
@@ -87,6 +88,8 @@ def default_out_folder(paths: list[str]) -> Path:
     run_folders = find_run_folders(paths)
     common_folder = find_common_folder(paths)
     if len(run_folders) == 1:
+        if checkpoint.is_exported(common_folder):
+            return common_folder.parent / f"eval_{common_folder.name}"
         return common_folder / "eval"
     relative_paths = sorted(str(folder.relative_to(common_folder)) for folder in run_folders)
     names = "+".join(relative_paths).replace(os.sep, "-")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jinja2
 import numpy as np
 import torch
 
@@ -43,6 +44,8 @@ PREFERRED_METRICS = ("acc_norm", "acc", "exact_match", "f1")
 # Metrics that tables show in percent.
 PERCENT_METRICS = (*PREFERRED_METRICS, "acc_bytes", "acc_mutual_info", "em", "mcc")
 DEFAULT_RETRY_MINUTES = 10.0
+# What a mistake in the templates or functions of a task file raises.
+TEMPLATE_ERRORS = (jinja2.TemplateError, AttributeError, LookupError, NameError, TypeError)
 FEWSHOT_SEED = 1234  # lm-eval's default
 
 
@@ -200,13 +203,16 @@ def load(
 
 def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str:
     """Say which task is skipped, why, and what to do about it, in one line."""
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    if len(cause) > 160:
+        cause = f"{cause[:157]}..."
+    # lm-eval renders the first item when it loads a task
+    if isinstance(error, TEMPLATE_ERRORS):
+        return f"task {name} is skipped: its file does not fit its dataset ({cause}); correct it"
     config = getattr(manager.task_index.get(name), "cfg", None) or {}
     dataset = " ".join(
         str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key)
     )
-    cause = " ".join(f"{type(error).__name__}: {error}".split())
-    if len(cause) > 160:
-        cause = f"{cause[:157]}..."
     advice = "connect to the Hugging Face Hub once, or set HF_HOME to a folder that has the dataset"
     if isinstance(error, RetriesExhausted):
         advice = "rerun the same command later; it evaluates only what is missing"

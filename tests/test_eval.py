@@ -29,6 +29,7 @@ from model.decoding import Decoder
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
 import lm_eval.evaluator
+from lm_eval.api.instance import Instance
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -246,6 +247,15 @@ def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, max_logits
     assert [nats for nats, _ in scores] == pytest.approx(expected_nats, abs=1e-9)
     assert [is_greedy for _, is_greedy in scores] == expected_greedy
     assert expected_greedy.count(True) >= 4
+
+
+def test_a_context_of_blanks_alone_is_read_as_the_beginning_of_a_text():
+    own = language_model(move_parameters(build("gpt-mha-rope", **TINY)))
+    requests = [(" ", "yes"), ("<|endoftext|> ", "yes")]
+    blank, ended = own.loglikelihood(
+        [Instance("loglikelihood", {}, request, index) for index, request in enumerate(requests)]
+    )
+    assert blank == pytest.approx(ended)
 
 
 @pytest.mark.parametrize("count", [0, 21])
@@ -563,6 +573,37 @@ def test_a_model_that_is_not_in_the_paper_is_compared_with_nothing(validation):
     assert "| published" not in output
 
 
+def test_a_kept_result_has_the_name_that_its_run_has_now(run, validation, tmp_path):
+    entry, _ = validation
+    moved_run = tmp_path / "moved"
+    shutil.copytree(run, moved_run)
+    (moved_run / "eval").mkdir()
+    text = json.dumps({"entries": [entry]})
+    (moved_run / "eval" / "results.json").write_text(text)
+    code, output, error = run_eval(moved_run, "--val")
+    assert code == 0, error
+    assert "moved, step 6" in output
+    assert "tiny, step 6" not in output
+    assert (moved_run / "eval" / "results.json").read_text() == text  # nothing was computed
+
+
+def test_each_corpus_has_a_table(run, corpus, tmp_path):
+    other_corpus = tmp_path / "other_corpus"
+    shutil.copytree(corpus, other_corpus)
+    [shard] = other_corpus.glob("*val*.bin")
+    tokens = open_corpus(str(other_corpus)).val[0]
+    shards.write_shard(shard, np.array(tokens[: len(tokens) // 2]))
+    out = tmp_path / "out"
+    for name in (corpus, other_corpus):
+        code, _, error = run_eval(run, f"--val={name}", f"--out={out}")
+        assert code == 0, error
+    table = (out / "table.md").read_text()
+    assert f"### validation, {Path(corpus).name}\n" in table
+    assert "### validation, other_corpus\n" in table
+    first_loss, other_loss = re.findall(r"^\| tiny, step 6 \| ([\d.]+)", table, flags=re.MULTILINE)
+    assert first_loss != other_loss
+
+
 def test_two_processes_write_what_one_writes(run, folder, tmp_path):
     task_names = [*CHOICES, "texts", "continued"]
     arguments = [
@@ -809,21 +850,56 @@ def test_a_group_without_a_figure_shows_those_of_its_tasks(run, tmp_path):
     assert list(read_entries(out)["both", 0]["shown"]) == ["questions", "gaps"]
 
 
-def test_a_task_that_fails_is_named_and_the_others_are_evaluated(run, tmp_path):
+@pytest.mark.parametrize(
+    ("task", "old", "new", "message"),
+    [
+        # a setting that is not supported
+        (
+            "continued",
+            "max_gen_toks: 12",
+            "max_gen_toks: 12, num_beams: 3",
+            ", 0-shot, of tiny, step 6 failed: generation_kwargs: num_beams is not supported",
+        ),
+        # a template that does not fit the first item, which lm-eval renders when it loads the task
+        (
+            "questions",
+            "{{question}}",
+            "{{qestion}}",
+            " is skipped: its file does not fit its dataset (UndefinedError: 'qestion' is undefined)",
+        ),
+    ],
+)
+def test_a_task_that_fails_is_named_and_the_others_are_evaluated(
+    run, tmp_path, task, old, new, message
+):
     files = lm_eval_tasks.write_tasks(tmp_path, 3)
     out = tmp_path / "out"
-    text = (files / "continued.yaml").read_text()
-    text = text.replace("task: continued", "task: beams")
-    text = text.replace("max_gen_toks: 12", "max_gen_toks: 12, num_beams: 3")
-    (files / "beams.yaml").write_text(text)
+    text = (files / f"{task}.yaml").read_text().replace(f"task: {task}", "task: faulty")
+    assert old in text
+    (files / "faulty.yaml").write_text(text.replace(old, new))
     code, _, error = run_eval(
-        run, "--tasks=beams,questions", f"--include_path={files}", f"--out={out}", "--limit=3"
+        run, "--tasks=faulty,gaps", f"--include_path={files}", f"--out={out}", "--limit=3"
     )
     assert code == 3
     [line] = error.strip().splitlines()
-    assert "task beams, 0-shot, of " in line
-    assert "num_beams is not supported" in line
-    assert list(read_entries(out)) == [("questions", 0)]
+    assert f"task faulty{message}" in line
+    assert list(read_entries(out)) == [("gaps", 0)]
+
+
+def test_a_template_that_does_not_fit_a_later_item_fails_its_task_alone(run, tmp_path):
+    files = lm_eval_tasks.write_tasks(tmp_path, 3)
+    out = tmp_path / "out"
+    text = (files / "questions.yaml").read_text().replace("task: questions", "task: faulty")
+    text = text.replace("questions_test", "faulty_test")
+    (files / "faulty.yaml").write_text(text.replace("{{question}}", "{{choices[label]}}"))
+    items = (files / "questions_test.jsonl").read_text().splitlines()
+    items[1] = json.dumps({**json.loads(items[1]), "label": 9})
+    (files / "faulty_test.jsonl").write_text("\n".join(items) + "\n")
+    code, _, error = run_eval(run, "--tasks=faulty,gaps", f"--include_path={files}", f"--out={out}")
+    assert code == 3
+    [line] = error.strip().splitlines()
+    assert "task faulty, 0-shot, of tiny, step 6 failed: UndefinedError: " in line
+    assert list(read_entries(out)) == [("gaps", 0)]
 
 
 def test_the_samples_are_the_file_that_lm_eval_writes(run, tmp_path, monkeypatch):
@@ -964,6 +1040,10 @@ def test_runs_of_one_name_are_labelled_by_their_folders_too(run):
 )
 def test_results_are_in_the_run_or_in_a_folder_with_the_names_of_the_runs(paths, folder):
     assert subjects.default_out_folder(paths) == Path(folder)
+
+
+def test_results_are_beside_an_exported_folder(exported):
+    assert subjects.default_out_folder([str(exported)]) == exported.parent / "eval_exported"
 
 
 def test_sets_of_many_runs_have_short_and_different_folders():
