@@ -37,7 +37,7 @@ CONFIG_NAMES = {
 }
 
 # A resumed run may change these keys, but they change the result.
-CHANGEABLE_KEYS_OF_RECIPE = ("dataset", "max_steps")
+CHANGEABLE_KEYS_OF_RECIPE = ("dataset", "max_steps", "decay_steps")
 # The paper does not state its seeds.
 KEYS_NOT_OF_RECIPE = ("seed",)
 

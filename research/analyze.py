@@ -8,8 +8,8 @@
     python research/analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512]
     python research/analyze.py transfer [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512]
 
-rank measures the effective rank and size of the hidden states, and gradient norms, over depth
-(research/docs/mgt.md). gates measures what every site writes and erases, and the loss when part of a site is
+rank measures the effective rank and size of the hidden states, and gradient norms, over depth.
+gates measures what every site writes and erases, and the loss when part of a site is
 fixed or removed (research/docs/gates.md). spectrum measures what happens to a token's state from end to end,
 and lens what the model would predict after each site (research/docs/analysis.md). causality finds whether
 and where a later token changes what is computed before it, in a run or in the file of a variant

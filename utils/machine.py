@@ -35,7 +35,7 @@ def can_compile(device_type: str = "cpu") -> bool:
     return shutil.which(compiler) is not None and header.exists()
 
 
-# Compiling a decoding step on a CPU takes 5 to 20 s, and saves 1 to 2.5 ms of each step
+# Compiling a decoding step on a CPU takes 4 to 20 s, and saves 0.3 to 1.6 ms of each step
 # (research/docs/speed.md).
 MIN_STEPS_TO_COMPILE = 8192
 
