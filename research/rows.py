@@ -14,8 +14,19 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Append a row to the file with one write, so that two processes may share it."""
+    """Append a row to the file with one write, so that two processes may share it.
+
+    Raises:
+        OSError: the row could not be written; the file is as it was before
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    line = (json.dumps(row) + "\n").encode()
     with open(path, "ab", buffering=0) as stream:
-        stream.write((json.dumps(row) + "\n").encode())
+        num_written = stream.write(line)
+        # on a disk that is nearly full, a part of the line is written without an error
+        if num_written < len(line):
+            stream.truncate(stream.tell() - num_written)
+            raise OSError(
+                f"{path}: a row of {len(line)} bytes could not be written; free disk space"
+            )
         os.fsync(stream.fileno())

@@ -179,6 +179,9 @@ def train_run(experiment: Experiment, run: Run, folder: Path) -> dict:
         sys.stdout = output
         sys.stderr = error_stream
 
+    # it also fails if the disk is full, which says nothing about the model
+    if failure is not None and not (folder / "nonfinite").is_dir():
+        raise RuntimeError(f"{folder}: {failure}")
     records = list(metrics.read(folder / "metrics.jsonl"))
     evaluations = [[r["step"], r["val_loss"]] for r in records if "val_loss" in r]
     train_losses = [r["loss"] for r in records if "loss" in r]

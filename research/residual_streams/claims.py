@@ -270,8 +270,16 @@ def compare_at_equal_seconds(
 
 
 def compute_relative_speeds(rows: list[dict]) -> dict[str, float]:
-    """Return the median over rounds of each arm's tokens per second over the baseline's."""
-    speeds = {(row["arm"], row["round"]): row["tokens_per_second"] for row in rows}
+    """Return the median over rounds of each arm's tokens per second over the baseline's.
+
+    Rounds in which the baseline is not measured yet are left out.
+    """
+    rounds = {row["round"] for row in rows if row["arm"] == BASELINE}
+    speeds = {
+        (row["arm"], row["round"]): row["tokens_per_second"]
+        for row in rows
+        if row["round"] in rounds
+    }
     return {
         arm: float(
             np.median(

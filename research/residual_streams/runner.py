@@ -62,7 +62,8 @@ def call_train(arguments: list[str], folder: Path) -> bool:
     )
     if result.returncode == 0:
         return True
-    if stopping.read_status(folder).ended == "failed":
+    # train.py also fails if the disk is full, which says nothing about the model
+    if stopping.read_status(folder).ended == "failed" and (folder / "nonfinite").is_dir():
         return False
     last_line = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1]
     raise RuntimeError(f"{folder.name}: {last_line}")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import resource
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,10 +166,28 @@ def test_a_line_that_was_not_written_to_its_end_is_left_out(tmp_path):
     assert read_rows(path) == [{"number": 1}]
 
 
-def start_training(monkeypatch, tmp_path, code: int, status: str | None) -> Path:
+def test_a_row_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    append_row(path, {"number": 1})
+    stored = path.read_bytes()
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(stored) + 5, hard_limit))
+        with pytest.raises(OSError, match="a row of 15 bytes could not be written"):
+            append_row(path, {"number": 22})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
+    assert path.read_bytes() == stored
+
+
+def start_training(
+    monkeypatch, tmp_path, code: int, status: str | None, has_diverged: bool = False
+) -> Path:
     """Let train.py end with a code, and leave a status in the run folder."""
     folder = tmp_path / "run"
     folder.mkdir()
+    if has_diverged:
+        (folder / "nonfinite").mkdir()
     if status is not None:
         (folder / "status.json").write_text(json.dumps({"ended": status}))
     result = SimpleNamespace(returncode=code, stderr="train.py: a reason", stdout="")
@@ -180,11 +199,12 @@ def start_training(monkeypatch, tmp_path, code: int, status: str | None) -> Path
     ("code", "status", "is_finished"), [(0, "finished", True), (1, "failed", False)]
 )
 def test_a_run_is_finished_or_diverged(monkeypatch, tmp_path, code, status, is_finished):
-    folder = start_training(monkeypatch, tmp_path, code, status)
+    folder = start_training(monkeypatch, tmp_path, code, status, has_diverged=not is_finished)
     assert runner.call_train([], folder) is is_finished
 
 
-@pytest.mark.parametrize(("code", "status"), [(2, None), (75, "stopped")])
+# "failed" without a diagnosis: the disk was full
+@pytest.mark.parametrize(("code", "status"), [(2, None), (75, "stopped"), (1, "failed")])
 def test_a_run_that_ended_otherwise_is_an_error(monkeypatch, tmp_path, code, status):
     folder = start_training(monkeypatch, tmp_path, code, status)
     with pytest.raises(RuntimeError, match=r"^run: train.py: a reason$"):
