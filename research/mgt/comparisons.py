@@ -45,10 +45,13 @@ class Table:
     def by_seed(
         self, arm: str, layers: int, value: str | Callable[[dict], float], equal: str = ""
     ) -> ValueBySeed | None:
-        """Return the values of a setting by seed; None unless every seed is there."""
+        """Return the values of a setting by seed; None unless every seed is there.
+
+        The value of a run that diverged is None.
+        """
         get = value if callable(value) else lambda row: row[value]
         values = {
-            row["seed"]: get(row)
+            row["seed"]: None if row["val_loss"] is None else get(row)
             for row in self.rows
             if row["kind"] == "seed"
             and (row["arm"], row["layers"], row["equal"]) == (arm, layers, equal)
@@ -68,9 +71,10 @@ class Table:
 
 
 def combine(signed_terms: list[tuple[int, ValueBySeed | None]]) -> list[float] | None:
-    """Return the signed sum of values for every seed; None if a term is missing."""
-    if any(values is None for _, values in signed_terms):
-        return None
+    """Return the signed sum of values for every seed; None if a term is missing or diverged."""
+    for _, values in signed_terms:
+        if values is None or None in values.values():
+            return None
     seeds = signed_terms[0][1]
     return [sum(sign * values[seed] for sign, values in signed_terms) for seed in seeds]
 
@@ -93,17 +97,17 @@ def judge(comparisons: list[Comparison], table: Table) -> list[dict]:
             "p": 1.0,
         }
         learned = [table.has_learned(*setting) for setting in comparison.settings]
-        if comparison.values is None or None in learned:
+        if comparison.values is not None:
+            result.update(compare.summarize(comparison.values))
+        if None in learned:
+            result["verdict"] = "not run"
+        elif False in learned:
+            result["verdict"] = "did not learn"
+        elif comparison.values is None:
             result["verdict"] = "not run"
         else:
-            result.update(compare.summarize(comparison.values))
-            if False in learned:
-                result["verdict"] = "did not learn"
-            else:
-                beyond_bound = compare.estimate_mean(
-                    [x - comparison.bound for x in comparison.values]
-                )
-                result["p"] = beyond_bound.compute_p_value()
+            beyond_bound = compare.estimate_mean([x - comparison.bound for x in comparison.values])
+            result["p"] = beyond_bound.compute_p_value()
         results.append(result)
 
     for result, corrected in zip(

@@ -113,14 +113,29 @@ def check_options(experiment: str, preset: str, options: dict[str, str]) -> None
             raise ValueError(
                 f"--{key}={value}: give one value; a report compares only {', '.join(SWEPT_KEYS)}"
             )
-    if experiment == "beta":
-        arms = options.get("mgt_arm", "full")
-        arms_without_gate = set(arms.split(",")) - {"full", "ddl"}
-        if arms_without_gate:
-            raise ValueError(
-                f"--mgt_arm={arms}: {', '.join(sorted(arms_without_gate))} has no beta; give full "
-                "or ddl"
-            )
+    check_compared_values(experiment, options)
+
+
+def check_compared_values(experiment: str, options: dict[str, str]) -> None:
+    """Raise ValueError if the report of the experiment cannot tell apart the arms or depths."""
+    depths = options.get("num_hidden_layers", "")
+    if experiment not in ("rank", "depth") and "," in depths:
+        raise ValueError(
+            f"--num_hidden_layers={depths}: give one value; only rank and depth compare depths"
+        )
+    arms = options.get("mgt_arm")
+    if arms is None:
+        return
+    if experiment == "beta" and arms not in ("full", "ddl"):
+        raise ValueError(
+            f"--mgt_arm={arms}: give full or ddl; beta measures one arm, and only these have the gate"
+        )
+    unknown_arms = set(arms.split(",")) - set(ALL_ARMS.split(","))
+    if unknown_arms:
+        raise ValueError(
+            f"--mgt_arm={arms}: a report cannot show {', '.join(sorted(unknown_arms))}; give some of "
+            f"{ALL_ARMS}"
+        )
 
 
 def make_commands(

@@ -269,7 +269,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], folder: Path) -
     figure_path = json_path.with_suffix(".png")
 
     settings = select_shared_settings(finished)
-    unfinished = [cell.title for cell in cells if cell not in finished]
+    unfinished = [describe_cell(cell) for cell in cells if cell not in finished]
     figures = Figures(
         json_path,
         distributed.pick_device("auto"),
@@ -322,9 +322,15 @@ def select_shared_settings(cells: list[sweep.Cell]) -> dict[str, object]:
     }
 
 
+def describe_cell(cell: sweep.Cell) -> str:
+    """Return the arm, the depth and the seed, which tell a run from all others of an experiment."""
+    keys = ("mgt_arm", "num_hidden_layers", "seed")
+    return ",".join(f"{key}={cell.settings[key]}" for key in keys)
+
+
 def write_runs_csv(cells: list[sweep.Cell], prefix: str, path: Path) -> None:
-    """Add the runs to a table of runs, named PREFIX/TITLE."""
-    titles = {cell.folder: f"{prefix}/{cell.title}" for cell in cells}
+    """Add the runs to a table of runs, named PREFIX/ARM,LAYERS,SEED."""
+    titles = {cell.folder: f"{prefix}/{describe_cell(cell)}" for cell in cells}
     loaded, _ = runs.load([str(cell.folder) for cell in cells])
     runs.write_csv([replace(run, name=titles[run.path]) for run in loaded], path)
 

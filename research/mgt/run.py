@@ -17,7 +17,7 @@ The sizes are the paper's, for a GPU; study.py runs the five experiments at a si
 Runs go to sweeps/mgt/ and the report to results/mgt/ (--runs=FOLDER and --results=FOLDER change
 these), as EXPERIMENT_PRESET.json, .md and .png. Finished runs are skipped: rerun a stopped command
 to resume it. Any other --key=value is an option of sweep.py or train.py: --seed=0..9,
---dataset=openwebtext, --num_hidden_layers=24,48. --epochs=1 sets max_steps to the number of steps
+--dataset=openwebtext, --num_hidden_layers=24. --epochs=1 sets max_steps to the number of steps
 that use the training split once.
 """
 

@@ -230,6 +230,21 @@ def test_an_arm_whose_interval_reaches_the_bigram_did_not_learn():
     assert result["verdict"] == "did not learn"
 
 
+def test_an_arm_with_a_run_that_diverged_did_not_learn():
+    table = make_table({"full": [2.0, 2.1, None], "standard": [2.3, 2.4, 2.2]})
+    claims = [
+        comparisons.is_below(table, "full", "standard", 24),
+        comparisons.Comparison(
+            "a figure",
+            comparisons.combine([(1, table.by_seed("full", 24, lambda row: 2 * row["val_loss"]))]),
+            settings=(("full", 24, ""),),
+        ),
+    ]
+    for result in comparisons.judge(claims, table):
+        assert result["verdict"] == "did not learn"
+        assert result["mean"] is None
+
+
 def test_an_arm_without_all_seeds_is_not_judged():
     table = make_table({"full": [2.0, 2.1, 2.2], "standard": [2.3, 2.4]})
     [result] = comparisons.judge([comparisons.is_below(table, "full", "standard", 24)], table)

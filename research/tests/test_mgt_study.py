@@ -1,5 +1,6 @@
 """research/mgt: the runs of an experiment, its verdicts on rows made by hand, and its report."""
 
+import csv
 import json
 import math
 import shlex
@@ -448,6 +449,11 @@ def test_every_experiment_is_reported_from_its_runs(experiment, corpus, tmp_path
     if experiment in CHECKS:
         CHECKS[experiment](stored, tmp_path)
 
+    with open(tmp_path / "runs.csv", encoding="utf-8", newline="") as file:
+        names = [row["name"] for row in csv.DictReader(file)]
+    assert len(set(names)) == len(stored["rows"]) or experiment == "beta"
+    assert len(names) == len(list((tmp_path / "runs").rglob("metrics.jsonl")))
+
     # a second report measures nothing
     output = call(RUN, experiment, *options).stdout.decode()
     assert "of 12:" not in output
@@ -570,7 +576,13 @@ def test_the_copy_task_is_reported(tmp_path):
             ["ablation", "--learning_rate=1e-3,1e-1"],
             "a report compares only seed, mgt_arm, num_hidden_layers",
         ),
-        (["beta", "--mgt_arm=standard"], "standard has no beta; give full or ddl"),
+        (["beta", "--mgt_arm=standard"], "--mgt_arm=standard: give full or ddl"),
+        (["beta", "--mgt_arm=full,ddl"], "--mgt_arm=full,ddl: give full or ddl; beta measures one"),
+        (
+            ["ablation", "--num_hidden_layers=24,48"],
+            "--num_hidden_layers=24,48: give one value; only rank and depth compare depths",
+        ),
+        (["rank", "--mgt_arm=full,full_post"], "a report cannot show full_post; give some of"),
         (
             ["copy", "--dataset=python_stdlib"],
             "--dataset=python_stdlib: it has no answers to score",
