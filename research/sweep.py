@@ -520,15 +520,15 @@ def run_cells(
 def divide_gpus(jobs: int, gpus_per_cell: int) -> list[str | None]:
     """Return CUDA_VISIBLE_DEVICES for each of the cells that run at the same time.
 
-    None leaves the variable as it is: for a single cell, or if there are too few GPUs, which the
-    cells then share.
+    If there are fewer GPUs than the cells want, each GPU has about the same number of cells. None
+    leaves the variable as it is: for a single cell, or if there are too few GPUs for even one.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    if jobs == 1 or len(gpus) < jobs * gpus_per_cell:
+    if jobs == 1 or len(gpus) < gpus_per_cell:
         return [None] * jobs
-    starts = range(0, jobs * gpus_per_cell, gpus_per_cell)
-    return [",".join(gpus[start : start + gpus_per_cell]) for start in starts]
+    turns = itertools.cycle(gpus)
+    return [",".join(itertools.islice(turns, gpus_per_cell)) for _ in range(jobs)]
 
 
 def make_environment(jobs: int, gpus: str | None = None) -> dict[str, str]:

@@ -327,8 +327,12 @@ def test_cells_at_a_time_have_gpus_of_their_own(corpus, tmp_path, run, fake, mon
         (1, 1, [None]),
         (2, 1, ["0", "1"]),
         (2, 4, ["0,1,2,3", "4,5,6,7"]),
-        # too few: the cells share what there is
-        (4, 4, [None] * 4),
+        # too few: each GPU has about the same number of cells
+        (12, 1, ["0", "1", "2", "3", "4", "5", "6", "7", "0", "1", "2", "3"]),
+        (3, 4, ["0,1,2,3", "4,5,6,7", "0,1,2,3"]),
+        (2, 6, ["0,1,2,3,4,5", "6,7,0,1,2,3"]),
+        # too few for one cell
+        (2, 9, [None, None]),
     ],
 )
 def test_gpus_are_divided_among_cells(jobs, gpus_per_cell, expected, monkeypatch):
