@@ -635,11 +635,28 @@ def describe_validation_data(run: Run, metric: str = "val_loss") -> str:
         run.corpus.get("name"),
         counts.get("bytes"),
         run.settings.get("eval_part", "all"),
-        (run.final_evaluation or {}).get("val_sequences"),
+        *describe_evaluated_sequences(run),
     ]
     if metric != "val_bits_per_byte" or not counts.get("bytes"):
         data += [*get_vocabulary(run), counts.get("tokens")]
     return json.dumps(data)
+
+
+def describe_evaluated_sequences(run: Run) -> list:
+    """Return what tells the text of the last evaluation from other parts of the validation text.
+
+    All of a text is the same text for every tokenizer and block size. The same number of sequences
+    is not.
+    """
+    num_sequences = (run.final_evaluation or {}).get("val_sequences")
+    block_size = run.settings.get("block_size")
+    num_tokens = run.corpus.get("val", {}).get("tokens")
+    if num_sequences is None:
+        return []
+    is_whole = run.settings.get("eval_part", "all") == "all" and block_size and num_tokens
+    if is_whole and num_sequences == math.ceil((num_tokens - 1) / block_size):
+        return ["all"]
+    return [num_sequences, block_size, *get_vocabulary(run), num_tokens]
 
 
 def get_vocabulary(run: Run) -> tuple[str | None, int | None]:
@@ -671,8 +688,13 @@ def compare_by_sequence(run: Run, baseline: Run) -> Estimate:
     Raises:
         ValueError: a file is missing, or the sequences or tokens are not the same
     """
-    losses = read_sequence_losses(run)
-    baseline_losses = read_sequence_losses(baseline)
+    step, losses = read_sequence_losses(run)
+    baseline_step, baseline_losses = read_sequence_losses(baseline)
+    if step != baseline_step:
+        raise ValueError(
+            f"{run.name} was evaluated at step {step:,}, and {baseline.name} at step "
+            f"{baseline_step:,}: compare runs of equal length"
+        )
     same_data = describe_validation_data(run) == describe_validation_data(baseline)
     if losses.keys() != baseline_losses.keys() or not same_data:
         raise ValueError(
@@ -684,8 +706,8 @@ def compare_by_sequence(run: Run, baseline: Run) -> Estimate:
     )
 
 
-def read_sequence_losses(run: Run) -> dict[int, float]:
-    """Return the validation losses of losses.npz by the number of their sequence.
+def read_sequence_losses(run: Run) -> tuple[int, dict[int, float]]:
+    """Return the step of losses.npz, and its validation losses by the number of their sequence.
 
     Raises:
         ValueError: the file is missing
@@ -694,4 +716,5 @@ def read_sequence_losses(run: Run) -> dict[int, float]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: the last evaluation of train.py writes it")
     with np.load(path) as stored:
-        return dict(zip(stored["window"].tolist(), stored["loss"].tolist()))
+        losses = dict(zip(stored["window"].tolist(), stored["loss"].tolist()))
+        return int(stored["step"]), losses

@@ -595,14 +595,20 @@ def plot_over_depth(
 # ---- report.py curves ----
 
 
-def make_legend_label(line: Line) -> str:
-    """Return a line's name with the number of its runs and its last validation loss."""
-    parts = [shorten(line.name)]
-    if line.num_runs > 1:
-        parts.append(f"{line.num_runs} runs")
-    if "validation" in line.curves:
-        parts.append(f"validation {line.curves['validation'].mean[-1]:.3f}")
-    return ", ".join(parts)
+def make_legend_labels(lines: list[Line]) -> list[str]:
+    """Return each line's name with the number of its runs and its last validation loss."""
+    names = [shorten(line.name) for line in lines]
+    if len(set(names)) < len(names):  # the lines differ only in the middle of their names
+        names = [line.name for line in lines]
+    labels = []
+    for line, name in zip(lines, names):
+        parts = [name]
+        if line.num_runs > 1:
+            parts.append(f"{line.num_runs} runs")
+        if "validation" in line.curves:
+            parts.append(f"validation {line.curves['validation'].mean[-1]:.3f}")
+        labels.append(", ".join(parts))
+    return labels
 
 
 def plot_losses(
@@ -610,7 +616,7 @@ def plot_losses(
 ) -> None:
     """Write losses as PNG, SVG or PDF: training as lines, validation as points of the same color."""
     with use_print_style():
-        legend_labels = [make_legend_label(line) for line in lines]
+        legend_labels = make_legend_labels(lines)
         # the legend has two more labels, which explain lines and points
         figure, axes = make_panels(1, 1, 3.6, [*legend_labels, "", ""])
         axis = axes[0, 0]
@@ -670,8 +676,8 @@ def write_page(
 ) -> None:
     """Write losses as one interactive HTML page, which plotly exports and which needs no network."""
     figure = errors.import_optional("plotly.graph_objects", "an interactive page").Figure()
-    for line in lines:
-        name = escape(make_legend_label(line))
+    for line, label in zip(lines, make_legend_labels(lines)):
+        name = escape(label)
         first_kind = next(iter(line.curves), None)
         for kind, curve in line.curves.items():
             half_widths = curve.half_width.tolist() if line.num_runs > 1 else None
@@ -873,14 +879,22 @@ def choose_statistics(line: Line) -> list[str]:
 
 
 def group_lines_by_statistics(lines: list[Line]) -> dict[str, list[Line]]:
-    """Group lines that show the same residual statistics, by the file name of their figure."""
+    """Group lines that show the same residual statistics, by the file name of their figure.
+
+    A figure shows at most MAX_RESIDUAL_ROWS of them. The names of further figures end with _2, ...
+    """
     lines_by_name: dict[str, list[Line]] = {}
     for line in lines:
         if line.residual_statistics:
             name = "_".join(["residual", *choose_statistics(line)])
             name = re.sub(r"[^A-Za-z0-9_]+", "_", name)[:100]
             lines_by_name.setdefault(name, []).append(line)
-    return {name: members[:MAX_RESIDUAL_ROWS] for name, members in lines_by_name.items()}
+    figures = {}
+    for name, members in lines_by_name.items():
+        for number, start in enumerate(range(0, len(members), MAX_RESIDUAL_ROWS), 1):
+            figure_name = name if number == 1 else f"{name}_{number}"
+            figures[figure_name] = members[start : start + MAX_RESIDUAL_ROWS]
+    return figures
 
 
 def plot_residual(lines: list[Line]) -> "Figure":

@@ -201,6 +201,27 @@ def test_losses_of_different_numbers_of_sequences_are_not_compared(tmp_path):
     assert by_loss.reason == "another vocabulary or validation text"
 
 
+@pytest.mark.parametrize(
+    ("num_sequences", "reason"),
+    [
+        ((100, 50), "the data came in another order"),  # all 801 tokens
+        ((48, 48), "another validation text"),
+        ((48, 24), "another validation text"),
+    ],
+)
+def test_all_of_a_text_is_the_same_text_for_every_block_size(tmp_path, num_sequences, reason):
+    corpus = {**CORPUS, "val": {"tokens": 801, "bytes": 3000}}
+    for name, block_size, count in zip(("base", "other"), (8, 16), num_sequences, strict=True):
+        write_run(
+            tmp_path / name,
+            corpus=corpus,
+            scores={"val_bits_per_byte": 1.0, "val_sequences": count},
+            config={**SMALL, "block_size": block_size},
+        )
+    [by_bits] = compare_to_base(tmp_path, "val_bits_per_byte").values()
+    assert by_bits.reason == reason
+
+
 def test_unfinished_runs_are_no_comparison(tmp_path):
     write_run(tmp_path / "base")
     write_run(tmp_path / "longer", max_steps=8)
@@ -331,6 +352,9 @@ def test_pairs_over_validation_sequences_are_of_the_same_sequences(tmp_path):
     expected = stats.ttest_rel(b_losses, a_losses)
     assert estimate.compute_p_value() == pytest.approx(expected.pvalue, rel=1e-9)
     with pytest.raises(ValueError, match="different sequences"):
+        compare.compare_by_sequence(c, a)
+    np.savez(tmp_path / "c" / "losses.npz", window=sequences, loss=values, step=2)
+    with pytest.raises(ValueError, match="c was evaluated at step 2, and a at step 4"):
         compare.compare_by_sequence(c, a)
     result = call(
         "research/report.py",

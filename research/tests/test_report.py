@@ -42,6 +42,8 @@ def write_long_run(
     """
     write_run(folder, model_name, seed, max_steps=STEPS, steps=steps, config=config, **settings)
     rng = np.random.default_rng([seed, len(model_name)])
+    num_tokens = settings.get("corpus", CORPUS)["val"]["tokens"]
+    num_sequences = math.ceil((num_tokens - 1) / config["block_size"])
     lines = []
     for step in range(1, steps + 1):
         common = {
@@ -59,7 +61,7 @@ def write_long_run(
                     **common,
                     "val_loss": loss,
                     "val_perplexity": math.exp(loss),
-                    "val_sequences": 4,
+                    "val_sequences": num_sequences,
                     "val_bits_per_byte": loss / math.log(2) / 4,
                 }
             )
@@ -489,14 +491,17 @@ def make_line(number, name, size="small", model_name=None, points=8, published_l
 
 def figures_of(lines):
     rows = [(e, compare.Estimate(-0.1, 0.03, 1, 2), "undecided") for e in lines if e.style_number]
-    [members] = plots.group_lines_by_statistics(lines).values()
+    members_by_name = plots.group_lines_by_statistics(lines)
+    # none is left out
+    num_lines = sum(bool(line.residual_statistics) for line in lines)
+    assert sum(map(len, members_by_name.values())) == num_lines
     with plots.use_print_style():
         return {
             "curves": plots.plot_paper_curves(lines, "tokens"),
             "costs": plots.plot_costs(lines),
             "differences": plots.plot_differences(lines, BASE, "bits per byte"),
             "final": plots.plot_final(rows, BASE, "bits per byte"),
-            "residual": plots.plot_residual(members),
+            **{name: plots.plot_residual(members) for name, members in members_by_name.items()},
         }
 
 
