@@ -524,11 +524,14 @@ def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
             model
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    old_rows = {row["name"]: row for row in read_rows(path)} if path.exists() else {}
+    old_rows = {}
+    if path.exists():
+        old_rows = {parse_cell(row["name"]): row for row in read_rows(path)}
     new_rows = {run.name: make_row(run) for run in runs}
     for name in new_rows.keys() & old_rows.keys():
-        old_model = old_rows[name]["model"]
-        new_model = new_rows[name]["model"]
+        # it is missing for a run without a checkpoint
+        old_model = old_rows[name].get("model")
+        new_model = new_rows[name].get("model")
         if old_model != new_model:
             raise ValueError(
                 f"{path} has a run {name} of the model {old_model}, and this run {name} is of "

@@ -122,6 +122,9 @@ def run(args: Namespace) -> None:
         "micro_batch_size": args.micro_batch_size,
         "steps": args.steps,
         "dtype": args.dtype,
+        "compile": args.compile,
+        "kernels": args.kernels,
+        "state_checkpoint_interval": args.state_checkpoint_interval,
         **find_versions(),
     }
     figures = Figures(args.json, device, settings, args.resume)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 
 import pytest
@@ -275,6 +276,21 @@ def test_a_run_of_the_same_name_and_another_model_is_not_replaced(tmp_path):
         runs.write_csv(load(second), out)
     assert out.read_text() == stored
     assert runs.write_csv(load(first), out) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["20260117", "1e-3", "true", "run"])
+def test_a_run_is_replaced_whatever_its_name(tmp_path, name):
+    run = write_run(tmp_path / name)
+    out = tmp_path / "runs.csv"
+    assert [runs.write_csv(load(run), out) for _ in range(3)] == [(1, 0), (0, 1), (0, 1)]
+    assert [stored.name for stored in load(out)] == [name]
+
+
+def test_a_run_without_a_checkpoint_is_replaced(tmp_path):
+    run = write_run(tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    out = tmp_path / "runs.csv"
+    assert [runs.write_csv(load(run), out) for _ in range(2)] == [(1, 0), (0, 1)]
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"step": 1}\n', "name,step\na,1\na,1\n"])
