@@ -5,6 +5,8 @@ beside training, and may come before the process group exists.
 """
 
 import json
+import time
+import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -61,3 +63,48 @@ class StorePeers(Peers):
         if self.rank == 0:
             self.store.wait([f"{prefix}/done_{rank}" for rank in range(self.size)])
         return values
+
+
+# how often a rank looks whether the others have come, in seconds
+POLLING_INTERVAL = 0.02
+
+
+def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name that all ranks of this attempt share, and that no earlier attempt had.
+
+    The store may still have what the ranks of earlier attempts wrote. Each rank therefore writes an
+    id of its own, rank 0 proposes a name together with all ids that it finds, and a rank accepts the
+    proposal only if its own id is among them. Rank 0 proposes anew when an id has changed, and
+    confirms a proposal that all ranks have accepted.
+
+    Raises:
+        TimeoutError: a rank has not come in time
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    own_id = uuid.uuid4().hex
+    store.set(f"id/{rank}", own_id)
+    proposed_ids: list[str] = []
+    accepted = None
+    while time.monotonic() < deadline:
+        if rank == 0 and store.check([f"id/{other}" for other in range(size)]):
+            ids = [store.get(f"id/{other}").decode() for other in range(size)]
+            if ids != proposed_ids:
+                proposed_ids = ids
+                proposal = {"attempt": uuid.uuid4().hex, "ids": ids}
+                store.set("proposal", json.dumps(proposal))
+        if store.check(["proposal"]):
+            proposal = json.loads(store.get("proposal"))
+            attempt = proposal["attempt"]
+            if proposal["ids"][rank : rank + 1] == [own_id] and attempt != accepted:
+                store.set(f"{attempt}/accepted_{rank}", "")
+                accepted = attempt
+        if accepted is not None:
+            all_accepted = [f"{accepted}/accepted_{other}" for other in range(size)]
+            if rank == 0 and store.check(all_accepted):
+                store.set(f"{accepted}/confirmed", "")
+            if store.check([f"{accepted}/confirmed"]):
+                return accepted
+        time.sleep(POLLING_INTERVAL)
+    raise TimeoutError(
+        f"rank {rank} has waited {timeout.total_seconds():.0f} s for the other {size - 1} ranks"
+    )
