@@ -479,12 +479,23 @@ def fetch_shards(
     entries = [entry for entry in dataset.ask(list_tree) if entry.path.endswith(".bin")]
     for entry in tqdm(entries, unit="shard", disable=None):
         dataset.download(entry.path)
-    shutil.rmtree(out / ".cache", ignore_errors=True)  # huggingface_hub's notes on the downloads
+    delete_download_notes(out)
     # the Hub knows the SHA-256 of large files, which reveals flipped bits
     return FetchedShards(
         commit=commit,
         sha256={entry.path: entry.lfs.sha256 for entry in entries if entry.lfs},
     )
+
+
+def delete_download_notes(folder: Path) -> None:
+    """Delete what huggingface_hub notes of its downloads in a folder, and nothing else in .cache."""
+    notes = folder / ".cache" / "huggingface"
+    shutil.rmtree(notes / "download", ignore_errors=True)
+    for name in (".gitignore", "CACHEDIR.TAG"):
+        (notes / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # they hold other files
+        notes.rmdir()
+        notes.parent.rmdir()
 
 
 def fetch_model_file(repository: str, path: str, retry_minutes: float | None = None) -> Path | None:

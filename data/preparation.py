@@ -49,6 +49,8 @@ OWN_FILES = (
     "fetched.json",
     "preparation.json",
 )
+# folder of files from the Hub, until they are tokenized; hidden, because it is deleted
+DOWNLOADS = ".hub_downloads"
 
 
 # ---- options ----
@@ -298,7 +300,7 @@ class Preparation:
                 continue
             old_stage = old_stages[number] if number < len(old_stages) else {}
             stage.source.pin(old_stage.get("commit"))
-            stage.source.download_folder = self.out / "downloads"
+            stage.source.download_folder = self.out / DOWNLOADS
             pinned.append(stage.source)
 
     def collect_tokenizer_options(self, old_options: dict) -> dict:
@@ -337,9 +339,15 @@ class Preparation:
         if old_options != options:
             if shard_paths and not self.args.overwrite:
                 raise ValueError(self.describe_conflict(old_options, options, shard_paths))
-            own_paths = [self.out / name for name in OWN_FILES]
-            for path in (*own_paths, *shard_paths, *self.out.glob("*.bin.*")):
-                path.unlink(missing_ok=True)
+            own_paths = [self.out / name for name in OWN_FILES if (self.out / name).exists()]
+            if own_paths and not old_options and not self.args.overwrite:
+                names = ", ".join(path.name for path in own_paths)
+                raise ValueError(
+                    f"{self.out} holds {names}, which this script would replace; give another "
+                    "--out, or --overwrite to delete them"
+                )
+            for path in (*own_paths, *shard_paths, *self.out.glob("*.bin.tmp")):
+                path.unlink()
             self.progress = {}
         self.progress["options"] = options
         self.records = [ShardRecord(**record) for record in self.progress.get("shards", [])]
@@ -512,11 +520,14 @@ class Preparation:
         path = self.out / "tokenizer.json"
         if path.exists():
             return tokenizer.from_json(tokenizer.describe(self.out))
+        # preparation.json comes first: it tells that the files beside it are our own
         if self.tokenizer_files is not None:
             encoding = tokenizer.from_json(self.tokenizer_files.describe())
+            self.save_progress()
             self.tokenizer_files.write(self.out)
             return encoding
         encoding = self.build_tokenizer()
+        self.save_progress()
         shards.write_json(path, tokenizer.to_json(encoding))
         return encoding
 
@@ -602,7 +613,7 @@ class Preparation:
         Raises:
             ValueError: a split has no tokens
         """
-        shutil.rmtree(self.out / "downloads", ignore_errors=True)
+        shutil.rmtree(self.out / DOWNLOADS, ignore_errors=True)
         splits = {record.split for record in self.records}
         num_tokens = count_record_tokens(self.records)
         for split, use in (("train", "training"), ("val", "validation")):

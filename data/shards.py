@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -301,8 +302,17 @@ class Corpus:
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
-    """Return the shards of a split, by name."""
-    return sorted({*folder.glob(f"*{split}_*.bin"), *folder.glob(f"*{split}.bin")})
+    """Return the shards of a split, by name.
+
+    The last word `train` or `val` in a name is its split: medieval_train_000000.bin is for training.
+    """
+    return [path for path in sorted(folder.glob("*.bin")) if read_split(path.stem) == split]
+
+
+def read_split(name: str) -> str | None:
+    """Return the last word `train` or `val` in the name of a shard; None without any."""
+    words = re.findall(r"(?<![A-Za-z])(train|val)(?![A-Za-z])", name)
+    return words[-1] if words else None
 
 
 def find_folder(dataset: str) -> Path:

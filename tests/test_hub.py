@@ -469,6 +469,21 @@ def test_shards_are_fetched_unchanged_although_requests_fail_at_first(
     assert sorted(fetched.keys() - expected) == ["fetched.json", "meta.json", "tokenizer.json"]
 
 
+def test_only_notes_of_downloads_are_deleted(tmp_path):
+    notes = tmp_path / ".cache" / "huggingface"
+    (notes / "download").mkdir(parents=True)
+    (notes / ".gitignore").touch()
+    hub.delete_download_notes(tmp_path)
+    assert not (tmp_path / ".cache").exists()
+    (notes / "download").mkdir(parents=True)
+    (notes / "token").touch()
+    (tmp_path / ".cache" / "mine").touch()
+    hub.delete_download_notes(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        ".cache", "huggingface", "mine", "token",
+    ]  # fmt: skip
+
+
 def test_meta_names_repository_commit_and_checksums_of_fetched_shards(
     server, fetch, shards_commit, tmp_path
 ):

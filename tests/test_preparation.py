@@ -459,6 +459,37 @@ def test_overwrite_removes_shards_of_unknown_origin(folder, folder_with_other_sh
     assert not (folder_with_other_shard / "foreign_train_000000.bin").exists()
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "meta.json"])
+def test_a_file_of_unknown_origin_is_refused_and_kept(folder, tmp_path, name):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"{out} holds {name}, which this script would replace"):
+        prepare(out, plan_files(folder))
+    assert read_files(out) == {name: b"{}"}
+    prepare(out, plan_files(folder), "--overwrite")
+
+
+def test_files_that_are_not_of_the_preparation_are_kept(tmp_path):
+    """The documents lie in a folder below the corpus, beside an index of another model's files."""
+    documents = tmp_path / "corpus" / "downloads"
+    documents.mkdir(parents=True)
+    for number in range(3):
+        (documents / f"{number}.txt").write_text(f"document {number} " * 200)
+    index = tmp_path / "corpus" / "pytorch_model.bin.index.json"
+    index.write_text("{}")
+    result = call(
+        "data/text/prepare.py",
+        f"--source={documents}",
+        f"--out={tmp_path / 'corpus'}",
+        "--tokenizer=bytes",
+        "--val_tokens=500",
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    assert len(list(documents.iterdir())) == 3
+    assert index.read_text() == "{}"
+
+
 def test_a_folder_that_another_process_prepares_is_refused(folder, tmp_path):
     out = tmp_path / "out"
     out.mkdir()

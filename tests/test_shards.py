@@ -95,6 +95,27 @@ def write_meta(folder, sums="abcde", **more):
     (folder / "meta.json").write_text(json.dumps({**META, "shards": listed, **more}))
 
 
+@pytest.mark.parametrize(
+    ("file", "split"),
+    [
+        ("fineweb_train_000001.bin", "train"),
+        ("fineweb_val_000000.bin", "val"),
+        ("train.bin", "train"),
+        ("val.bin", "val"),
+        ("train_00_of_10.bin", "train"),
+        ("medieval_train_000000.bin", "train"),
+        ("pretrain_val_000000.bin", "val"),
+        ("train_of_7b_val_000000.bin", "val"),
+        ("training_000000.bin", None),
+        ("model.bin", None),
+    ],
+)
+def test_the_last_whole_word_of_a_name_is_its_split(tmp_path, file, split):
+    (tmp_path / file).touch()
+    found = {part: [path.name for path in shards.find_shards(tmp_path, part)] for part in PARTS}
+    assert found == {part: [file] * (part == split) for part in PARTS}
+
+
 def test_open_by_path_and_by_name_or_say_which_command_makes_it(tmp_path, monkeypatch):
     """In an empty repository's data/ with two corpora that can be prepared."""
     for name in ("alpha", "beta"):
