@@ -169,8 +169,8 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
     """Return the rule of each parameter by name; tied parameters have one, of the first name.
 
     Raises:
-        ValueError: a parameter has no rule or two, or a rule has no parameter; the message names it
-            and the fix
+        ValueError: a parameter has no rule or two, a rule has no parameter, or Muon is to train a
+            parameter that it does not; the message names it and the fix
     """
     rules: dict[str, Rule] = {}
     for module_name, module in model.named_modules():
@@ -184,6 +184,11 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
             if rule.start_as is not None:
                 source_name = f"{module_name}.{rule.start_as}".removeprefix(".")
                 rule = rule._replace(start_as=source_name)
+            if rule.muon and rule.kind.muon is None:
+                raise ValueError(
+                    f"{full_name} has muon=True, but a kind of parameters that Muon does not train; "
+                    "give its rule the kind HIDDEN"
+                )
             rules[full_name] = rule
     for name in aliases(model):
         rules.pop(name, None)

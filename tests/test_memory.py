@@ -291,6 +291,15 @@ def test_a_dry_run_prints_the_estimate(corpus, tmp_path):
     assert "\n  total " in printed
 
 
+def test_a_dry_run_for_several_processes_needs_no_other_process(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    arguments = small_run(
+        corpus, tmp_path / "run", dry_run=True, resume="auto", engine="fsdp", global_batch_size=8
+    )
+    result = call("train.py", *arguments)
+    assert result.returncode == 0, result.stderr.decode()
+
+
 def test_a_dry_run_prints_what_the_vocabulary_costs(corpus, tmp_path):
     arguments = small_run(corpus, tmp_path / "run", dry_run=True, vocab_size=1000, hidden_size=16)
     printed = call("train.py", *arguments).stdout.decode()

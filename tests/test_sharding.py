@@ -273,6 +273,18 @@ def test_sixty_four_ranks_divide_the_matrices_evenly():
 
 
 @pytest.mark.usefixtures("sixty_four_ranks")
+def test_muon_refuses_matrices_of_which_some_are_sharded():
+    world = distributed.World(5, 64, CPU)
+    model = build_seeded("gpt-mha-rope", num_hidden_layers=1, hidden_size=96, head_dim=48)
+    mlp = model.transformer.h[0].mlp.c_proj
+    mlp.rules = {"weight": mlp.rules["weight"]._replace(rounded=False)}
+    distributed.parallelize(model, world, engine="fsdp", compile=False, bfloat16=True)
+    _, groups = build_parameter_groups(model, weight_decay=0.1, with_muon=True)
+    with pytest.raises(ValueError, match="set rounded=True in the rules of all of them"):
+        Muon(groups, lr=0.02, dtype=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("sixty_four_ranks")
 def test_sixty_four_ranks_exchange_each_row_once(monkeypatch):
     world = distributed.World(5, 64, CPU)
     model = build_seeded("gpt-mha-rope", num_hidden_layers=4, hidden_size=96, head_dim=48)

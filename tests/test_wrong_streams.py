@@ -75,6 +75,10 @@ FAULTY_FILES = {
         GATED.replace("Rule(constant(config.gate_init))", "None").replace('"gate": None', ""),
         "has no rule",
     ),
+    "a kind that Muon does not train": (
+        GATED.replace("Rule(constant(config.gate_init))", "Rule(constant(1.0), muon=True)"),
+        "gate has muon=True, but a kind of parameters that Muon does not train; give its rule the",
+    ),
     "a torch layer": (
         GATED.replace(
             "self.gate = nn.Parameter(torch.empty(config.hidden_size))",

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from utils.units import format_duration
 # Peak FLOP/s in bf16, dense, from the data sheets; the keys are words of torch's device names. The
 # first key that occurs in a name counts, so "H100 PCIe" comes before "H100".
 PEAK_FLOPS = {
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -40,8 +43,9 @@ def get_peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     device_name = torch.cuda.get_device_name(device)
-    for word, peak in PEAK_FLOPS.items():
-        if word in device_name:
+    for words, peak in PEAK_FLOPS.items():
+        # an RTX A1000 is no A100
+        if re.search(rf"\b{words}\b", device_name):
             return peak
     return None
 

@@ -37,6 +37,9 @@ class Muon(torch.optim.Muon):
         groups: parameter groups of matrices, either all sharded by FSDP2 or all replicated
         lr: learning rate of groups that have none
         dtype: in which the updates are orthogonalized
+
+    Raises:
+        ValueError: some matrices are sharded and others replicated
     """
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
@@ -44,6 +47,12 @@ class Muon(torch.optim.Muon):
         self.dtype = dtype
         first_weight = self.param_groups[0]["params"][0]
         self.is_sharded = isinstance(first_weight, DTensor)
+        for group in self.param_groups:
+            if isinstance(group["params"][0], DTensor) != self.is_sharded:
+                raise ValueError(
+                    "engine=fsdp shards some of the matrices that Muon trains and replicates "
+                    "others; set rounded=True in the rules of all of them (model/parameters.py)"
+                )
         # With HSDP, the ranks that shard one copy of the model share its matrices out, and every
         # copy repeats their work: its rows would have to cross machines otherwise.
         self.process_group = None

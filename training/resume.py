@@ -11,6 +11,7 @@ from model import model_class
 from model.options import collect_options, legacy_defaults, rename_aliases
 from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
+from training.peers import Peers
 from training.provenance import current_model_digest
 
 # Keys of older runs that have been removed, and had no effect on what a step computes.
@@ -123,8 +124,9 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
                 "another --out_dir"
             )
         return None
-    # The ranks divide the files to hash. A damaged checkpoint is skipped for the one before it.
-    peers = distributed.connect_peers()
+    # The ranks divide the files to hash. A damaged checkpoint is skipped for the one before it. A dry
+    # run has no other ranks, even if WORLD_SIZE says how many the run will have.
+    peers = Peers() if config.dry_run else distributed.connect_peers()
     latest = checkpoint.find_latest(out_dir, peers)
     chosen = latest
     if config.resume != "auto":
