@@ -102,7 +102,9 @@ def sample(
     uniform: torch.Tensor | None,
     present: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample one token for each row, and return their ids (B,); V where a logit is NaN.
+    """Sample one token for each row, and return their ids (B,).
+
+    The id is V, which no token has, if a logit is NaN and the temperature is above 0.
 
     Args:
         logits: (B, V)

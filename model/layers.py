@@ -79,7 +79,8 @@ def name_operator(name: str) -> str:
     """Return the full name of a custom operator of these modules.
 
     An exported folder has a copy of them, which transformers may execute in the same process. Each
-    copy has names of its own: an operator frees an earlier one of its name, which may be in use.
+    copy has names of its own, because registering an operator frees an earlier one of the same name,
+    which may be in use.
     """
     if __package__ == "model":
         return f"ddl::{name}"

@@ -169,8 +169,8 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
     """Return the rule of each parameter by name; tied parameters have one, of the first name.
 
     Raises:
-        ValueError: a parameter has no rule or two, a rule has no parameter, or Muon is to train a
-            parameter that it does not; the message names it and the fix
+        ValueError: a parameter has no rule or two, a rule has no parameter, or a rule has muon=True
+            and a kind that Muon does not train; the message names it and the fix
     """
     rules: dict[str, Rule] = {}
     for module_name, module in model.named_modules():

@@ -1,6 +1,9 @@
 """The ranks of an attempt agree on its name, whatever earlier attempts left in the store."""
 
 import json
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from helpers import ROOT
 
 from training.peers import StorePeers, agree_on_attempt
 
@@ -82,3 +86,27 @@ def test_values_of_an_earlier_attempt_are_not_gathered(server):
 def test_a_rank_that_does_not_come_is_an_error(server):
     with pytest.raises(TimeoutError, match="rank 0 has waited 0 s for the other 1 ranks"):
         agree_on_attempt(connect(server), 0, 2, timedelta(seconds=0.2))
+
+
+@pytest.mark.slow
+def test_ranks_of_two_nodes_meet_again_after_torchrun_restarts_them(tmp_path):
+    """Only the node whose rank died counts the restart in TORCHELASTIC_RESTART_COUNT."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-id=test",
+        "--max-restarts=3",
+        ROOT / "tests" / "restarted_rank.py",
+        tmp_path,
+    ]
+    agents = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [agent.wait(timeout=120) for agent in agents] == [0, 0]
+    for rank in range(2):
+        assert (tmp_path / f"rank_{rank}").read_text() == "[0, 0]\n[1, 1]\n"

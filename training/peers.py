@@ -66,7 +66,7 @@ class StorePeers(Peers):
 
 
 # how often a rank looks whether the others have come, in seconds
-POLLING_INTERVAL = 0.02
+POLLING_INTERVAL = 0.1
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -94,10 +94,11 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta
                 store.set("proposal", json.dumps(proposal))
         if store.check(["proposal"]):
             proposal = json.loads(store.get("proposal"))
-            attempt = proposal["attempt"]
-            if proposal["ids"][rank : rank + 1] == [own_id] and attempt != accepted:
-                store.set(f"{attempt}/accepted_{rank}", "")
-                accepted = attempt
+            # an earlier attempt may have had another number of ranks
+            is_of_this_attempt = len(proposal["ids"]) == size and proposal["ids"][rank] == own_id
+            if is_of_this_attempt and proposal["attempt"] != accepted:
+                accepted = proposal["attempt"]
+                store.set(f"{accepted}/accepted_{rank}", "")
         if accepted is not None:
             all_accepted = [f"{accepted}/accepted_{other}" for other in range(size)]
             if rank == 0 and store.check(all_accepted):

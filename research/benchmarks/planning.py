@@ -5,8 +5,9 @@
 
 No GPU and no data are needed, and none of the figures has been measured on a GPU. The memory is the
 estimate of `train.py --dry_run`; for engine=fsdp, that of eight GPUs. The speed of the small models
-is the prediction of results/predicted_small_h200.json. A model of another size is assumed to have the MFU that is
-predicted for its small version. The speed is assumed to grow in proportion to the number of GPUs.
+is the prediction of results/predicted_small_h200.json. A model of another size is assumed to have
+the MFU that is predicted for its small version. The speed is assumed to grow in proportion to the
+number of GPUs.
 """
 
 import json

@@ -97,14 +97,16 @@ def judge(comparisons: list[Comparison], table: Table) -> list[dict]:
             "p": 1.0,
         }
         learned = [table.has_learned(*setting) for setting in comparison.settings]
+        # a run that diverged has no values, and did not learn
+        is_missing = comparison.values is None and False not in learned
+        if None in learned or is_missing:
+            result["verdict"] = "not run"
+            results.append(result)
+            continue
         if comparison.values is not None:
             result.update(compare.summarize(comparison.values))
-        if None in learned:
-            result["verdict"] = "not run"
-        elif False in learned:
+        if False in learned:
             result["verdict"] = "did not learn"
-        elif comparison.values is None:
-            result["verdict"] = "not run"
         else:
             beyond_bound = compare.estimate_mean([x - comparison.bound for x in comparison.values])
             result["p"] = beyond_bound.compute_p_value()

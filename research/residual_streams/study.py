@@ -216,7 +216,8 @@ def count_finished(stage: str, arms: list[str], rows: list[dict]) -> int:
     """Return how many runs of a stage are finished."""
     if stage == "speed":
         return sum(row["arm"] in arms for row in rows)
-    kinds = {
+    # the pairs of rung and phase that the rows of a stage have
+    pairs_by_stage = {
         "short": [("short", "try"), ("short", "report")],
         "long": [("long", "check"), ("long", "report")],
         "tolerance": [("short", "corner")],
@@ -224,7 +225,8 @@ def count_finished(stage: str, arms: list[str], rows: list[dict]) -> int:
         "halves": [("long", "first_half")],
         "again": [("short", "again"), ("long", "again")],
     }
-    return sum(row["arm"] in arms and (row["rung"], row["phase"]) in kinds[stage] for row in rows)
+    pairs = pairs_by_stage[stage]
+    return sum(row["arm"] in arms and (row["rung"], row["phase"]) in pairs for row in rows)
 
 
 def train_missing(stage: str, arms: list[str], path: Path, folder: Path) -> None:

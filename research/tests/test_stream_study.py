@@ -259,16 +259,17 @@ def test_a_stage_trains_what_is_missing(small_study, tmp_path):
 
 
 def test_repeated_runs_have_the_same_bits(small_study, tmp_path):
-    options = [f"--results={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"]
-    assert call(STUDY, "short", "--arms=additive,ddl_tc", *options).returncode == 0
-    result = call(STUDY, "again", "--mode=show", *options)
-    assert result.stdout == b"again: 0 of 2 runs are finished\n"
-    result = call(STUDY, "again", *options)
-    assert result.stdout.count(b"same bits: True") == 2
-    result = call(STUDY, "again", *options)
-    assert result.stdout == b""  # nothing is missing
-    result = call(STUDY, "again", "--mode=show", *options)
-    assert result.stdout == b"again: 2 of 2 runs are finished\n"
+    def run_stage(stage: str, option: str = "--mode=train") -> str:
+        results = f"--results={tmp_path / 'results'}"
+        result = call(STUDY, stage, option, results, f"--runs={tmp_path / 'runs'}")
+        assert result.returncode == 0, result.stderr.decode()
+        return result.stdout.decode()
+
+    run_stage("short", "--arms=additive,ddl_tc")
+    assert run_stage("again", "--mode=show") == "again: 0 of 2 runs are finished\n"
+    assert run_stage("again").count("same bits: True") == 2
+    assert run_stage("again") == ""  # nothing is missing
+    assert run_stage("again", "--mode=show") == "again: 2 of 2 runs are finished\n"
 
 
 def test_runs_of_another_machine_are_not_repeated(tmp_path, monkeypatch):

@@ -1,0 +1,27 @@
+"""A rank that meets the others: rank 1 dies after the first meeting, and torchrun restarts the job.
+
+    torchrun ... restarted_rank.py FOLDER
+
+Each start of a rank appends to FOLDER/rank_RANK the numbers of the starts that it has met.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from training import distributed
+
+path = Path(sys.argv[1]) / f"rank_{os.environ['RANK']}"
+meetings = path.read_text().splitlines() if path.exists() else []
+starts = distributed.connect_peers().all_gather(len(meetings))
+with open(path, "a") as file:
+    file.write(json.dumps(starts) + "\n")
+if not meetings:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # a forward pass, in which nobody notices that rank 1 is dead
