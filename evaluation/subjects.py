@@ -129,22 +129,31 @@ def check_has_text(subject: Subject) -> None:
         )
 
 
-def open_corpus_of(subject: Subject, dataset: str) -> Corpus:
+def open_corpus_of(subject: Subject, dataset: str, option: str = "--val") -> Corpus:
     """Open the corpus `dataset`, or, if that is empty, the one that the run was trained on.
 
+    option: the option of the command that gives `dataset`, for messages
+
     Raises:
-        ValueError: there is no corpus, or it was tokenized with another tokenizer than the model's
+        ValueError: there is no corpus, it was tokenized with another tokenizer than the model's, or
+            the run's corpus has been replaced
     """
     if not dataset and subject.state is None:
         raise ValueError(
-            f"{subject.folder} does not name the corpus that it was trained on; give --val=DATASET"
+            f"{subject.folder} does not name the corpus that it was trained on; give "
+            f"{option}=DATASET"
         )
     corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
+    if not dataset and corpus.identity != subject.state["corpus"]:
+        raise ValueError(
+            f"{corpus.path} is no longer the corpus that {subject.folder} was trained on; to "
+            f"evaluate on it all the same, give {option}={subject.state['run_config']['dataset']}"
+        )
     corpus_tokenizer = tokenizer.describe(corpus.path)
     model_tokenizer = tokenizer.describe(subject.folder)
     if not tokenizer.same_tokens(corpus_tokenizer, model_tokenizer):
         raise ValueError(
             f"{corpus.path} was tokenized with a different tokenizer than that of "
-            f"{subject.folder}; give the corpus of the model, --val=DATASET"
+            f"{subject.folder}; give the corpus of the model, {option}=DATASET"
         )
     return corpus

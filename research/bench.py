@@ -1,14 +1,14 @@
 """Measure speed in turns in one process, so that other load on the machine affects all models alike.
 
-    python research/bench.py --device=cpu                 training steps of every model, a size for two CPU cores
-    python research/bench.py --suite=paper --device=cuda  the paper's small and medium sizes
+    python research/bench.py --device=cpu                 # training steps of every model, a size for two CPU cores
+    python research/bench.py --suite=paper --device=cuda  # the paper's small and medium sizes
     python research/bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4
-    python research/bench.py decode                       tokens/s of generation, with and without cache and compiler
-    python research/bench.py profile --device=cuda        the kernels that a training step spends its time on
-    python research/bench.py kernels                      bandwidth of the fused kernels against a copy
-    python research/bench.py costs                        parameters, state and FLOPs of every model, counted
-    python research/bench.py peers --nanogpt=FOLDER       speed beside nanoGPT's own code and transformers
-    python research/bench.py quality                      final loss compared with that of GPT-2
+    python research/bench.py decode                       # tokens/s of generation, with and without cache and compiler
+    python research/bench.py profile --device=cuda        # the kernels that a training step spends its time on
+    python research/bench.py kernels                      # bandwidth of the fused kernels against a copy
+    python research/bench.py costs                        # parameters, state and FLOPs of every model, counted
+    python research/bench.py peers --nanogpt=FOLDER       # speed beside nanoGPT's own code and transformers
+    python research/bench.py quality                      # final loss compared with that of GPT-2
 
 `step`, which is the default command, measures training steps (forward, backward, AdamW) and forward passes
 without gradients. Each model takes turns with the baseline and with the straight transcription of its
@@ -96,19 +96,20 @@ def add_count(parser: ArgumentParser, name: str, default: int | None, help: str)
 
 
 def add_common_options(parser: ArgumentParser, device: str = "auto") -> None:
-    """Add the options of all commands that measure."""
+    """Add the options of all commands that measure on a chosen device."""
     add_option(parser, "device", device, "device to measure on", choices=("auto", "cuda", "cpu"))
     add_option(
         parser,
         "json",
         None,
-        "file to store the figures in; it is updated after each of them",
+        "file to store the results in; it is updated after each of them",
         type=Path,
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep the figures in the file that were measured with the same code, chip and settings",
+        help="keep the results in the file that were measured with the same code, processor and "
+        "settings",
     )
 
 
@@ -225,8 +226,14 @@ def add_decode_options(parser: ArgumentParser) -> None:
 
 
 def add_peer_options(parser: ArgumentParser) -> None:
-    """Add the options of `bench.py peers`."""
-    add_common_options(parser, device="cpu")
+    """Add the options of `bench.py peers`, which measures on the CPU."""
+    add_option(
+        parser,
+        "json",
+        None,
+        "file to store the results in when all of them have been measured",
+        type=Path,
+    )
     parser.add_argument(
         "--nanogpt", type=Path, required=True, help="folder of a clone of karpathy/nanoGPT"
     )
@@ -237,7 +244,7 @@ def add_peer_options(parser: ArgumentParser) -> None:
     add_count(parser, "micro_batch_size", 8, "sequences per training step")
     add_count(parser, "tokens", 200, "tokens to generate per turn")
     add_count(parser, "megabytes", 20, "megabytes of text to tokenize per turn")
-    add_count(parser, "rounds", 7, "measured turns of each")
+    add_count(parser, "rounds", 7, "number of measured rounds")
     add_option(
         parser,
         "only",

@@ -500,7 +500,10 @@ def make_labels(runs: list[Run]) -> list[str]:
             labels = longer_labels
     if len(set(labels)) == len(runs):
         return labels
-    return [shorten(run.name) for run in runs]
+    names = [shorten(run.name) for run in runs]
+    if len(set(names)) < len(set(run.name for run in runs)):
+        return [run.name for run in runs]  # they differ only in the middle
+    return names
 
 
 def shorten(name: str) -> str:

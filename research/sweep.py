@@ -1,10 +1,10 @@
 """Train a grid of settings with train.py, and tabulate the final evaluations over seeds.
 
     python research/sweep.py config/ddl_dv4_small.py --ddl_value_channels=1,2,4 --seed=0..4
-    python research/sweep.py config/ddl_dv4_small.py ... --nproc_per_node=4    each run on four GPUs
-    python research/sweep.py config/demo_cpu.py --seed=0..4 --jobs=2         two runs at a time
-    python research/sweep.py config/ddl_dv4_small.py ... --mode=slurm        write a Slurm array
-    python research/sweep.py config/ddl_dv4_small.py ... --mode=table        tabulate finished runs
+    python research/sweep.py config/ddl_dv4_small.py ... --nproc_per_node=4    # each run on four GPUs
+    python research/sweep.py config/demo_cpu.py --seed=0..4 --jobs=2         # two runs at a time
+    python research/sweep.py config/ddl_dv4_small.py ... --mode=slurm        # write a Slurm array
+    python research/sweep.py config/ddl_dv4_small.py ... --mode=table        # tabulate finished runs
 
 A key of train.py with several values, `a,b,c` or an inclusive range of integers `a..b`, is swept;
 every combination of values is a cell. A key with one value applies to all cells. A value that
@@ -666,9 +666,9 @@ def plot_metric(
                 x,
                 mean,
                 yerr=half_width,
-                fmt="o-",
+                marker="o",
                 capsize=3,
-                color=plots.get_line_style(number)["color"],
+                **plots.get_line_style(number),
             )
         axis.set(
             xlabel=x_key or "",

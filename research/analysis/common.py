@@ -68,7 +68,7 @@ def find_subjects(args: argparse.Namespace) -> list[Subject]:
     """
     found_subjects = subjects.find_all(args.runs)
     for subject in found_subjects:
-        open_corpus_of(subject, args.dataset or "")
+        open_corpus_of(subject, args.dataset or "", option="--dataset")
     return found_subjects
 
 
@@ -209,7 +209,7 @@ def analyze_runs(
         out = prepare_output_file(args, name)
         for subject in found_subjects:
             model, encoding, model_name = subject.load(device)
-            corpus = open_corpus_of(subject, args.dataset or "")
+            corpus = open_corpus_of(subject, args.dataset or "", option="--dataset")
             batches = open_validation_batches(model, corpus)
             sequences = select_sequences(batches, args.windows)
             progress = Progress(subject.label, len(sequences))

@@ -339,7 +339,7 @@ def measure_run(
     Raises:
         ValueError: args.edits names an edit that the model does not have
     """
-    corpus = open_corpus_of(subject, args.dataset or "")
+    corpus = open_corpus_of(subject, args.dataset or "", option="--dataset")
     model, _, model_name = subject.load(device)
     batches = common.open_validation_batches(model, corpus)
     sequences = common.select_sequences(batches, args.windows)

@@ -260,7 +260,15 @@ def summarize(row: dict) -> str:
 
 
 def format_table(rows: list[dict]) -> str:
-    header = ("run", "blocks", "taken", "rank at 0", "at the end", "preserved", "slope of log rank")
+    header = (
+        "run",
+        "blocks",
+        "rank of",
+        "rank at 0",
+        "at the end",
+        "rank at the end / at 0",
+        "slope of log rank",
+    )
     cells = []
     for row in rows:
         preservation = row["preservation"]

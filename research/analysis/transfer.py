@@ -36,7 +36,10 @@ CODE = (
     "model/*.py",
     "data/loader.py",
     "data/sequences.py",
+    "training/config.py",
     "training/optimizer.py",
+    "training/validation.py",
+    "research/analysis/transfer.py",
 )
 FIRST_MIDDLE = -6  # log2 of the learning rate in the middle of the first grid
 RATES_ON_EACH_SIDE = 2  # of the middle, at first
@@ -344,7 +347,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=MODEL_NAMES,
         default="DDL-gpt-mha-rope-CC",
-        help="(default: %(default)s)",
+        help="model variant to train (default: %(default)s)",
     )
     parser.add_argument(
         "--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)"
@@ -382,10 +385,10 @@ def run(args: argparse.Namespace) -> None:
     """Measure what is missing in the file of figures; then print the table and draw the figure."""
     plots.use_print_style()  # a missing package should be noticed before anything is measured
     device = distributed.pick_device(args.device)
-    open_corpus(args.dataset)
     settings = {
         "model": args.model,
         "dataset": args.dataset,
+        "corpus": open_corpus(args.dataset).identity,
         "steps": args.steps,
         "layers": args.layers,
         "block_size": args.block_size,

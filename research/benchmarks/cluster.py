@@ -1,7 +1,7 @@
 """Print the memory and the traffic that a GPU of a cluster is estimated to need.
 
-    python -m research.benchmarks.cluster                                      the table of docs/cluster.md
-    python -m research.benchmarks.cluster config/ddl_dv4_medium.py             the same for one configuration
+    python -m research.benchmarks.cluster                                      # the table of docs/cluster.md
+    python -m research.benchmarks.cluster config/ddl_dv4_medium.py             # the same for one configuration
     python -m research.benchmarks.cluster config/gpt_7b.py --optimizer=muon --activation_checkpointing=True
 
 The figures are those that `train.py --dry_run` prints on the processes of a job. No GPU and no data

@@ -564,6 +564,11 @@ def run(arguments: Namespace) -> None:
     # all models share the code that is compiled; by default torch refuses the ninth
     torch._dynamo.config.recompile_limit = 1000
     torch._dynamo.config.accumulated_recompile_limit = 1000
+    if arguments.hidden_size % 64 != 0:
+        raise ValueError(
+            f"--hidden_size={arguments.hidden_size}: give a multiple of 64, the size of a head, so "
+            "that all models have the same heads"
+        )
     num_heads = arguments.hidden_size // 64
     size = {
         "vocab_size": arguments.vocab_size,

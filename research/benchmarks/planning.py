@@ -1,7 +1,7 @@
 """Print how long the paper's runs are predicted to take on H200s, and the memory that they need.
 
-    python -m research.benchmarks.planning                               the table of docs/cluster.md
-    python -m research.benchmarks.planning config/ddl_dv4_cc_medium.py   one configuration
+    python -m research.benchmarks.planning                               # the table of docs/cluster.md
+    python -m research.benchmarks.planning config/ddl_dv4_cc_medium.py   # one configuration
 
 No GPU and no data are needed, and none of the figures has been measured on a GPU. The memory is the
 estimate of `train.py --dry_run`; for engine=fsdp, that of eight GPUs. The speed of the small models

@@ -1,16 +1,16 @@
 """The experiments of the MGT paper (Geometric and Dynamic Scaling in Deep Transformers, section 4).
 
-    python research/mgt/run.py rank                  1: effective rank over depth of three arms
-    python research/mgt/run.py ablation              2: five arms at 48 layers, the synergy coefficient
-    python research/mgt/run.py beta                  3: distribution of the gate over depth and training
-    python research/mgt/run.py depth                 4: depth at a fixed number of parameters
-    python research/mgt/run.py language              5: language modeling
-    python research/mgt/run.py copy                  the copy task of section 4.1
+    python research/mgt/run.py rank                  # 1: effective rank over depth of three arms
+    python research/mgt/run.py ablation              # 2: five arms at 48 layers, the synergy coefficient
+    python research/mgt/run.py beta                  # 3: distribution of the gate over depth and training
+    python research/mgt/run.py depth                 # 4: depth at a fixed number of parameters
+    python research/mgt/run.py language              # 5: language modeling
+    python research/mgt/run.py copy                  # the copy task of section 4.1
                                                      (prepare it with data/copy_task/prepare.py)
-    python research/mgt/run.py copy --preset=cpu     the same, small enough for one CPU core
-    python research/mgt/run.py rank --mode=report    report the runs that are finished, without training
-    python research/mgt/run.py rank --mode=show      print the commands of sweep.py, to which you can
-                                                     add --mode=slurm
+    python research/mgt/run.py copy --preset=cpu     # the same, small enough for one CPU core
+    python research/mgt/run.py rank --mode=report    # report the runs that are finished, without training
+    python research/mgt/run.py rank --mode=show      # print the commands of sweep.py, to which you can
+                                                     # add --mode=slurm
 
 The sizes are the paper's, for a GPU; study.py runs the five experiments at a size for a CPU.
 

@@ -1,14 +1,14 @@
 """The MGT study at a size where every arm learns (research/mgt/PLAN.md), one experiment a command.
 
     python data/shakespeare_char/prepare.py
-    python research/mgt/study.py ablation                     2: nine arms, their synergy (eq. 9)
-    python research/mgt/study.py rank                         1: effective rank over depth
-    python research/mgt/study.py beta                         3: the gate beta over depth and training
-    python research/mgt/study.py depth                        4: depth at 300,000 parameters
-    python research/mgt/study.py language                     5: 1,500 steps, at equal width and size
-    python research/mgt/study.py ablation --mode=show         how many runs are finished
-    python research/mgt/study.py ablation --arms=full,ddl     only these arms
-    python research/mgt/study.py ablation --repeat=2          train two reported runs again
+    python research/mgt/study.py ablation                     # 2: nine arms, their synergy (eq. 9)
+    python research/mgt/study.py rank                         # 1: effective rank over depth
+    python research/mgt/study.py beta                         # 3: the gate beta over depth and training
+    python research/mgt/study.py depth                        # 4: depth at 300,000 parameters
+    python research/mgt/study.py language                     # 5: 1,500 steps, at equal width and size
+    python research/mgt/study.py ablation --mode=show         # how many runs are finished
+    python research/mgt/study.py ablation --arms=full,ddl     # only these arms
+    python research/mgt/study.py ablation --repeat=2          # train two reported runs again
 
 A command trains what is not trained yet, one run after another, and appends a row to
 results/mgt/EXPERIMENT.jsonl as each run ends (or to --results=FOLDER). A run that was stopped is
@@ -241,6 +241,8 @@ def read_options(argv: list[str]) -> tuple[str, dict[str, str]]:
     options = {**OPTIONS, **command_line}
     if options["mode"] not in ("train", "show"):
         raise ValueError(f"--mode={options['mode']}: give train or show")
+    if options["repeat"] and not options["repeat"].isdecimal():
+        raise ValueError(f"--repeat={options['repeat']}: give the number of runs to train again")
     return names[0], options
 
 
@@ -285,10 +287,16 @@ def train_missing(
     print(f"All {total} runs are in {path}. The report: python research/mgt/study_report.py")
 
 
-def repeat_runs(experiment: Experiment, path: Path, folder: Path, count: int) -> None:
+def repeat_runs(
+    experiment: Experiment, settings: list[Setting], path: Path, folder: Path, count: int
+) -> None:
     """Train the first reported run of `count` settings again, and store whether the bits agree."""
-    reported = [row for row in read_rows(path) if row["kind"] == "seed" and row["seed"] == 0]
-    by_name = {setting.name: setting for setting in experiment.settings}
+    by_name = {setting.name: setting for setting in settings}
+    reported = [
+        row
+        for row in read_rows(path)
+        if row["kind"] == "seed" and row["seed"] == 0 and row["setting"] in by_name
+    ]
     for old in reported[:count]:
         run = Run(by_name[old["setting"]], "seed", 0, *get_pair(old))
         row = train_run(experiment, run, folder / "repeat")
@@ -299,24 +307,24 @@ def repeat_runs(experiment: Experiment, path: Path, folder: Path, count: int) ->
 
 
 def main() -> None:
-    with errors.one_line_errors():
+    with errors.one_line_errors(ValueError, OSError, RuntimeError):
         name, options = read_options(sys.argv[1:])
         experiment = make_experiments()[name]
         settings = select_settings(experiment, options["arms"])
-    path = Path(options["results"]) / f"{name}.jsonl"
-    folder = Path(options["runs"]) / name
-    # more threads would sum products in another order, so that the bits would differ
-    torch.set_num_threads(1)
-    if options["mode"] == "show":
-        names = {setting.name for setting in settings}
-        rows = [row for row in read_rows(path) if row["setting"] in names]
-        rows = [row for row in rows if row["kind"] != "repeat"]
-        print(f"{name}: {len(rows)} of {count_runs(experiment) * len(settings)} runs are finished")
-        return
-    if options["repeat"]:
-        repeat_runs(experiment, path, folder, int(options["repeat"]))
-        return
-    train_missing(experiment, settings, path, folder)
+        path = Path(options["results"]) / f"{name}.jsonl"
+        folder = Path(options["runs"]) / name
+        # more threads would sum products in another order, so that the bits would differ
+        torch.set_num_threads(1)
+        if options["mode"] == "show":
+            names = {setting.name for setting in settings}
+            rows = [row for row in read_rows(path) if row["setting"] in names]
+            rows = [row for row in rows if row["kind"] != "repeat"]
+            num_runs = count_runs(experiment) * len(settings)
+            print(f"{name}: {len(rows)} of {num_runs} runs are finished")
+        elif options["repeat"]:
+            repeat_runs(experiment, settings, path, folder, int(options["repeat"]))
+        else:
+            train_missing(experiment, settings, path, folder)
 
 
 if __name__ == "__main__":

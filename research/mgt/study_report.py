@@ -308,7 +308,7 @@ def draw_figures(
 
 
 def main() -> None:
-    with errors.one_line_errors():
+    with errors.one_line_errors(ValueError, OSError):
         names, options = configurator.split_arguments(sys.argv[1:])
         if "help" in options:
             print((__doc__ or "").strip())
@@ -316,17 +316,19 @@ def main() -> None:
         if names or options.keys() - {"results"}:
             raise ValueError(f"{' '.join(sys.argv[1:])}: give --results=FOLDER or nothing")
         results = Path(options.get("results", "results/mgt"))
+        if not results.is_dir():
+            raise ValueError(f"--results={results} is not a folder; give the folder of study.py")
         references = ngrams.compute_references("shakespeare_char")
-    experiments = make_experiments()
-    rows = {name: read_rows(results / f"{name}.jsonl") for name in ORDER}
-    study_results = summarize(rows, references)
-    store_figures(results / "study.json", study_results, collect_provenance())
-    files.write_text(results / "study.md", format_page(study_results))
-    with plots.use_print_style():
-        figures = draw_figures(study_results, rows, experiments["rank"].seeds)
-        for name, figure in figures.items():
-            figure.suptitle(TITLES[name], fontsize=9)
-            plots.save(figure, results / f"{name}.png")
+        experiments = make_experiments()
+        rows = {name: read_rows(results / f"{name}.jsonl") for name in ORDER}
+        study_results = summarize(rows, references)
+        store_figures(results / "study.json", study_results, collect_provenance())
+        files.write_text(results / "study.md", format_page(study_results))
+        with plots.use_print_style():
+            figures = draw_figures(study_results, rows, experiments["rank"].seeds)
+            for name, figure in figures.items():
+                figure.suptitle(TITLES[name], fontsize=9)
+                plots.save(figure, results / f"{name}.png")
     print((results / "study.md").read_text(encoding="utf-8"))
 
 
