@@ -6,6 +6,7 @@ A starts as the identity, X = Y_l, which is the additive stream. The state is th
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from model.block import Add, Block, Direct, Past
 from model.gpt import GPT, GPTConfig
 from model.layers import at_least_fp32
-from model.parameters import Rule
+from model.parameters import Rule, one_hot
 
 
 class Start(Direct):
@@ -33,6 +34,8 @@ class Current(Direct):
 class AddToCurrent(Add):
     """The additive write to X; the outputs of earlier blocks stay."""
 
+    takes_branch_mult = True
+
     def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
         *outputs, x = state
         return *outputs, super().forward(x, h, x_in, c, past)
@@ -45,7 +48,7 @@ class DepthAverage(nn.Module):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.weights = nn.Parameter(torch.empty(layer + 2))
-        self.rules = {"weights": Rule(start_at_last, mixing=True)}
+        self.rules = {"weights": Rule(partial(one_hot, index=-1), mixing=True)}
 
     def elementwise_flops(self) -> int:
         return 2 * self.weights.numel() * self.hidden_size
@@ -54,11 +57,6 @@ class DepthAverage(nn.Module):
         dtype = at_least_fp32(outputs[0].dtype)
         average = sum(weight * output.to(dtype) for weight, output in zip(self.weights, outputs))
         return *outputs, average.to(outputs[0].dtype)
-
-
-def start_at_last(weights: torch.Tensor) -> None:
-    """Set the last weight to 1 and all others to 0."""
-    nn.init.zeros_(weights)[-1] = 1.0
 
 
 class DenseBlock(Block):

@@ -9,6 +9,7 @@ h_0, h_1, ...
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ from model.block import Add, Block, Copies, First, Past
 from model.gpt import GPT, GPTConfig
 from model.layers import AttentionInputs, Positions, RMSNorm, at_least_fp32, linear_fp32
 from model.options import option
-from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
+from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal, one_hot
 
 
 @dataclass
@@ -57,7 +58,7 @@ class DenseConnection(nn.Module):
         num_ways = 1 if is_last_block else len(config.mudd_ways)
         d = config.hidden_size
         self.static = nn.Parameter(torch.empty(num_ways, layer + 2))  # b
-        self.rules = {"static": Rule(start_at_last, mixing=True)}
+        self.rules = {"static": Rule(partial(one_hot, index=-1), mixing=True)}
         size = self.static.numel()
         first_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True, mixing=True)
         second_rule = Rule(constant(0.0), FIXED, decay=True, mixing=True)
@@ -84,11 +85,6 @@ class DenseConnection(nn.Module):
                 for way, way_sum in enumerate(sums)
             ]
         return *(way_sum.to(x.dtype) for way_sum in sums), *outputs
-
-
-def start_at_last(weights: torch.Tensor) -> None:
-    """Set the weights of the last output to 1 and all others to 0."""
-    nn.init.zeros_(weights)[:, -1] = 1.0
 
 
 def read_qkv(state: tuple[torch.Tensor, ...], past: Past | None = None) -> tuple[torch.Tensor, ...]:

@@ -17,8 +17,11 @@ from utils import errors
 if TYPE_CHECKING:
     from model.gpt import GPT, GPTConfig
 
-# The file of a variant has a hyphen in its name, which no helper module can have.
-MODEL_NAMES = sorted(path.stem for path in Path(__file__).parent.glob("*-*.py"))
+# The file of a variant has a hyphen in its name, which no helper module can have. A name with a dot
+# cannot be imported.
+MODEL_NAMES = sorted(
+    path.stem for path in Path(__file__).parent.glob("*-*.py") if "." not in path.stem
+)
 
 
 def model_class(name: str) -> "type[GPT]":
@@ -30,6 +33,11 @@ def model_class(name: str) -> "type[GPT]":
     """
     if name not in MODEL_NAMES:
         file = Path(__file__).parent / f"{name}.py"
+        if "." in name and file.is_file():
+            raise ValueError(
+                f"model={name!r}: the file name of a variant must not contain a dot; rename it to "
+                f"{name.replace('.', '_')}.py"
+            )
         if file.is_file() and "class Model" in file.read_text(encoding="utf-8"):
             raise ValueError(
                 f"model={name!r}: the file name of a variant must contain a hyphen; rename it to "

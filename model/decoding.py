@@ -26,7 +26,8 @@ def padded(sequences: list[list[int]], device: torch.device | str = "cpu") -> to
     """
     if not all(sequences):
         raise ValueError(
-            "a sequence is empty; give one token or more (a text begins with end-of-text)"
+            "a sequence is empty; give each sequence at least one token, such as the end-of-text "
+            "token, with which documents begin in training"
         )
     max_length = max(map(len, sequences))
     rows = [[NO_TOKEN] * (max_length - len(ids)) + list(ids) for ids in sequences]
@@ -66,7 +67,7 @@ class Cache:
         self.blocks: list[dict[str, torch.Tensor | Folded]] = [{} for _ in range(num_blocks + 1)]
 
     def reserve(self, ids: torch.Tensor) -> int:
-        """Count the tokens ids (B, T) of a call that follows, and return how many there are then.
+        """Reserve places for ids (B, T), which the next call adds; return the number of all tokens.
 
         Raises:
             ValueError: they do not fit, or the batch size is not that of the first call

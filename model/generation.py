@@ -104,7 +104,7 @@ def sample(
 ) -> torch.Tensor:
     """Sample one token for each row, and return their ids (B,).
 
-    The id is V, which no token has, if a logit is NaN and the temperature is above 0.
+    The id is V, which no token has, if a logit is NaN.
 
     Args:
         logits: (B, V)
@@ -116,7 +116,9 @@ def sample(
         penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = torch.where(present, penalized, logits)
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        tokens = logits.argmax(-1)  # the index of a NaN, if there is one
+        is_nan = logits.gather(-1, tokens[:, None]).squeeze(-1).isnan()
+        return torch.where(is_nan, logits.shape[-1], tokens)
     p, tokens = probabilities(logits, sampling)
     # Inverse transform sampling: take the first token whose cumulative probability exceeds a point
     # below their sum. As uniform < 1, also after rounding, it never has probability 0.
@@ -133,8 +135,9 @@ def sample(
 class Generation:
     """Generates tokens step by step for several prompts at once; iterate over it.
 
-    Each step yields a list with a token id for each prompt, or None for one that has ended: by
-    stop_token (which is not yielded), by max_new_tokens, or by `stop(row)`. The tokens of a prompt
+    Each step yields a list with a token id for each prompt, or None for one that has ended, by
+    stop_token (which is not yielded) or by `stop(row)`. The iteration ends after max_new_tokens
+    steps, or when all prompts have ended. The tokens of a prompt
     depend on it and its seed alone, not on the batch. When a text exceeds the length of the
     decoder, its older half is dropped and the rest is read again.
 

@@ -215,8 +215,8 @@ def final_norm(config: GPTConfig) -> nn.Module:
 def takes_branch_mult(write: type) -> bool:
     """Return whether a class of writes declares that its `forward` applies config.branch_mult."""
     # A subclass with its own forward has to declare it again.
-    owner = next(base for base in write.__mro__ if "forward" in vars(base))
-    return vars(owner).get("takes_branch_mult", False)
+    owner = next((base for base in write.__mro__ if "forward" in vars(base)), None)
+    return owner is not None and vars(owner).get("takes_branch_mult", False)
 
 
 class GPT(nn.Module):
@@ -280,8 +280,8 @@ class GPT(nn.Module):
             if not takes_branch_mult(write):
                 raise ValueError(
                     f"residual_branch_mult={self.config.branch_mult:g} has no effect on this model, "
-                    f"whose write ({write.__name__}) does not apply it; omit residual_branch_mult "
-                    "and num_hidden_layers_base"
+                    f"whose write ({getattr(site.write, '__name__', write.__name__)}) does not "
+                    "apply it; omit residual_branch_mult and num_hidden_layers_base"
                 )
 
     def reset_rope(self) -> None:
@@ -396,10 +396,10 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of a training step per token.
 
-        It is at block_size tokens per sequence, with a multiply-add as two operations. Counted are
-        matrix products, attention over the whole context (as is usual), and the reads and writes of
-        the residual stream; not norms, activation functions and the optimizer. The backward pass
-        counts as two forward passes.
+        The count assumes sequences of block_size tokens, and a multiply-add is two operations. It
+        includes matrix products, attention over the entire context (as is usual), and the reads and
+        writes of the residual stream, but not norms, activation functions and the optimizer. The
+        backward pass counts as two forward passes.
         """
         return 3 * cost.forward_flops(self.variant, self.config) // self.config.block_size
 

@@ -25,7 +25,7 @@ from model.block import Block, Past
 from model.gpt import GPTConfig
 from model.layers import LayerNorm, at_least_fp32, linear_fp32, name_operator
 from model.options import option
-from model.parameters import OUTPUT, Rule, constant, linear, normal
+from model.parameters import OUTPUT, Rule, constant, linear, normal, one_hot
 
 
 @dataclass
@@ -132,8 +132,8 @@ class ManifoldConfig(StreamsConfig):
     mhc_maps_init_std: float | None = option(
         None,
         "standard deviation of the initial maps from the streams to the weights (0.02 in "
-        "DeepSeek-V4 and GLM-5.3, 0.006 in Hunyuan V4; default: that of a hidden matrix with "
-        "hc_streams * hidden_size inputs)",
+        "DeepSeek-V4 and GLM-5.3, 0.006 in Hunyuan V4; default: hidden_init_std_factor / "
+        "sqrt(hc_streams * hidden_size))",
         low=0,
         initial=True,
     )
@@ -348,11 +348,6 @@ class HyperConnection(Connection):
             write=self.write + self.write_scale * maps[..., 0],
             mix=self.mix + self.scale * maps[..., 2:],
         )
-
-
-def one_hot(parameter: torch.Tensor, index: int) -> None:
-    """Set the number at index to 1 and all others to 0."""
-    nn.init.zeros_(parameter)[index] = 1.0
 
 
 class ConnectedBlock(Block):

@@ -83,24 +83,23 @@ class Option:
     @property
     def range(self) -> str:
         """The range of its numbers, in words; "" without a range."""
-        lower = ""
+        if self.low is not None and self.high is not None:
+            return f"a number from {self.low} to {self.high}"
+        bounds = []
         if self.low is not None:
-            lower = f"from {self.low}"
-        elif self.above is not None:
-            lower = f"above {self.above}"
-        upper = ""
+            bounds.append(f"at least {self.low}")
+        if self.above is not None:
+            bounds.append(f"above {self.above}")
         if self.high is not None:
-            upper = f"to {self.high}"
-        elif self.below is not None:
-            upper = f"to below {self.below}"
-
-        if self.low is not None and not upper:
+            bounds.append(f"at most {self.high}")
+        if self.below is not None:
+            bounds.append(f"below {self.below}")
+        if self.low is not None and len(bounds) == 1:
             return f"{self.low} or more"
-        if self.above is not None and self.high is not None:
-            return f"a number above {self.above} and at most {self.high}"
-        if lower or upper:
-            return " ".join(["a number", lower, upper]).strip().replace("  ", " ")
-        return ""
+        words = " and ".join(bounds)
+        if words.startswith("at "):
+            words = f"of {words}"
+        return f"a number {words}" if words else ""
 
     def is_in_range(self, value: float) -> bool:
         return (
@@ -185,7 +184,7 @@ def collect_options(*config_classes: type) -> dict[str, Option]:
     """Return the options of dataclasses by name; the first class that has a name counts.
 
     Raises:
-        ValueError: a field has a type that is none of an option
+        ValueError: a field has a type that options do not support
     """
     options: dict[str, Option] = {}
     for config_class in config_classes:
@@ -253,10 +252,13 @@ def check_effects(typed_keys: Iterable[str], settings: dict, options: dict[str, 
     """Raise ValueError if a key that a user typed has no effect beside the other settings."""
     for name in sorted(set(typed_keys) & options.keys()):
         if settings[name] is not None and not options[name].has_effect(settings):
-            other_key, _ = options[name].counts_with
+            other_key, needed_value = options[name].counts_with
+            advice = f"omit {name}"
+            if not callable(needed_value):
+                advice = f"{advice}, or give --{other_key}={needed_value}"
             raise ValueError(
-                f"{name}={settings[name]} has no effect with {other_key}={settings[other_key]}: "
-                "omit one of them"
+                f"{name}={settings[name]} has no effect with {other_key}={settings[other_key]}; "
+                f"{advice}"
             )
 
 

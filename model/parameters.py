@@ -108,6 +108,11 @@ def constant(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return partial(nn.init.constant_, val=value)
 
 
+def one_hot(parameter: torch.Tensor, index: int) -> None:
+    """Set the number at `index` of the last axis to 1 and all others to 0."""
+    nn.init.zeros_(parameter)[..., index] = 1.0
+
+
 def linear(
     in_features: int, out_features: int, weight: Rule, bias: Rule | None = None
 ) -> nn.Linear:

@@ -13,7 +13,7 @@ R^{d_v}.
 
 The state is stored as (B, T, d_v, d), the transpose of the paper's (B, T, d, d_v), so that features
 are contiguous and every operation below runs along them. Equations and sections in docstrings are
-those of the paper.
+those of the paper's version of January 2026. In the version of July 2026, equation 6 is equation 2.2.
 """
 
 import math
@@ -31,7 +31,7 @@ from model.block import Block, Past, delay_each, fold_once
 from model.gpt import GPTConfig
 from model.layers import at_least_fp32, for_product, linear_fp32
 from model.options import option
-from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal
+from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal, one_hot
 
 
 @dataclass
@@ -41,7 +41,7 @@ class DeltaConfig(GPTConfig):
     expansion_key: ClassVar[str | None] = "ddl_value_channels"
 
     ddl_value_channels: int = option(
-        1,
+        4,
         "number of value channels d_v of the state X in R^{d x d_v}",
         low=1,
     )
@@ -89,6 +89,7 @@ class DeltaConfig(GPTConfig):
     ddl_v_sigmoid: bool = option(
         True,
         "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it",
+        counts_with=("ddl_v_constant", False),
     )
     ddl_v_sigmoid_scale: float = option(
         4.0,
@@ -256,6 +257,12 @@ class DeltaConfig(GPTConfig):
 class SingleChannelConfig(DeltaConfig):
     """Keys of DDL with one value channel (d_v = 1)."""
 
+    ddl_value_channels: int = option(
+        1,
+        "number of value channels d_v of the state X in R^{d x d_v}; this model has one",
+        low=1,
+    )
+
     def __post_init__(self):
         super().__post_init__()
         if self.ddl_value_channels != 1:
@@ -406,7 +413,7 @@ class EmbeddingConv(nn.Module):
         self.value_channels = config.ddl_value_channels
         num_filters = config.hidden_size * self.value_channels
         kernel_size = config.input_embed_shortconv_kernel_size
-        self.conv = Taps(num_filters, 1, kernel_size, start=partial(one_tap, index=-1))
+        self.conv = Taps(num_filters, 1, kernel_size, start=partial(one_hot, index=-1))
 
     def elementwise_flops(self) -> int:
         return 2 * self.conv.weight.numel()
@@ -535,12 +542,7 @@ def conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap: int)
         return constant(1 / kernel_size)
     if config.conv_start == "normal":
         return normal(config.hidden_init_std)
-    return partial(one_tap, index=identity_tap)
-
-
-def one_tap(weight: torch.Tensor, index: int) -> None:
-    """Set the tap `index` of the last axis to 1 and all others to 0."""
-    nn.init.zeros_(weight)[..., index] = 1.0
+    return partial(one_hot, index=identity_tap)
 
 
 def fold_channel_conv(
@@ -726,9 +728,9 @@ class DeltaRewrite(nn.Module):
         """
         # k = k~ / ||k~||, where k~ = h in the k-Map (equation 3)
         k_hat = self.compute_k_hat(state, h, x_in, c)
-        # beta = 2 sigmoid(w . c + b)
+        # by default, beta = 2 sigmoid(w . c + b)
         beta = self.compute_beta(state, x_in, c)
-        # v = 4 sigmoid(W x_in + b)
+        # by default, v = 4 sigmoid(W x_in + b)
         v = self.compute_v(h, x_in, c)
         beta_erase = None
         if self.config.ddl_erase_gate == "own":
@@ -752,7 +754,8 @@ class DeltaRewrite(nn.Module):
         if self.config.ddl_map == "k":
             return self.normalize_k(h)
         if self.config.ddl_k_branch == "attention":
-            return self.normalize_k(self.k_out(self.attend_over_value_channels(state)))
+            attended = self.attend_over_value_channels(state)
+            return self.normalize_k(self.k_out(for_product(attended, self.k_out.weight)))
         if self.config.ddl_k_input != "read":
             return self.normalize_k(self.k_mlp(pool(state, self.config.ddl_k_input)))
         if self.config.ddl_value_channels == 1:
@@ -812,7 +815,7 @@ class DeltaRewrite(nn.Module):
         self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
     ) -> torch.Tensor:
         """Return the input of the gates (B, T, d), or (B, T, d_v * d) with ddl_beta_input=flat."""
-        # The paper's G(X) of equation 8 has one convolution, the compressor: its output is x_in.
+        # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
         form = self.config.ddl_beta_input
         if form == "context":
             return c
@@ -895,7 +898,10 @@ class DeltaBlock(Block):
 
     Compressor: Callable = SingleChannelRead
     Write: Callable = DeltaRewrite
-    not_additive = "with beta = 0 its state does not change, and the direction k is normalized"
+    not_additive = (
+        "its write cannot add the sublayer output h: with beta = 0 the state does not change, and "
+        "otherwise h is normalized to the direction k"
+    )
 
     def __init__(self, config: DeltaConfig, layer: int):
         super().__init__(config, layer)

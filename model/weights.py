@@ -28,8 +28,8 @@ Tensors = dict[str, torch.Tensor]
 EMBEDDING = "transformer.wte.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# A config may ask for more blocks than there are weights only if the blocks share their weights,
-# which are then stored once; and for no more than this.
+# Blocks that share their weights are stored once, so a config may have more blocks than the file has.
+# This is the largest number of blocks that is accepted in that case.
 MAX_SHARED_BLOCKS = 1000
 
 # Largest block_size * head_dim of a config in a foreign folder. The RoPE tables have this size, and
@@ -181,8 +181,9 @@ def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "G
         )
     if model_config.block_size * model_config.head_dim > MAX_ROPE_TABLE:
         raise ValueError(
-            f"{context}: block_size={model_config.block_size} is larger than the largest RoPE "
-            "table that this code builds"
+            f"{context}: block_size={model_config.block_size} times "
+            f"head_dim={model_config.head_dim} exceeds {MAX_ROPE_TABLE:,}, the largest supported "
+            "RoPE table"
         )
     uninitialized = type("Uninitialized", (cls,), {"init_weights": lambda self: None})
     try:

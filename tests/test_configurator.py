@@ -137,8 +137,9 @@ RANGES = [
     ({"low": 1}, [1, 2**70], [0, 0.5, math.nan], "1 or more"),
     ({"above": 1}, [1.5], [1, 0], "a number above 1"),
     ({"low": 0, "high": 2}, [0, 2], [-0.1, 2.1], "a number from 0 to 2"),
-    ({"low": 0, "below": 1}, [0, 0.99], [-1, 1], "a number from 0 to below 1"),
-    ({"high": 3}, [-9, 3], [4], "a number to 3"),
+    ({"low": 0, "below": 1}, [0, 0.99], [-1, 1], "a number of at least 0 and below 1"),
+    ({"above": 0, "high": 1}, [1], [0, 2], "a number above 0 and at most 1"),
+    ({"high": 3}, [-9, 3], [4], "a number of at most 3"),
     ({}, [-1e30, 1e30], [], ""),
 ]
 
@@ -153,7 +154,7 @@ def test_ranges_of_options(bounds, inside, outside, words):
 
 def test_a_value_out_of_its_range_is_refused():
     check_ranges(Run(scale=None, rate=0.0))
-    with pytest.raises(ValueError, match=r"^rate=1\.0: give a number from 0 to below 1"):
+    with pytest.raises(ValueError, match=r"^rate=1\.0: give a number of at least 0 and below 1"):
         check_ranges(Run(rate=1.0))
 
 
@@ -264,6 +265,17 @@ def test_an_option_with_one_dash_is_refused():
         configurator.split_arguments(["-steps=3"])
 
 
+def test_a_value_after_a_blank_is_refused():
+    with pytest.raises(ValueError, match=r"^--steps 3: give --steps=3, without a blank$"):
+        configurator.split_arguments(["--steps", "3"])
+
+
+def test_a_config_file_may_follow_a_bare_key():
+    positional, options = configurator.split_arguments(["--fast", "config/small.py"])
+    assert positional == ["config/small.py"]
+    assert options == {"fast": "True"}
+
+
 def test_an_unknown_key_is_answered_with_the_nearest():
     message = r"^unknown key stpes, did you mean steps\?; unknown key zzzzzz$"
     with pytest.raises(ValueError, match=message):
@@ -368,8 +380,9 @@ def test_a_config_file_that_does_not_exist_is_answered_with_the_nearest(config_f
 
 
 def test_an_error_in_a_config_file_is_named(config_file):
-    config_file.write_text("steps = 1 / 0")
-    with pytest.raises(ValueError, match=r"small\.py: ZeroDivisionError: division by zero"):
+    config_file.write_text("depth = 3\nsteps = 1 / 0")
+    message = r"small\.py, line 2: ZeroDivisionError: division by zero"
+    with pytest.raises(ValueError, match=message):
         configurator.read_config_file(str(config_file))
 
 
@@ -383,7 +396,7 @@ def test_help_lists_the_keys_of_each_class_under_its_docstring():
     ("start", "end"),
     [
         ("--steps=10 ", "how long to run (1 or more)"),
-        ("--rate=0.25 ", "how fast to learn, here (a number from 0 to below 1)"),
+        ("--rate=0.25 ", "how fast to learn, here (a number of at least 0 and below 1)"),
         ("--kind=delta ", "which update (delta | write_only)"),
         ("--limit=None ", "tokens at most"),
         ("--ranged=2 ", "(1 or more)"),

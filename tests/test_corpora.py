@@ -302,7 +302,7 @@ def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, pre
 
 MISTAKES = [
     ("", "--source is missing: give files, glob patterns or folders"),
-    ("--source a.txt --val_share=0", "--val_share=0.0: give a number above 0 to below 1"),
+    ("--source a.txt --val_share=0", "--val_share=0.0: give a number above 0 and below 1"),
     ("--source nowhere", "--source=nowhere: there are no files; give existing"),
     ("--source . --suffixes .none", "--source=.: there are no files with suffix .none"),
     ("--source a.txt --vocab_size=5", "--vocab_size=5: give a number from 257"),

@@ -116,7 +116,10 @@ def test_values_out_of_range_are_refused(options, message):
         Sampling(**options)
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 2.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 2.0}],
+)
 def test_logits_that_are_not_finite_are_an_error(options):
     model = build_tiny("gpt-mha-rope")
     torch.nn.init.constant_(model.ln_f.weight, math.nan)

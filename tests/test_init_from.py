@@ -577,7 +577,7 @@ def test_training_starts_from_an_additive_run(corpus, additive_folders, tmp_path
     [
         (
             "DDL-gpt-mha-rope",
-            "with beta = 0 its state does not change, and the direction k is normalized",
+            "its write cannot add the sublayer output h: with beta = 0 the state does not change",
         ),
         (
             "AttnRes-gpt-mha-rope",

@@ -232,42 +232,70 @@ def test_two_processes():
     assert result.returncode == 0, result.stderr.decode()
 
 
-def test_on_where_the_kernels_cannot_be(monkeypatch):
-    for keys, reason in (
-        (
-            {"ddl_value_channels": 3},
-            "ddl_value_channels=3 has no fused kernel (1, 2, 4 and 8 have one)",
-        ),
-        (
-            {"ddl_map": "v", "ddl_k_branch": "attention"},
-            "ddl_k_branch=attention has no fused kernel (ddl_k_branch=mlp has one)",
-        ),
-        (
-            {"ddl_map": "v", "ddl_k_input": "mean"},
-            "ddl_k_input=mean has no fused kernel (ddl_k_input=read has one)",
-        ),
-        (
-            {"ddl_k_norm": "shifted"},
-            "ddl_k_norm=shifted has no fused kernel (ddl_k_norm=guarded has one)",
-        ),
-        (
-            {"ddl_beta_input": "residual"},
-            "ddl_beta_input=residual has no fused kernel (ddl_beta_input=context has one)",
-        ),
-        (
-            {"ddl_beta_input": "flat"},
-            "ddl_beta_input=flat has no fused kernel (ddl_beta_input=context has one)",
-        ),
-    ):
-        model = build(CC, **{**TINY, **keys})
-        message = re.escape(f"kernels=on: {reason}; use kernels=auto or kernels=off")
-        with pytest.raises(ValueError, match=message):
-            kernels.use(model, "on", "cpu")
-        assert kernels.use(model, "auto", "cuda") == reason
-        assert type(model.stream) is Stream
+# (model name, settings, why the model has no fused kernels)
+WITHOUT_KERNELS = [
+    (
+        CC,
+        {"ddl_value_channels": 3},
+        "ddl_value_channels=3 has no fused kernel (1, 2, 4 and 8 have one)",
+    ),
+    (
+        CC,
+        {"ddl_map": "v", "ddl_k_branch": "attention"},
+        "ddl_k_branch=attention has no fused kernel (ddl_k_branch=mlp has one)",
+    ),
+    (
+        CC,
+        {"ddl_map": "v", "ddl_k_input": "mean"},
+        "ddl_k_input=mean has no fused kernel (ddl_k_input=read has one)",
+    ),
+    (
+        CC,
+        {"ddl_k_norm": "shifted"},
+        "ddl_k_norm=shifted has no fused kernel (ddl_k_norm=guarded has one)",
+    ),
+    (
+        CC,
+        {"ddl_beta_input": "residual"},
+        "ddl_beta_input=residual has no fused kernel (ddl_beta_input=context has one)",
+    ),
+    (
+        CC,
+        {"ddl_beta_input": "flat"},
+        "ddl_beta_input=flat has no fused kernel (ddl_beta_input=context has one)",
+    ),
+    (
+        "mHC-gpt-mha-rope",
+        {"hc_streams": 3},
+        "hc_streams=3 has no fused kernel (powers of two have one)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_name", "settings", "reason"), WITHOUT_KERNELS)
+def test_kernels_on_is_refused_with_the_reason(model_name, settings, reason):
+    model = build(model_name, **{**TINY, **settings})
+    message = re.escape(f"kernels=on: {reason}; use kernels=auto or kernels=off")
+    with pytest.raises(ValueError, match=message):
+        kernels.use(model, "on", "cpu")
+
+
+@pytest.mark.parametrize(("model_name", "settings", "reason"), WITHOUT_KERNELS)
+def test_kernels_auto_returns_the_reason_and_leaves_the_model_as_it_is(
+    model_name, settings, reason
+):
+    model = build(model_name, **{**TINY, **settings})
+    assert kernels.use(model, "auto", "cuda") == reason
+    assert type(model.stream) is Stream
+
+
+def test_kernels_on_needs_a_cuda_device_or_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="fused kernels need a CUDA device"):
         kernels.use(build(CC, **TINY), "on", "cpu")
+
+
+def test_kernels_on_needs_triton(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install triton"):
         kernels.use(build(CC, **TINY), "on", "cuda")

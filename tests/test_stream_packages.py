@@ -199,10 +199,13 @@ def test_the_weights_of_manifold_connections_are_those_of_deepseek_v4(n, iterati
 
 
 @interpreted
-@pytest.mark.parametrize(("n", "iterations"), [(2, 5), (4, 1), (4, 3), (8, 2)])
-def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations):
+@pytest.mark.parametrize(
+    ("n", "iterations", "num_tokens"),
+    [(2, 5, 2), (4, 1, 2), (4, 3, 2), (8, 2, 2), (4, 2, 9)],  # 18 rows are padded to 20
+)
+def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations, num_tokens):
     """Compare value and gradient, from logits far apart, of the kernels that kernels=on uses."""
-    logits = (3 * torch.randn(2, 2, n, n)).requires_grad_()
+    logits = (3 * torch.randn(2, num_tokens, n, n)).requires_grad_()
     float64_logits = logits.detach().double().requires_grad_()
     expected = torch.stack(
         [
@@ -212,7 +215,7 @@ def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations):
     ).view_as(float64_logits)
     mix = fused_sinkhorn_knopp(logits, iterations, 1e-6)
     torch.testing.assert_close(mix.double(), expected, rtol=1e-5, atol=1e-6)
-    weights = torch.randn(2, 2, n, n)
+    weights = torch.randn(2, num_tokens, n, n)
     (mix * weights).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(logits.grad.double(), float64_logits.grad, rtol=1e-5, atol=1e-5)

@@ -836,6 +836,7 @@ IDLE = [
     ("--ddl_v_constant_value=1.5", "--ddl_v_constant=True", "ddl_v_constant=False"),
     ("--ddl_beta_hidden_size=7", "--ddl_beta_single_linear=False", "ddl_beta_single_linear=True"),
     ("--ddl_v_sigmoid_scale=2.0", "--ddl_v_sigmoid=True", "ddl_v_sigmoid=False"),
+    ("--ddl_v_sigmoid=False", "--ddl_v_constant=False", "ddl_v_constant=True"),
     ("--ddl_k_hidden_size=7", "--ddl_map=v", "ddl_map=k"),
     ("--hidden_size_base=64", "--mup=True", "mup=False"),
     ("--decay_steps=3", "--schedule=wsd", "schedule=cosine"),
@@ -847,7 +848,7 @@ SHORT_RUN = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0"]
 
 @pytest.mark.parametrize(("argument", "disabled"), [(row[0], row[2]) for row in IDLE])
 def test_an_argument_without_an_effect_is_refused(argument, disabled):
-    message = f"{argument[2:]} has no effect with {disabled}: omit one of"
+    message = f"{argument[2:]} has no effect with {disabled}; omit "
     with pytest.raises(ValueError, match=message):
         configure([*SHORT_RUN, f"--{disabled}", argument])
 

@@ -144,6 +144,14 @@ def test_a_name_without_a_hyphen_is_refused(tmp_path, corpus, monkeypatch):
     )
 
 
+def test_a_name_with_a_dot_is_refused(tmp_path, corpus, monkeypatch):
+    (tmp_path / "gated-lr0.5.py").write_text(GATED)
+    monkeypatch.setattr(model, "__file__", str(tmp_path / "__init__.py"))
+    arguments = small_run(corpus, tmp_path / "run", model="gated-lr0.5")
+    line = one_line_error(call("train.py", *arguments))
+    assert "must not contain a dot; rename it to gated-lr0_5.py" in line
+
+
 def test_a_faulty_file_does_not_disturb_other_runs(save_variant, corpus, tmp_path):
     save_variant(FAULTY_FILES["half a file"][0])
     arguments = small_run(corpus, tmp_path / "run", model="gpt-mha-rope", max_steps=2)

@@ -125,7 +125,10 @@ def import_optional(module: str, use: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ValueError(f"{use} needs the {package} package: pip install {package}") from error
+        raise ValueError(
+            f"{use} needs the {package} package, which cannot be imported ({error}): pip install "
+            f"{package}"
+        ) from error
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

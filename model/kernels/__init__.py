@@ -37,7 +37,8 @@ class FusedForm(enum.Enum):
     # AdditiveStream: the addition and the RMSNorm that follows are one kernel
     ADDITIVE = "additive"
 
-    # DeltaStream: a write, the next read, its RMSNorm and its heads are one kernel
+    # DeltaStream: a write, the next read, its RMSNorm, and the projections to the next gate and
+    # write value are one kernel
     DELTA = "delta"
 
     # the plain stream with a kernel for Sinkhorn-Knopp: torch.compile fuses the other operations
@@ -69,8 +70,9 @@ READOUTS: dict[tuple[type, type], FusedForm] = {
 # Value channels d_v that DeltaStream supports.
 VALUE_CHANNELS = (1, 2, 4, 8)
 
-# The one value of each of these keys that DeltaStream supports. The other values of the first three
-# need more of the state than the read; another norm of k, or a second gate, the kernel does not have.
+# The only value of each of these keys that DeltaStream supports. Most other values of the first three
+# need more of the state than x_in, which is all that the kernel passes on. It has no gate on x_in, no
+# other normalization of k, and no second gate.
 DELTA_OPTIONS = {
     "ddl_k_branch": "mlp",
     "ddl_k_input": "read",
@@ -187,6 +189,9 @@ def reason_mix_is_plain(config: GPTConfig) -> str | None:
     """Return why no kernel computes the mixing matrix of mHC, or None if one does."""
     if config.mhc_mix != "sinkhorn":
         return f"mhc_mix={config.mhc_mix} has no fused kernel (mhc_mix=sinkhorn has one)"
+    # liger-kernel's blocks have hc_streams rows, and Triton's blocks are powers of two
+    if config.hc_streams.bit_count() != 1:
+        return f"hc_streams={config.hc_streams} has no fused kernel (powers of two have one)"
     if importlib.util.find_spec("liger_kernel") is None:
         return (
             "the fused kernel of Sinkhorn-Knopp needs liger-kernel, which is not installed (pip "

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import choose_launch, launch_options, split_into_chunks
+from model.kernels.launch import KernelLaunch, choose_launch, launch_options, split_into_chunks
 from model.kernels.tiles import (
     add_scaled,
     contiguous,
@@ -124,13 +124,6 @@ def backward_kernel(
         if grad_h is not None:
             store_vectors(grad_h + row * D, total, None, D, BLOCK)
     store_vectors(grad_norm + tl.program_id(0) * D, sum_g, None, D, BLOCK)
-
-
-class KernelLaunch(NamedTuple):
-    """How a kernel is launched for one input."""
-
-    grid: tuple[int]
-    arguments: dict[str, Any]
 
 
 def plan_launch(kernel: str, x: torch.Tensor) -> KernelLaunch:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import choose_launch, split_into_chunks
+from model.kernels.launch import KernelLaunch, choose_launch, split_into_chunks
 from model.kernels.tiles import (
     add_scaled,
     contiguous,
@@ -105,13 +105,6 @@ def backward_kernel(
     for i in tl.static_range(K * V):
         target = grad_weights + (tl.program_id(0) * K * V + i) * D + start
         store_vectors(target, sums[i : i + 1], mask, BLOCK, BLOCK)
-
-
-class KernelLaunch(NamedTuple):
-    """How a kernel is launched for one input."""
-
-    grid: tuple[int, int]  # chunks of tokens, and pieces of features
-    arguments: dict[str, Any]
 
 
 def plan_launch(kernel: str, x: torch.Tensor, weights: torch.Tensor) -> KernelLaunch:

@@ -8,7 +8,7 @@ each entry of the table and its runners-up.
 import functools
 import os
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +28,13 @@ USED: dict[str, Launch] = {}
 
 # Narrower and wider vectors have entries of their own in the table.
 NARROW_WIDTH = 768
+
+
+class KernelLaunch(NamedTuple):
+    """How a kernel is launched for one input."""
+
+    grid: tuple[int, ...]  # numbers of programs
+    arguments: dict[str, Any]
 
 
 def launch_key(kernel: str, num_value_channels: int = 1, kernel_size: int = 1) -> str:

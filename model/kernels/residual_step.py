@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model.kernels.launch import choose_launch, launch_options, split_into_chunks
+from model.kernels.launch import KernelLaunch, choose_launch, launch_options, split_into_chunks
 from model.kernels.step_kernels import backward_kernel, forward_kernel
 from model.kernels.tiles import contiguous, get_state_strides
 
@@ -142,13 +142,6 @@ def residual_step(
         **launch.arguments,
     )
     return list(output)
-
-
-class KernelLaunch(NamedTuple):
-    """How a kernel is launched for one state."""
-
-    grid: tuple[int]
-    arguments: dict[str, Any]
 
 
 def plan_launch(kernel: str, stored_state: torch.Tensor, kernel_size: int) -> KernelLaunch:

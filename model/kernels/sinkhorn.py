@@ -8,6 +8,8 @@ torch.compile fuses what they compute.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+import triton
 from liger_kernel.ops.mhc import mhc_sinkhorn_bwd, mhc_split_sinkhorn_fwd
 
 from model.kernels.stream import check_dtype
@@ -29,13 +31,13 @@ def fused_sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> t
         sinkhorn_eps=eps,
         post_mult=2.0,
     )
-    return mix.view(logits.shape)
+    return mix[: count_matrices(logits)].view(logits.shape)
 
 
 class PaddedLogits(NamedTuple):
     """Logits as liger-kernel takes them, whose kernel also computes mHC's reads and writes."""
 
-    maps: torch.Tensor  # (tokens, 2 n + n^2): zeros, which are not used, then the logits
+    maps: torch.Tensor  # (rows, 2 n + n^2): zeros, which are not used, then the logits
     bias: torch.Tensor  # (2 n + n^2,) zeros
     scale: torch.Tensor  # (1,) one
 
@@ -43,13 +45,24 @@ class PaddedLogits(NamedTuple):
 def pad_logits(logits: torch.Tensor) -> PaddedLogits:
     """Return logits (..., n, n) as liger-kernel takes them.
 
+    liger-kernel compiles a kernel for every number of rows. So that an evaluation of texts of many
+    lengths compiles few, the number is rounded up to a multiple of an eighth of a power of two.
+
     Raises:
         ValueError: the logits are float64
     """
     check_dtype(logits)
     n = logits.shape[-1]
-    maps = torch.nn.functional.pad(logits.float().reshape(-1, n * n), (2 * n, 0))
+    num_rows = count_matrices(logits)
+    multiple = max(1, triton.next_power_of_2(num_rows) // 8)
+    num_extra_rows = -num_rows % multiple
+    maps = F.pad(logits.float().reshape(-1, n * n), (2 * n, 0, 0, num_extra_rows))
     return PaddedLogits(maps=maps, bias=maps.new_zeros(maps.shape[1]), scale=maps.new_ones(1))
+
+
+def count_matrices(logits: torch.Tensor) -> int:
+    """Return the number of matrices (n, n) in logits (..., n, n)."""
+    return logits.shape[:-2].numel()
 
 
 @fused_sinkhorn_knopp.register_fake
@@ -62,8 +75,10 @@ def fused_sinkhorn_knopp_backward(
     gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float
 ) -> torch.Tensor:
     """Return the gradient of the logits for the gradient of the result, (..., n, n) each."""
-    gradient = gradient.float().reshape(-1, *logits.shape[-2:]).contiguous()
     padded = pad_logits(logits)
+    gradient = gradient.float().reshape(-1, *logits.shape[-2:])
+    num_extra_rows = len(padded.maps) - len(gradient)
+    gradient = F.pad(gradient, (0, 0, 0, 0, 0, num_extra_rows)).contiguous()
     grad_logits = mhc_sinkhorn_bwd(
         padded.maps,
         padded.bias,
@@ -72,7 +87,7 @@ def fused_sinkhorn_knopp_backward(
         tmax=iterations,
         sinkhorn_eps=eps,
     )
-    return grad_logits.view(logits.shape)
+    return grad_logits[: count_matrices(logits)].view(logits.shape)
 
 
 @fused_sinkhorn_knopp_backward.register_fake

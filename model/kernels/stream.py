@@ -121,7 +121,10 @@ class DeltaState(NamedTuple):
 
 
 class DeltaRead(NamedTuple):
-    """What the kernel computes for the next write; None if it is computed elsewhere."""
+    """What the kernel computes for the next write.
+
+    None stands for what the write does not need, or computes by itself.
+    """
 
     x_in: torch.Tensor | None  # (B, T, d)
     gate_logit: torch.Tensor | None  # (B, T) fp32
