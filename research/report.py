@@ -1,11 +1,11 @@
 """Make figures and tables of finished or running runs.
 
     python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte]
-    python research/report.py curves RUN RUN RUN ... --band     mean and 95% interval over seeds
-    python research/report.py table runs/demo_cpu [RUN ...]     the last evaluation of each run
-    python research/report.py table RUN RUN RUN ... --against=gpt-mha-rope     and differences
-    python research/report.py paper RUN RUN RUN ... --out=report     a paper's tables and figures
-    python research/report.py runs RUN RUN RUN ... --out=runs.csv    a row for each run
+    python research/report.py curves RUN RUN RUN ... --band     # mean and 95% interval over seeds
+    python research/report.py table runs/demo_cpu [RUN ...]     # the last evaluation of each run
+    python research/report.py table RUN RUN RUN ... --against=gpt-mha-rope     # and differences
+    python research/report.py paper RUN RUN RUN ... --out=report     # a paper's tables and figures
+    python research/report.py runs RUN RUN RUN ... --out=runs.csv    # a row for each run
 
 RUN is a run folder made by train.py, a folder that contains some, or a runs.csv. Runs that differ
 only in their seed are one row of a table, with the mean, its 95% interval and the number of runs.

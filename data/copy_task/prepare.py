@@ -1,8 +1,8 @@
 """The synthetic copy task of the Manifold-Geometric Transformer (section 4.1).
 
-    python data/copy_task/prepare.py   sequences of 2 x 32 random characters
+    python data/copy_task/prepare.py                          # sequences of 2 x 32 random characters
     python data/copy_task/prepare.py --half=128 --symbols=64 --out=data/copy_task_128
-    python train.py config/copy_task_cpu.py                     block_size is 2 * half
+    python train.py config/copy_task_cpu.py                   # block_size is 2 * half
 
 A sequence is the end-of-text token, `half` random characters, and the same characters again. A
 training example holds exactly one sequence. Evaluation reports the fraction of second halves in

@@ -2,9 +2,9 @@
 
 The task is to follow pointers, hop after hop.
 
-    python data/k_hop/prepare.py   1 to 4 hops, 4 symbols
+    python data/k_hop/prepare.py                              # 1 to 4 hops, 4 symbols
     python data/k_hop/prepare.py --hops=8 --positions=128 --out=data/k_hop_8
-    python train.py config/k_hop_cpu.py                     block_size is positions + 1
+    python train.py config/k_hop_cpu.py                       # block_size is positions + 1
 
 One hop goes from a token to the token after the last earlier occurrence of the same symbol. The
 first token of a sequence names a number of hops, and the label of a token is the symbol that this

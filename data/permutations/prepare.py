@@ -2,9 +2,9 @@
 
 The task is to compose permutations one by one.
 
-    python data/permutations/prepare.py   6 permutations of 4 elements
+    python data/permutations/prepare.py                       # 6 permutations of 4 elements
     python data/permutations/prepare.py --degree=5 --length=16 --out=data/permutations_16
-    python train.py config/permutations_cpu.py                     block_size is length + 1
+    python train.py config/permutations_cpu.py                # block_size is length + 1
 
 A sequence is `length` permutations, each drawn uniformly from all degree! of them. The label of a
 permutation is the product of all permutations up to it. The word problem of S_5 is complete for

@@ -2,9 +2,9 @@
 
 The task tests the capacity of a narrow state.
 
-    python data/recall/prepare.py   8 pairs in 48 positions
+    python data/recall/prepare.py                             # 8 pairs in 48 positions
     python data/recall/prepare.py --pairs=16 --positions=96 --out=data/recall_16
-    python train.py config/recall_cpu.py                     block_size is positions + 1
+    python train.py config/recall_cpu.py                      # block_size is positions + 1
 
 A sequence is key value key value ..., followed by each key once more as a query, at distances that
 follow a power law. The label of a query is the value that followed its key. Only queries are

@@ -2,9 +2,9 @@
 
 The task suits a state that is rewritten, because every assignment replaces a value.
 
-    python data/registers/prepare.py   4 registers, 8 operations
+    python data/registers/prepare.py                          # 4 registers, 8 operations
     python data/registers/prepare.py --registers=8 --operations=16 --out=data/registers_8
-    python train.py config/registers_cpu.py                     block_size is positions + 1
+    python train.py config/registers_cpu.py                   # block_size is positions + 1
 
 A sequence begins with an assignment to every register, in random order. Then come --operations
 operations: with probability --swap_probability a swap of two different registers, otherwise an

@@ -2,11 +2,11 @@
 
     python data/registers/prepare.py --trained=swaps --val_sequences=8192 --out=data/registers_swaps
     python data/shakespeare_char/prepare.py
-    python research/residual_streams/single_rate.py registers       does erase pay where writes must replace?
-    python research/residual_streams/single_rate.py shakespeare     nanoGPT's example, validation loss 1.88
-    python research/residual_streams/single_rate.py probe           a public probe of 16 layers
-    python research/residual_streams/single_rate.py registers --mode=show         how many runs are missing
-    python research/residual_streams/single_rate.py registers --arms=ddl_tc       only this arm
+    python research/residual_streams/single_rate.py registers       # whether the erase lowers the loss on registers
+    python research/residual_streams/single_rate.py shakespeare     # nanoGPT's example, validation loss 1.88
+    python research/residual_streams/single_rate.py probe           # a public probe of 16 layers
+    python research/residual_streams/single_rate.py registers --mode=show         # how many runs are missing
+    python research/residual_streams/single_rate.py registers --arms=ddl_tc       # only this arm
 
 A command trains what is not trained yet, one run after another, each with one thread, and appends a
 row to results/residual_streams/PROBLEM.jsonl as each run ends (or to --results=FOLDER). A run that

@@ -1,15 +1,15 @@
 """The runs of the controlled comparison, one stage a command.
 
     python research/residual_streams/python_library.py
-    python research/residual_streams/study.py short         rates of every arm, and its runs of 0.8 million tokens
-    python research/residual_streams/study.py long          the arms of planned claims, 3.3 million tokens
-    python research/residual_streams/study.py tolerance     nine points of rates for two arms
-    python research/residual_streams/study.py edge          rates beyond the edge, for the arms that are best at it
-    python research/residual_streams/study.py halves        the long runs of five arms, on the other half of validation
-    python research/residual_streams/study.py speed         tokens per second of every arm, in turns
-    python research/residual_streams/study.py again         two reported runs once more: the same bits?
-    python research/residual_streams/study.py short --mode=show          how many runs are finished
-    python research/residual_streams/study.py short --arms=conv,wide     only these arms
+    python research/residual_streams/study.py short         # rates of every arm, and its runs of 0.8 million tokens
+    python research/residual_streams/study.py long          # the arms of planned claims, 3.3 million tokens
+    python research/residual_streams/study.py tolerance     # nine points of rates for two arms
+    python research/residual_streams/study.py edge          # rates beyond the edge, for the arms that are best at it
+    python research/residual_streams/study.py halves        # long runs of five arms, on the other half of validation
+    python research/residual_streams/study.py speed         # tokens per second of every arm, in turns
+    python research/residual_streams/study.py again         # repeat two reported runs, and compare their bits
+    python research/residual_streams/study.py short --mode=show          # how many runs are finished
+    python research/residual_streams/study.py short --arms=conv,wide     # only these arms
 
 A command trains what is not trained yet, one run after another, each with one thread, and appends a row to
 results/residual_streams/language.jsonl as each run ends (or to --results=FOLDER). A run that was stopped resumes from
