@@ -285,7 +285,8 @@ def main() -> None:
         # Mistakes in the command are reported before any work is done.
         check(args)
         device = distributed.pick_device(args.device)
-        chosen_models = subjects.find_all(args.runs)
+        # all ranks choose the same checkpoints, even if a run saves another one meanwhile
+        chosen_models = subjects.find_all(args.runs, distributed.connect_peers())
         if args.tasks:
             for subject in chosen_models:
                 subjects.check_has_text(subject)
@@ -302,8 +303,14 @@ def main() -> None:
                 args.tasks, args.include_path, world, args.retry_minutes
             )
         # processes with different tasks would wait for each other forever
-        task_names = [task.name for task in loaded_tasks]
-        distributed.check_agreement(world, {"the tasks that can be loaded": task_names})
+        distributed.check_agreement(
+            world,
+            {
+                "the models": [subject.identity for subject in chosen_models],
+                "the validation data": [corpus.identity for corpus in corpora],
+                "the tasks that can be loaded": [task.name for task in loaded_tasks],
+            },
+        )
         if not loaded_tasks and not corpora:
             chosen_models = []
         if chosen_models:

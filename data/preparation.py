@@ -98,8 +98,8 @@ class PreparationOptions:
     )
     max_tokens: int | None = option(
         None,
-        "total number of tokens to prepare; rerun with a larger number to add tokens (default: the "
-        "entire source)",
+        "total number of tokens to prepare; rerun with a larger number to add tokens, after "
+        "which runs on the smaller corpus can no longer be resumed (default: the entire source)",
         low=1,
     )
     retry_minutes: float | None = option(

@@ -56,7 +56,7 @@ def truncate_request(
     if not 1 <= len(continuation) <= max_len:
         raise ValueError(
             f"a continuation has {len(continuation)} tokens, but this model scores 1 to "
-            f"block_size={max_len}"
+            f"block_size={max_len}; omit this task"
         )
     # one more than the model reads, because the last token is only predicted
     tokens = [*context, *continuation][-(max_len + 1) :]

@@ -347,15 +347,23 @@ class LanguageModel(TemplateLM):
                 )
 
         texts: dict[int, str] = {}
-        with self.autocast:
-            for batch in self.batches_of_rank(
-                batches, lambda batch: len(batch.indices), "texts", disable_tqdm
-            ):
-                texts.update(self.generate_batch(batch))
+        failure = None
+        try:
+            with self.autocast:
+                for batch in self.batches_of_rank(
+                    batches, lambda batch: len(batch.indices), "texts", disable_tqdm
+                ):
+                    texts.update(self.generate_batch(batch))
+        except ValueError as error:
+            # raised below on every rank, so that none waits for another one in the next task
+            failure = str(error)
         if self.world.world_size > 1:
-            texts_of_ranks: list[dict[int, str]] = [{}] * self.world.world_size
-            torch.distributed.all_gather_object(texts_of_ranks, texts)
-            texts = {index: text for part in texts_of_ranks for index, text in part.items()}
+            results: list = [None] * self.world.world_size
+            torch.distributed.all_gather_object(results, (texts, failure))
+            texts = {index: text for part, _ in results for index, text in part.items()}
+            failure = next((message for _, message in results if message is not None), None)
+        if failure is not None:
+            raise ValueError(failure)
         return [texts[index] for index in range(len(requests))]
 
     def generate_batch(self, batch: PromptBatch) -> dict[int, str]:

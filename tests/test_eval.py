@@ -452,6 +452,21 @@ def test_generated_text_is_the_likeliest_up_to_a_stop_string(batch_size):
     assert 0 < num_stopped < len(texts)
 
 
+def test_an_error_of_one_process_ends_the_task_in_all(monkeypatch):
+    """Otherwise the others would wait for its texts, or take those of the next task."""
+
+    def gather_from_other_rank(results, result):
+        results[:] = [result, ({}, "the logits of the model are not finite")]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather_from_other_rank)
+    model = build_generating_model()
+    model_of_two = language_model(model)
+    model_of_two.world = World(0, 2, torch.device("cpu"))
+    requests = [generation_request(context, {"max_gen_toks": 2}) for context in ("a", "b")]
+    with pytest.raises(ValueError, match="the logits of the model are not finite"):
+        model_of_two.generate_until(requests)
+
+
 def test_many_batches_share_one_compiled_decoder(monkeypatch):
     """The decoder has the size of the largest batch, and generates what each batch's own does."""
     model = build_generating_model()

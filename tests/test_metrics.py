@@ -1,5 +1,7 @@
 """The log of a run: progress lines, records, and what Weights & Biases is told."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import SMALL, wait_for
@@ -100,7 +102,13 @@ def test_a_skipped_step_is_a_note_and_a_record(open_log, capsys):
 def test_an_evaluation_line_has_the_loss_in_three_units(open_log, capsys):
     log = open_log()
     log.state.step = 100
-    log.log_evaluation({"loss": 3.9155}, bytes_per_token=3.67, num_sequences=64, split_size=455)
+    log.log_evaluation(
+        {"loss": 3.9155},
+        bytes_per_token=3.67,
+        num_sequences=64,
+        split_size=455,
+        is_full=False,
+    )
     assert capsys.readouterr().out == (
         "step 100 | validation loss 3.9155 | perplexity 50.17 | 1.5392 bits per byte | "
         "64 of 455 sequences\n"
@@ -110,7 +118,7 @@ def test_an_evaluation_line_has_the_loss_in_three_units(open_log, capsys):
 def test_an_evaluation_line_of_a_task_has_its_scores(open_log, capsys):
     log = open_log()
     scores = {"loss": 0.5, "accuracy": 0.925, "exact_match": 0.25}
-    log.log_evaluation(scores, bytes_per_token=None, num_sequences=20, split_size=20)
+    log.log_evaluation(scores, bytes_per_token=None, num_sequences=20, split_size=20, is_full=True)
     assert capsys.readouterr().out == (
         "step 0 | validation loss 0.5000 | perplexity 1.65 | accuracy 92.5% | exact match 25.0% | "
         "all 20 sequences\n"
@@ -119,12 +127,53 @@ def test_an_evaluation_line_of_a_task_has_its_scores(open_log, capsys):
     assert (record["val_accuracy"], record["val_exact_match"]) == (0.925, 0.25)
 
 
+def log_losses(log: metrics.RunLog, losses: list[float], is_full: bool) -> None:
+    """Log evaluations that differ only in the loss."""
+    for loss in losses:
+        log.log_evaluation(
+            {"loss": loss}, bytes_per_token=None, num_sequences=1, split_size=1, is_full=is_full
+        )
+
+
 def test_a_loss_that_is_not_finite_is_never_the_best(open_log):
     log = open_log()
-    for loss in (float("nan"), 2.0, float("nan"), 3.0):
-        log.log_evaluation({"loss": loss}, bytes_per_token=None, num_sequences=1, split_size=1)
+    log_losses(log, [float("nan"), 2.0, float("nan"), 3.0], is_full=False)
     records = metrics.read(log.path)
     assert [record.get("best_val_loss") for record in records] == [None, 2.0, 2.0, 2.0]
+
+
+def test_the_loss_of_the_entire_split_is_not_compared_with_the_others(open_log):
+    log = open_log()
+    log_losses(log, [2.0], is_full=False)
+    log_losses(log, [1.0], is_full=True)
+    assert metrics.read(log.path)[-1]["best_val_loss"] == 2.0
+
+
+# ---- failures ----
+
+
+def fail(*_arguments: object) -> None:
+    raise ConnectionError("its service has ended")
+
+
+@pytest.mark.parametrize("action", ["write", "close"])
+def test_a_failure_of_wandb_does_not_end_the_run(open_log, capsys, action):
+    log = open_log()
+    log.wandb_run = SimpleNamespace(log=fail, finish=fail)
+    getattr(log, action)()
+    assert log.wandb_run is None
+    assert (
+        "warning: Weights & Biases failed (ConnectionError: its service has ended); training "
+        "continues without it"
+    ) in capsys.readouterr().err
+
+
+def test_a_failure_of_wandb_loses_no_record(open_log):
+    log = open_log()
+    log.wandb_run = SimpleNamespace(log=fail)
+    log.write(loss=1.0)
+    log.write(loss=2.0)
+    assert [record["loss"] for record in metrics.read(log.path)] == [1.0, 2.0]
 
 
 # ---- utilization ----

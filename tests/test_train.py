@@ -24,7 +24,7 @@ from data.loader import TrainBatches, ValidationBatches
 from data.sequences import SequenceLayout
 from model import build
 from model.gpt import GPTConfig
-from training import checkpoint, metrics, optimizer, stopping
+from training import checkpoint, metrics, optimizer, setup, stopping
 from training.distributed import World
 from training.settings import configure
 from training.validation import evaluate
@@ -560,9 +560,118 @@ def test_a_resumed_run_may_evaluate_differently(branch):
 
 def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(branch):
     change_saved_state(branch, lambda state: state.update(best_val_loss=0.5))
-    run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=7", "--eval_part=second")
+    run_train(
+        f"--out_dir={branch}",
+        "--resume=auto",
+        "--max_steps=7",
+        "--eval_part=second",
+        "--eval_full=False",
+    )
     last = metrics.find_last_evaluation(branch / "metrics.jsonl")
     assert last["best_val_loss"] == last["val_loss"]
+
+
+def test_a_resumed_run_lists_the_settings_that_change(branch):
+    result = run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
+    note = "note: the command or its config file changes max_steps=7 (was 6); to keep a value"
+    assert note in result.stdout.decode()
+
+
+def test_a_resumed_run_lists_what_a_config_file_sets_back(branch, tmp_path):
+    (tmp_path / "small.py").write_text("max_steps = 6\n")
+    change_saved_state(branch, lambda state: state["run_config"].update(max_steps=100))
+    result = run_train(tmp_path / "small.py", f"--out_dir={branch}", "--resume=auto")
+    assert "changes max_steps=6 (was 100)" in result.stdout.decode()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_run_on_a_gpu_does_not_continue_on_a_cpu_by_itself(branch):
+    change_saved_state(branch, lambda state: state["trained_on"].update(device="cuda"))
+    arguments = [f"--out_dir={branch}", "--resume=auto", "--max_steps=7"]
+    assert "was trained on a GPU, but torch finds none" in training_error(
+        *arguments, "--device=auto"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_run_on_a_gpu_continues_on_a_cpu_on_request(branch):
+    change_saved_state(branch, lambda state: state["trained_on"].update(device="cuda"))
+    run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=7", "--device=cpu")
+    assert checkpoint.read_state(checkpoint.find(branch))["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"code_digest": "0" * 64}, "the code has changed since the checkpoint was saved"),
+        ({"model_digest": "0" * 64}, "DDL-gpt-mha-rope.py has changed since the checkpoint"),
+        ({"trained_on": {"torch": "2.0.1"}}, "was trained with torch 2.0.1, and this is torch"),
+    ],
+)
+def test_changed_code_is_noted(branch, change, note):
+    change_saved_state(branch, lambda state: state.update(change))
+    result = run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
+    assert note in result.stdout.decode()
+
+
+def test_unchanged_code_is_not_noted(branch):
+    result = run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
+    assert "since the checkpoint" not in result.stdout.decode()
+
+
+def test_fewer_steps_than_a_run_has_leave_its_status_alone(branch):
+    before = (branch / "status.json").read_text()
+    result = run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=3")
+    assert "to continue training, give a larger --max_steps" in result.stdout.decode()
+    assert (branch / "status.json").read_text() == before
+
+
+def test_a_number_of_processes_that_cannot_resume_is_answered_with_one_that_can(
+    branch, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"processes \(3\); resume the run with 2 processes"):
+        configure([f"--out_dir={branch}", "--resume=auto"])
+
+
+def test_a_time_limit_leaves_time_for_the_first_checkpoint(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "SLOW_BYTES_PER_SECOND", 1.0)
+    result = call("train.py", *small_run(corpus, tmp_path / "run", max_seconds=600))
+    assert result.returncode == stopping.EXIT_CODE
+    assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 1
+
+
+# ---- branches ----
+
+
+def test_a_branch_is_restarted_by_the_command_that_began_it(finished_run, tmp_path):
+    """As torchrun and Slurm restart it."""
+    out = tmp_path / "branch"
+    command = [
+        f"--resume={checkpoint.find(finished_run.folder)}",
+        f"--out_dir={out}",
+        "--max_steps=12",
+    ]
+    run_train(*command)
+    shutil.rmtree(checkpoint.find(out))  # the checkpoint of step 9 remains
+    result = run_train(*command)
+    assert f"resuming from {out / 'checkpoints' / 'step_00000009'}" in result.stdout.decode()
+
+
+def test_a_branch_has_no_records_of_an_earlier_run(finished_run, tmp_path):
+    out = tmp_path / "branch"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    resumed = checkpoint.find(finished_run.folder)
+    run_train(f"--resume={resumed}", f"--out_dir={out}", "--max_steps=7")
+    assert [record["step"] for record in read_step_records(out)] == [7]
+
+
+def test_auto_says_that_it_starts_a_new_run(corpus, tmp_path):
+    result = run_train(*small_run(corpus, tmp_path / "run", resume="auto", max_steps=1))
+    assert f"starting a new run, because {tmp_path / 'run'} has no checkpoint" in (
+        result.stdout.decode()
+    )
 
 
 def test_a_time_limit_is_not_inherited(branch):
@@ -739,7 +848,7 @@ MISTAKES = [
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
     ({"dataset": "nowhere"}, "nowhere does not hold *train_*.bin"),
     ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
-    ({"vocab_size": 256}, "has 257 tokens: give 257"),
+    ({"vocab_size": 256}, "has 257 tokens; give --vocab_size=257"),
     ({"block_size": 40_000}, "the training split has 32111 tokens"),
     ({"resume": "nowhere"}, "nowhere does not exist"),
     ({"model": "gpt-mha-rope", "ddl_beta_init": 1.0}, "--ddl_beta_init is not a key of gpt-mha"),

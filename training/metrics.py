@@ -7,6 +7,7 @@ import platform
 import re
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -257,6 +258,7 @@ class RunLog:
         self.state = state
         self.device = world.device
         self.unwritten = b""  # lines that are not in the file yet
+        self.has_warned = False  # that they cannot be written
         self.last_step = Progress(state.step, state.seconds)
         self.last_line: Progress | None = None  # when a progress line was last printed
 
@@ -346,21 +348,25 @@ class RunLog:
         bytes_per_token: float | None,
         num_sequences: int,
         split_size: int,
+        is_full: bool,
     ) -> None:
         """Log and print an evaluation, and update `state.best_val_loss`.
 
         Args:
+            is_full: whether it is the evaluation of the entire split after the last step, whose loss
+                cannot be compared with the earlier ones
             scores: "loss" and, for a task, "accuracy" and "exact_match" (`validation.evaluate`)
             bytes_per_token: mean size of a token; None if the corpus is not text
             num_sequences: how many sequences were evaluated
             split_size: number of sequences in the validation split
         """
         loss = scores["loss"]
-        losses = [loss]
-        if self.state.best_val_loss is not None:
-            losses.append(self.state.best_val_loss)
-        # a loss of nan would stay the best one forever, because no loss is less than it
-        self.state.best_val_loss = min(filter(math.isfinite, losses), default=None)
+        if not is_full:
+            losses = [loss]
+            if self.state.best_val_loss is not None:
+                losses.append(self.state.best_val_loss)
+            # a loss of nan would stay the best one forever, because no loss is less than it
+            self.state.best_val_loss = min(filter(math.isfinite, losses), default=None)
         validation_metrics = compute_validation_metrics(loss, bytes_per_token)
         # a corpus that is a task also has the fractions of right answers
         task_scores = {name: score for name, score in scores.items() if name != "loss"}
@@ -412,7 +418,19 @@ class RunLog:
         if self.wandb_run is not None:
             # Without `step`, because a resumed run repeats an evaluation that was interrupted, and
             # Weights & Biases drops what is logged for a step that it has already.
-            self.wandb_run.log(flatten(record))
+            self.call_wandb(lambda: self.wandb_run.log(flatten(record)))
+
+    def call_wandb(self, action: Callable[[], object]) -> None:
+        """Call Weights & Biases. If it fails, say so and train on without it."""
+        try:
+            action()
+        except Exception as error:  # of any kind: its log is no reason to end a run
+            self.wandb_run = None
+            print(
+                f"warning: Weights & Biases failed ({type(error).__name__}: {error}); training "
+                "continues without it, and metrics.jsonl has all records",
+                file=sys.stderr,
+            )
 
     def flush(self, to_disk: bool = False) -> None:
         """Write the lines that could not be written before.
@@ -430,15 +448,19 @@ class RunLog:
                     self.unwritten = self.unwritten[num_bytes:]
                 if to_disk:
                     os.fsync(file.fileno())
+            self.has_warned = False
         except OSError as error:
-            print(
-                f"warning: metrics.jsonl cannot be written ({error.strerror}); its new lines are "
-                "kept in memory until it can be written",
-                file=sys.stderr,
-            )
+            # a full disk would otherwise be reported after every step
+            if not self.has_warned:
+                print(
+                    f"warning: metrics.jsonl cannot be written ({error.strerror}); its new lines are "
+                    "kept in memory until it can be written",
+                    file=sys.stderr,
+                )
+            self.has_warned = True
 
     def close(self) -> None:
         """Write what is left, and finish the run of Weights & Biases."""
         self.flush()
         if self.wandb_run is not None:
-            self.wandb_run.finish()
+            self.call_wandb(self.wandb_run.finish)

@@ -106,6 +106,8 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta
             if store.check([f"{accepted}/confirmed"]):
                 return accepted
         time.sleep(POLLING_INTERVAL)
+    absent_ranks = [str(other) for other in range(size) if not store.check([f"id/{other}"])]
     raise TimeoutError(
-        f"rank {rank} has waited {timeout.total_seconds():.0f} s for the other {size - 1} ranks"
+        f"rank {rank} has waited {timeout.total_seconds():.0f} s for the other {size - 1} ranks "
+        f"(never seen: {', '.join(absent_ranks) or 'none'}); see the output of their machines"
     )

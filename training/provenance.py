@@ -136,8 +136,9 @@ def report_uncommitted(path: Path, commit: str) -> None:
 # ---- digests of the code ----
 
 
+@functools.cache
 def compute_code_digest() -> str:
-    """Return the SHA-256 of the Python files that training runs."""
+    """Return the SHA-256 of the Python files that training runs, as they were at the first call."""
     # what a process of train.py imports; kernels have launch tables that differ between machines
     return compute_digest(
         "train.py",

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from torch import nn
 
 from model import model_class
@@ -12,7 +13,10 @@ from model.options import collect_options, legacy_defaults, rename_aliases
 from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
 from training.peers import Peers
-from training.provenance import current_model_digest
+from training.provenance import compute_code_digest, current_model_digest
+
+# Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
+KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")
 
 # Keys of older runs that have been removed, and had no effect on what a step computes.
 REMOVED_KEYS = ("max_epochs", "tensorboard")
@@ -42,9 +46,8 @@ def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
     run_folder = out_dir if resume == "auto" else resume
     if run_folder is not None:
         for path in reversed(checkpoint.list_checkpoints(Path(run_folder))):
-            with contextlib.suppress(
-                ValueError
-            ):  # skip a damaged checkpoint and try the previous one
+            # skip a damaged checkpoint and try the previous one
+            with contextlib.suppress(ValueError):
                 return checkpoint.read_state(path)
     if resume != "auto":
         try:
@@ -52,6 +55,20 @@ def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
         except ValueError as error:
             raise ValueError(f"resume={resume}: {error}, or auto") from error
     return {}
+
+
+def is_restarted_branch(resume: str | None, out_dir: str) -> bool:
+    """Return whether out_dir has a checkpoint of the branch that began with this `--resume`.
+
+    torchrun and Slurm restart a branch with the command that began it. It then resumes from its own
+    latest checkpoint, as with `--resume=auto`.
+    """
+    if resume in (None, "auto"):
+        return False
+    for path in reversed(checkpoint.list_checkpoints(Path(out_dir))):
+        with contextlib.suppress(ValueError):
+            return checkpoint.read_state(path).get("branched_from") == resume
+    return False
 
 
 def saved_settings(state: dict) -> dict[str, object]:
@@ -159,6 +176,18 @@ def check_corpus(saved_corpus: dict, corpus: dict, dataset: str, resume_checkpoi
         )
 
 
+def describe_changes(state: dict, config: TrainConfig) -> list[str]:
+    """Return notes on what differs from the run that is resumed: settings, learning rate and code.
+
+    state: state.json of the run that is resumed; {} for a new run
+    """
+    return [
+        *describe_changed_settings(state, config),
+        *describe_rate_jump(state, config),
+        *describe_changed_code(state),
+    ]
+
+
 def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
     """Return a note if a changed length makes the learning rate jump in the middle of the run.
 
@@ -196,8 +225,10 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
     ]
 
 
-def describe_changed_code(state: dict) -> list[str]:
-    """Return a note if the file of the model has changed since the checkpoint was saved.
+def describe_changed_settings(state: dict, config: TrainConfig) -> list[str]:
+    """Return a note that lists the keys whose values differ from those of the resumed run.
+
+    A config file counts as well: it may set back what the first command line had changed.
 
     Args:
         state: state.json of the run that is resumed; {} for a new run
@@ -205,13 +236,48 @@ def describe_changed_code(state: dict) -> list[str]:
     Returns:
         A list with one note, or an empty list.
     """
-    saved_digest = state.get("model_digest")  # older runs have none
-    if saved_digest is None or saved_digest == current_model_digest(state["model"]):
+    if not state:
+        return []
+    saved = saved_settings(state)
+    changes = [
+        f"{name}={getattr(config, name)} (was {saved[name]})"
+        for name in collect_options(TrainConfig)
+        if name not in KEYS_OF_A_CALL and getattr(config, name) != saved[name]
+    ]
+    if not changes:
         return []
     return [
-        f"model/{state['model']}.py has changed since the checkpoint was saved; to train the new code "
-        "from the start, give another --out_dir"
+        f"the command or its config file changes {', '.join(changes)}; to keep a value, give it on "
+        "the command line"
     ]
+
+
+def describe_changed_code(state: dict) -> list[str]:
+    """Return notes if the code, or the version of torch, has changed since the checkpoint was saved.
+
+    state: state.json of the run that is resumed; {} for a new run
+    """
+    notes = []
+    # older runs have no digests
+    saved_model_digest = state.get("model_digest")
+    saved_code_digest = state.get("code_digest")
+    saved_torch = state.get("trained_on", {}).get("torch")
+    if saved_model_digest not in (None, current_model_digest(state.get("model", ""))):
+        notes.append(
+            f"model/{state['model']}.py has changed since the checkpoint was saved; to train the new "
+            "code from the start, give another --out_dir"
+        )
+    elif saved_code_digest not in (None, compute_code_digest()):
+        notes.append(
+            "the code has changed since the checkpoint was saved (commit "
+            f"{state['commit'] or 'unknown'})"
+        )
+    if saved_torch not in (None, torch.__version__):
+        notes.append(
+            f"the checkpoint was trained with torch {saved_torch}, and this is torch "
+            f"{torch.__version__}"
+        )
+    return notes
 
 
 def check_lr_scales(

@@ -17,9 +17,6 @@ from training import init_from, resume
 from training.config import TrainConfig, check_run, read_arguments
 from utils import errors, machine
 
-# Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
-KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")
-
 
 class Settings(NamedTuple):
     """The settings of a run, resolved and checked."""
@@ -59,6 +56,8 @@ def resolve(
     if out_dir is None:  # named after the model, which the folder of init_from decides
         out_dir = f"runs/{init_from.read_decided_settings(init_folder)['model']}"
     run_settings["out_dir"] = out_dir
+    if resume.is_restarted_branch(run_settings.get("resume"), out_dir):
+        run_settings["resume"] = "auto"
     if saved_state is None:
         saved_state = resume.read_saved_state(run_settings.get("resume"), out_dir)
     saved = resume.saved_settings(saved_state)
@@ -77,32 +76,13 @@ def resolve(
     model_settings = configurator.read_settings(from_file, from_command_line, model_options)
     given_settings = {**run_settings, **model_settings}
     if saved:
-        if saved.get("init_from") is not None:
-            # as at the start of the run, these keys have no effect: the weights were not drawn
-            given_settings = {
-                key: value
-                for key, value in given_settings.items()
-                if key not in model_options or not model_options[key].initial
-            }
-        is_auto = given_settings["resume"] == "auto"
-        resume.check_unchanged(
-            given_settings,
-            saved,
-            location=f"the run in {out_dir}" if is_auto else given_settings["resume"],
-            alternative="start a new run with another --out_dir and without --resume",
-        )
-        defaults = {key: saved[key] for key in saved if key not in KEYS_OF_A_CALL}
+        settings = merge_with_saved_settings(given_settings, saved, model_options)
     else:
         given_settings = init_from.merge_decided_settings(
             given_settings, decided, model_options, note
         )
-        defaults = corpus_defaults(given_settings)
-
-    settings = {
-        # lowest precedence first; keys that are not set keep their defaults
-        **defaults,  # the settings of the run that is resumed; for a new run, those of its corpus
-        **given_settings,  # a config file, and above it the command line
-    }
+        settings = {**corpus_defaults(given_settings), **given_settings}
+    # keys that are not set keep their defaults
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
     model_config = model_config_class(
@@ -113,6 +93,32 @@ def resolve(
         from_command_line, {**vars(config), **vars(model_config)}, {**run_options, **model_options}
     )
     return Settings(config, model_config, saved_state)
+
+
+def merge_with_saved_settings(
+    given_settings: dict, saved: dict, model_options: dict[str, Option]
+) -> dict[str, object]:
+    """Return the settings of a resumed run: the saved ones, and above them those that are given.
+
+    Raises:
+        ValueError: a key is given that cannot be changed
+    """
+    if saved.get("init_from") is not None:
+        # as at the start of the run, these keys have no effect: the weights were not drawn
+        given_settings = {
+            key: value
+            for key, value in given_settings.items()
+            if key not in model_options or not model_options[key].initial
+        }
+    is_auto = given_settings["resume"] == "auto"
+    resume.check_unchanged(
+        given_settings,
+        saved,
+        location=f"the run in {given_settings['out_dir']}" if is_auto else given_settings["resume"],
+        alternative="start a new run with another --out_dir and without --resume",
+    )
+    kept_settings = {key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL}
+    return {**kept_settings, **given_settings}
 
 
 def configure(

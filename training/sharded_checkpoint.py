@@ -275,5 +275,8 @@ def load_model_tensors(model: nn.Module, folder: Path) -> None:
             continue
         own_rows = local_tensor(read_like(saved_tensors[name], tensor))
         if not own_rows.isfinite().all():
-            raise ValueError(f"{folder}: {name} holds NaN or infinite numbers")
+            raise ValueError(
+                f"{folder}: {name} holds NaN or infinite numbers; resume from an earlier checkpoint "
+                "with --resume=CHECKPOINT and another --out_dir"
+            )
         local_tensor(tensor).copy_(own_rows)

@@ -112,8 +112,10 @@ def forget_groups() -> None:
 
 def describe_lost_rank(error: BaseException) -> str | None:
     """Return a message of one line if an error says that another rank is lost; otherwise None."""
-    # gloo raises RuntimeError, of which the errors of torch.distributed are subclasses
-    if not isinstance(error, RuntimeError) or not _groups:
+    # gloo raises RuntimeError, of which the errors of torch.distributed are subclasses; those of its
+    # store may come before there is a process group
+    is_of_ranks = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _groups)
+    if not is_of_ranks:
         return None
     text = str(error)
     if re.search(TIMED_OUT, text, re.IGNORECASE):

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -57,8 +58,12 @@ def lock_file(path: Path, *, wait: bool) -> TextIO:
     except BlockingIOError:
         file.close()
         raise
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:  # a file system without locks
+        print(
+            f"warning: {path} cannot be locked ({error.strerror}); nothing prevents a second process "
+            "from writing to this folder at the same time",
+            file=sys.stderr,
+        )
     return file
 
 
