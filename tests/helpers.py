@@ -144,6 +144,7 @@ def small_run(corpus: Path, out: Path, **changes) -> list[str]:
         "learning_rate": 1e-2,
         "eval_interval": 3,
         "eval_batches": 2,
+        "eval_full": False,
         "log_interval": 2,
         "checkpoint_interval": 3,
         **changes,

@@ -7,12 +7,14 @@ import sys
 
 import pytest
 from helpers import ROOT
+from in_process import call
 
 from training.settings import configure, every_option
 
 
 def commands_of(text: str) -> list[str]:
-    """Return the lines of the shell blocks of a page, without comments."""
+    """Return the commands in the shell blocks of a page, without comments."""
+    text = text.replace("\\\n", " ")  # a command may have several lines
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
     no_scripts = ("#", "pip ", "source ", "git ", "python3 -m venv", "python -m pytest")
@@ -39,9 +41,15 @@ def check_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for config in configs:
             configure([config])
         options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
-        assert set(options) <= every_option().keys()
+        assert set(options) - {"help"} <= every_option().keys()
     elif script in ("eval.py", "sample.py", "export.py"):
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         module = importlib.import_module(script.removesuffix(".py"))
         args = module.parse_arguments()
-        getattr(module, "check", vars)(args)
+        if hasattr(module, "check"):
+            module.check(args)
+    elif script.startswith("data/"):
+        help_text = call(script, "--help").stdout.decode()
+        for word in arguments:
+            if word.startswith("--"):
+                assert word.partition("=")[0] in help_text, word

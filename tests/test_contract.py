@@ -9,8 +9,8 @@ import broken_streams
 import contract
 import pytest
 import torch
-from helpers import EXAMPLES, ROOT, find_example_streams, run_script, small_run
-from in_process import restore_signals
+from helpers import EXAMPLES, find_example_streams, small_run
+from in_process import restore_signals, train_in_processes
 from model_settings import names_and_settings
 
 import export
@@ -132,13 +132,6 @@ SPARSE_SETTINGS = {
     "eval_interval": 3,
     "statistics_interval": 3,
 }
-TRAIN_SPARSE = f"""
-import model, train
-
-model.__path__.append({str(EXAMPLES[0].parent)!r})
-model.MODEL_NAMES.append({SPARSE!r})
-train.main()
-"""
 
 
 @pytest.fixture
@@ -160,17 +153,9 @@ def test_extra_losses_are_logged_by_site_and_block(sparse_run):
 def test_extra_losses_of_two_processes_with_accumulation(sparse_run, corpus, tmp_path):
     """The weights are those of one process without accumulation, except for rounding."""
     run = tmp_path / "two_processes"
-    (tmp_path / "train_sparse.py").write_text(TRAIN_SPARSE)
-    result = run_script(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        tmp_path / "train_sparse.py",
-        *small_run(corpus, run, **SPARSE_SETTINGS, micro_batch_size=1),
-        env={"PYTHONPATH": str(ROOT)},
-    )
-    assert result.returncode == 0, result.stderr.decode()
+    arguments = small_run(corpus, run, **SPARSE_SETTINGS, micro_batch_size=1)
+    # forks of this process know the example streams
+    train_in_processes(2, arguments, tmp_path / "log")
     weights, expected = (
         checkpoint.load_tensors(checkpoint.find(folder) / "model.safetensors")
         for folder in (run, sparse_run)

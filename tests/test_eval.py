@@ -520,7 +520,12 @@ def run(corpus, tmp_path_factory):
     """Train a model of bytes."""
     out = tmp_path_factory.mktemp("runs") / "tiny"
     arguments = small_run(
-        corpus, out, model="DDL-gpt-mha-rope-CC", block_size=40, learning_rate=0.1
+        corpus,
+        out,
+        model="DDL-gpt-mha-rope-CC",
+        block_size=40,
+        learning_rate=0.1,
+        eval_full=True,
     )
     result = call("train.py", *arguments)
     assert result.returncode == 0, result.stderr.decode()

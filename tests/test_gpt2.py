@@ -184,6 +184,7 @@ KEYS = {
     "max_steps": 2,
     "warmup_steps": 0,
     "eval_interval": 2,
+    "eval_full": True,
     "checkpoint_interval": 2,
 }
 

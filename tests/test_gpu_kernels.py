@@ -58,8 +58,8 @@ LONG += [Step(600, 2, 3, 2, 200, "bf16")]
 LONG += [Step(600, 4, 1, 1, 300, "fp16"), Step(768, 8, 1, 1, 300, "bf16")]
 
 
-def tiny(stem, **changes):
-    return move_parameters(build(stem, **{**TINY, **changes}))
+def tiny(model_name, **changes):
+    return move_parameters(build(model_name, **{**TINY, **changes}))
 
 
 @pytest.mark.parametrize("case", STEPS, ids=str)
@@ -111,9 +111,9 @@ def test_rotation_gives_the_same_bits():
     )
 
 
-@pytest.mark.parametrize("stem", PAPER)
-def test_model(stem):
-    fused.check_model(tiny(stem))
+@pytest.mark.parametrize("model_name", PAPER)
+def test_model(model_name):
+    fused.check_model(tiny(model_name))
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
@@ -137,17 +137,17 @@ def test_two_layer_gate_and_v_map():
     fused.check_model(tiny(CC, ddl_map="v", ddl_beta_single_linear=False))
 
 
-@pytest.mark.parametrize("stem", [CC, TC])
-def test_intervals_change_no_bit(stem):
-    fused.check_intervals(tiny(stem), torch.bfloat16, (1, 2, 4))
+@pytest.mark.parametrize("model_name", [CC, TC])
+def test_intervals_change_no_bit(model_name):
+    fused.check_intervals(tiny(model_name), torch.bfloat16, (1, 2, 4))
 
 
-@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", "gpt-mha-rope"])
-def test_compiled_by_inductor(stem):
+@pytest.mark.parametrize("model_name", ["DDL-gpt-mha-rope-EC", "gpt-mha-rope"])
+def test_compiled_by_inductor(model_name):
     """Its attention may round other numbers to TF32; with that emulated, a gradient is up to 1.9e-2
     from float64.
     """
-    model = tiny(stem, num_hidden_layers=1)
+    model = tiny(model_name, num_hidden_layers=1)
     fused.check_compiled(model, "inductor", 6e-2)
     with precision("highest"):
         fused.check_compiled(model, "inductor", 1e-3)
@@ -157,11 +157,11 @@ def test_activation_checkpointing():
     fused.check_checkpointing(tiny(CC))
 
 
-@pytest.mark.parametrize("stem", [TC, CC, "DDL-vdim1-gpt-mha-rope"])
-def test_autocast(stem):
-    fused.check_autocast(tiny(stem), torch.bfloat16)
+@pytest.mark.parametrize("model_name", [TC, CC, "DDL-vdim1-gpt-mha-rope"])
+def test_autocast(model_name):
+    fused.check_autocast(tiny(model_name), torch.bfloat16)
 
 
-@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", CC])
-def test_cached_generation(stem):
-    fused.check_cached(tiny(stem), (2, 1, 3, 1))
+@pytest.mark.parametrize("model_name", ["DDL-gpt-mha-rope-EC", CC])
+def test_cached_generation(model_name):
+    fused.check_cached(tiny(model_name), (2, 1, 3, 1))

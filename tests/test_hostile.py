@@ -126,7 +126,9 @@ def test_pickled_weights_are_not_executed(folder, to_pickle, tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(to_pickle(Trap(trap)))
     # a checkpoint has its weights in model.safetensors only
-    message = "is missing" if folder.name == "checkpoint" else "pytorch_model.bin"
+    message = "pytorch_model.bin is a pickle: save it as safetensors"
+    if folder.name == "checkpoint":
+        message = "is missing"
     with pytest.raises(ValueError, match=message):
         checkpoint.load_model(folder, "cpu")
     assert not trap.exists()

@@ -380,20 +380,28 @@ WSD_SETTINGS = {
 }
 
 
-@pytest.fixture
-def run_without_key(corpus, tmp_path, monkeypatch) -> Path:
+@pytest.fixture(scope="module")
+def run_of_two_versions(corpus, tmp_path_factory) -> Path:
     """Train three steps with a version that lacks a key, and three with a later version."""
-    out = tmp_path / "run"
+    out = tmp_path_factory.mktemp("two_versions") / "run"
     run_train(small_run(corpus, out, **WSD_SETTINGS, max_steps=3))
     folder = checkpoint.find(out)
     state = json.loads((folder / "state.json").read_text())
     del state["model_config"][NEW_KEY]
     (folder / "state.json").write_text(json.dumps(state))
     write_checksums(folder)
-    use_later_default(monkeypatch)
     # the first checkpoint does not have the key, the second has it
-    run_train(small_run(corpus, out, **WSD_SETTINGS, max_steps=6))
+    with pytest.MonkeyPatch.context() as patch:
+        use_later_default(patch)
+        run_train(small_run(corpus, out, **WSD_SETTINGS, max_steps=6))
     return out
+
+
+@pytest.fixture
+def run_without_key(run_of_two_versions, tmp_path, monkeypatch) -> Path:
+    """Copy the run of two versions, for a test of the later one."""
+    use_later_default(monkeypatch)
+    return shutil.copytree(run_of_two_versions, tmp_path / "run")
 
 
 def test_a_resumed_run_keeps_the_earlier_default(corpus, tmp_path, run_without_key):

@@ -26,8 +26,15 @@ from model.kernels.stream import DeltaStream
 from model.layers import CausalSelfAttention, Heads, RMSNorm
 from model.residual import DeltaRewrite, EmbeddingConv, SingleChannelRead
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
-CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="test_gpu_kernels.py tests the compiled kernels"
+)
+CC = "DDL-gpt-mha-rope-CC"
+TC = "DDL-gpt-mha-rope"
+CC_AND_SLOWLY_THE_OTHERS = [
+    CC,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in PAPER if name != CC),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +42,8 @@ def _programs(monkeypatch):
     fused.programs(monkeypatch, 1)
 
 
-def tiny(stem, **changes):
-    return move_parameters(build(stem, **{**TINY, **changes}))
+def tiny(model_name, **changes):
+    return move_parameters(build(model_name, **{**TINY, **changes}))
 
 
 OPTIONS = {
@@ -72,7 +79,9 @@ OPTIONS = {
     "two columns, embedding": ("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2}),
 }
 SLOW_OPTIONS = [
-    (stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:10]
+    (model_name, keys)
+    for model_name in (TC, "DDL-gpt-mha-rope-EC")
+    for _, keys in list(OPTIONS.values())[:10]
 ]
 
 
@@ -91,8 +100,8 @@ RARE += ("v-Map, value without bias",)
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in RARE else []) for n in OPTIONS]
 )
 def test_options(name):
-    stem, keys = OPTIONS[name]
-    fused.check_model(tiny(stem, num_hidden_layers=1, **keys))
+    model_name, keys = OPTIONS[name]
+    fused.check_model(tiny(model_name, num_hidden_layers=1, **keys))
 
 
 def test_a_factor_above_1_is_not_fused():
@@ -107,10 +116,10 @@ def test_an_own_erase_gate_is_not_fused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stem", "keys"), SLOW_OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
+    ("model_name", "keys"), SLOW_OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
 )
-def test_options_with_token_convolutions(stem, keys):
-    fused.check_model(tiny(stem, **keys), state_checkpoint_interval=3, T=9)
+def test_options_with_token_convolutions(model_name, keys):
+    fused.check_model(tiny(model_name, **keys), state_checkpoint_interval=3, T=9)
 
 
 # as in config/mhc_deepseek_v4_small.py and config/mhc_glm_5_3_small.py, with eps large enough to see
@@ -189,33 +198,42 @@ def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stem", PAPER)
-def test_intervals_change_no_bit_of_any_stem(stem, autocast):
-    fused.check_intervals(tiny(stem, num_hidden_layers=3), autocast, (1, 2, 3, 4, 9))
+@pytest.mark.parametrize("model_name", PAPER)
+def test_intervals_change_no_bit_of_any_model(model_name, autocast):
+    fused.check_intervals(tiny(model_name, num_hidden_layers=3), autocast, (1, 2, 3, 4, 9))
 
 
-@pytest.mark.parametrize("stem", [CC, *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER)])
-def test_compiles_without_graph_breaks(stem):
+@pytest.mark.parametrize("model_name", CC_AND_SLOWLY_THE_OTHERS)
+def test_compiles_without_graph_breaks(model_name):
     # Around the kernels the compiler decomposes norms and losses: another order of float32 sums.
-    fused.check_compiled(tiny(stem, num_hidden_layers=1), "aot_eager", 3e-5)
+    fused.check_compiled(tiny(model_name, num_hidden_layers=1), "aot_eager", 3e-5)
 
 
-@pytest.mark.parametrize("stem", [CC, *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER)])
-def test_activation_checkpointing(stem):
-    fused.check_checkpointing(tiny(stem, num_hidden_layers=1))
+@pytest.mark.parametrize("model_name", CC_AND_SLOWLY_THE_OTHERS)
+def test_activation_checkpointing(model_name):
+    fused.check_checkpointing(tiny(model_name, num_hidden_layers=1))
 
 
-@pytest.mark.parametrize("stem", [CC, *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER)])
-def test_autocast(stem):
-    fused.check_autocast(tiny(stem), torch.bfloat16, T=3)
+@pytest.mark.parametrize("model_name", CC_AND_SLOWLY_THE_OTHERS)
+def test_autocast(model_name):
+    fused.check_autocast(tiny(model_name), torch.bfloat16, T=3)
 
 
 @pytest.mark.parametrize(
-    "stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER[1:])]
+    "model_name",
+    [
+        CC,
+        "gpt-mha-rope",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in PAPER
+            if name not in (CC, "gpt-mha-rope")
+        ),
+    ],
 )
-def test_a_float32_state_under_autocast(stem):
+def test_a_float32_state_under_autocast(model_name):
     """Products stay in bfloat16, and state_checkpoint_interval does not change a bit."""
-    model = tiny(stem, state_dtype="float32", num_hidden_layers=1)
+    model = tiny(model_name, state_dtype="float32", num_hidden_layers=1)
     fused.check_autocast(model, torch.bfloat16, T=3)
     fused.check_intervals(model, torch.bfloat16, (1, 2), T=3)
 
@@ -319,7 +337,7 @@ class OtherNorm(RMSNorm):
 
 
 @pytest.mark.parametrize(
-    ("stem", "module", "other", "part"),
+    ("model_name", "module", "other", "part"),
     [
         (CC, "transformer.h.0.ddl_mlp", OtherWrite, "the write OtherWrite of block 0, site mlp,"),
         (
@@ -341,9 +359,9 @@ class OtherNorm(RMSNorm):
         ("gpt-mha-rope", "readout", OtherRead, "the readout OtherRead with the norm RMSNorm"),
     ],
 )
-def test_a_stream_of_ones_own_is_left_alone(stem, module, other, part):
+def test_a_stream_of_ones_own_is_left_alone(model_name, module, other, part):
     """A subclass is not in the table of fused forms, in whatever block it is."""
-    model = build(stem, **TINY)
+    model = build(model_name, **TINY)
     model.get_submodule(module).__class__ = other
     with pytest.raises(ValueError, match=re.escape(f"kernels=on: {part} has no fused kernel")):
         kernels.use(model, "on", "cpu")
@@ -400,9 +418,9 @@ def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():
     assert {type(module.stream) for module in modules} == {Stream}
 
 
-@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", "mHC-gpt-mha-rope"])
-def test_float64_is_refused(stem):
-    model = fused.fuse(tiny(stem)).double()
+@pytest.mark.parametrize("model_name", [CC, "gpt-mha-rope", "mHC-gpt-mha-rope"])
+def test_float64_is_refused(model_name):
+    model = fused.fuse(tiny(model_name)).double()
     with pytest.raises(ValueError, match=r"dtype torch\.float64; use kernels=off"):
         model(*fused.tokens_of(model))
 

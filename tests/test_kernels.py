@@ -96,7 +96,9 @@ def _bounds(monkeypatch):
     monkeypatch.setattr(interpreter, "_interpreter", Checked())
 
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="test_gpu_kernels.py tests the compiled kernels"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -113,12 +113,12 @@ NOT_MIXING = [
 
 def case_ids(cases):
     return [
-        ",".join([stem, *(f"{key}={value}" for key, value in keys.items())])
-        for stem, keys, *_ in cases
+        ",".join([model_name, *(f"{key}={value}" for key, value in keys.items())])
+        for model_name, keys, *_ in cases
     ]
 
 
-def decayed_names(stem, keys, mixing_decay, kind):
+def decayed_names(model_name, keys, mixing_decay, kind):
     """The parameters that an optimizer decays."""
     config = SimpleNamespace(
         optimizer=kind,
@@ -128,7 +128,7 @@ def decayed_names(stem, keys, mixing_decay, kind):
         beta1=0.9,
         beta2=0.95,
     )
-    optimizers = optimizer.build_optimizers(build(stem, **TINY, **keys), config)
+    optimizers = optimizer.build_optimizers(build(model_name, **TINY, **keys), config)
     groups = [group for one in optimizers for group in one.param_groups]
     assert all(group["decays"] == (group["weight_decay"] > 0) for group in groups)
     return {name for group in groups if group["weight_decay"] > 0 for name in group["names"]}
@@ -143,21 +143,23 @@ def full_names(in_blocks, outside):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize(("stem", "keys", "in_blocks", "outside"), MIXING, ids=case_ids(MIXING))
-def test_what_decays_is_what_is_written_here(stem, keys, in_blocks, outside, kind):
+@pytest.mark.parametrize(
+    ("model_name", "keys", "in_blocks", "outside"), MIXING, ids=case_ids(MIXING)
+)
+def test_what_decays_is_what_is_written_here(model_name, keys, in_blocks, outside, kind):
     mixing = full_names(in_blocks, outside)
-    assert decayed_names(stem, keys, True, kind) == BACKBONE | mixing
-    assert decayed_names(stem, keys, False, kind) == BACKBONE
+    assert decayed_names(model_name, keys, True, kind) == BACKBONE | mixing
+    assert decayed_names(model_name, keys, False, kind) == BACKBONE
 
 
-@pytest.mark.parametrize(("stem", "keys", "names"), NOT_MIXING, ids=case_ids(NOT_MIXING))
-def test_what_does_not_mix_the_stream_decays_with_either_value(stem, keys, names):
-    assert decayed_names(stem, keys, True, "adamw") == BACKBONE | names
-    assert decayed_names(stem, keys, False, "adamw") == BACKBONE | names
+@pytest.mark.parametrize(("model_name", "keys", "names"), NOT_MIXING, ids=case_ids(NOT_MIXING))
+def test_what_does_not_mix_the_stream_decays_with_either_value(model_name, keys, names):
+    assert decayed_names(model_name, keys, True, "adamw") == BACKBONE | names
+    assert decayed_names(model_name, keys, False, "adamw") == BACKBONE | names
 
 
 def test_every_stream_is_listed():
-    assert {stem for stem, *_ in MIXING} == set(MODEL_NAMES)
+    assert {model_name for model_name, *_ in MIXING} == set(MODEL_NAMES)
 
 
 def test_a_step_leaves_mixing_parameters_to_their_gradient():

@@ -29,6 +29,12 @@ def test_parameter_count_of_the_small_size(model_name):
         assert build(model_name, **SMALL).num_parameters() == PARAMETER_COUNTS[model_name]
 
 
+def test_parameter_count_of_a_folded_read():
+    with torch.device("meta"):
+        model = build("DDL-gpt-mha-rope-CC", **SMALL, ddl_cc_read="folded")
+    assert model.num_parameters() == 123_722_616
+
+
 def test_parameter_count_of_the_medium_baseline():
     with torch.device("meta"):
         assert build("gpt-mha-rope", **MEDIUM).num_parameters() == 353_508_352

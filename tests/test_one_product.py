@@ -30,8 +30,8 @@ def outcome(model, run=None):
     }
 
 
-def check_same(stem, monkeypatch, dtype, compiled=None, **config):
-    plain = move_parameters(build(stem, **{**TINY, **config})).to(dtype)
+def check_same(model_name, monkeypatch, dtype, compiled=None, **config):
+    plain = move_parameters(build(model_name, **{**TINY, **config})).to(dtype)
     joined = copy.deepcopy(plain)
     loss, gradients = outcome(plain)
     one_product(monkeypatch)
@@ -48,9 +48,9 @@ def check_same(stem, monkeypatch, dtype, compiled=None, **config):
     assert joined.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize("stem", PAPER)
-def test_one_product_computes_the_same(stem, monkeypatch):
-    check_same(stem, monkeypatch, torch.float64)
+@pytest.mark.parametrize("model_name", PAPER)
+def test_one_product_computes_the_same(model_name, monkeypatch):
+    check_same(model_name, monkeypatch, torch.float64)
 
 
 @pytest.mark.parametrize(

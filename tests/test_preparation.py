@@ -796,10 +796,15 @@ def test_a_folder_that_is_not_one_of_gpt2_shards_is_refused(
     assert message in line
     assert not (out / "meta.json").exists()
 
-    # a file of the user is not replaced
-    (out / "edu_fineweb_train_000001.bin").write_bytes(b"mine")
-    one_line_error(call(FINEWEB, f"--out={out}", f"--pretokenized={foreign_folder}"))
-    assert (out / "edu_fineweb_train_000001.bin").read_bytes() == b"mine"
+
+def test_a_file_of_the_user_is_not_replaced_by_a_link(foreign_folder, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    own_file = out / "edu_fineweb_train_000001.bin"
+    own_file.write_bytes(b"mine")
+    line = one_line_error(call(FINEWEB, f"--out={out}", f"--pretokenized={foreign_folder}"))
+    assert "already exists and is a different file" in line
+    assert own_file.read_bytes() == b"mine"
 
 
 def test_a_corpus_that_was_prepared_from_documents_is_refused(foreign_folder):

@@ -87,7 +87,24 @@ def test_commands_exist(command, monkeypatch):
     check_command(command, monkeypatch)
 
 
-@pytest.mark.parametrize("page", ["cluster", "data", "evaluation", "export", "runs", "serving"])
+def test_the_readme_has_commands():
+    assert len(commands_of(README)) > 10
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "cluster",
+        "data",
+        "evaluation",
+        "export",
+        "kernels",
+        "recipe",
+        "runs",
+        "serving",
+        "variants",
+    ],
+)
 def test_commands_of_the_pages_exist(page, monkeypatch):
     commands = commands_of(read_page(page))
     assert commands
@@ -153,7 +170,9 @@ def collect_defaults() -> dict[str, set]:
 
 def test_every_value_on_the_recipe_page_is_valid():
     options = every_option()
-    for key, text in re.findall(r"`(\w+)=([^`]+)`", read_page("recipe")):
+    settings = re.findall(r"`(\w+)=([^`]+)`", read_page("recipe"))
+    assert settings
+    for key, text in settings:
         configurator.parse(options[key], text)  # raises ValueError if the option refuses the value
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import one_line_error, run_script, small_run
+from helpers import one_line_error, small_run
 from in_process import call
 
 SEPARATOR = b"-" * 80 + b"\n"  # between samples
@@ -48,7 +48,7 @@ def test_a_prompt_from_a_file(run, sampled, tmp_path):
 
 
 def test_a_prompt_from_standard_input(run, sampled):
-    result = run_script("sample.py", run, "--prompt=-", *OPTIONS, stdin=PROMPT.encode())
+    result = call("sample.py", run, "--prompt=-", *OPTIONS, stdin=PROMPT.encode())
     assert result.stdout == sampled
 
 

@@ -32,13 +32,13 @@ from serving.guard import is_own_host
 from training.checkpoint import load_model
 from training.residual_statistics import ObservedStream
 
-DELTA = [stem for stem in MODEL_NAMES if stem.startswith("DDL")]
+DELTA = [model_name for model_name in MODEL_NAMES if model_name.startswith("DDL")]
 TOKENIZER = byte_tokenizer()
 
 
-def lively(stem, **changes):
+def lively(model_name, **changes):
     """A model in float64 that is far from its start, so that gates differ from token to token."""
-    model = build(stem, **{**SMALL, **changes}).double().eval()
+    model = build(model_name, **{**SMALL, **changes}).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return model
@@ -52,7 +52,7 @@ MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0,
 
 
 @pytest.mark.parametrize(
-    ("stem", "keys", "wanted"),
+    ("model_name", "keys", "wanted"),
     [
         ("DDL-vdim1-gpt-mha-rope", {}, BETA),
         ("DDL-vdim1-gpt-mha-rope", {"ddl_erase_gate": "own"}, {**BETA, "beta_erase": (0, 2)}),
@@ -67,9 +67,9 @@ MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0,
         ("gpt-mha-rope", {}, {}),
     ],
 )
-def test_every_statistic_that_a_stream_names_is_shown(stem, keys, wanted):
+def test_every_statistic_that_a_stream_names_is_shown(model_name, keys, wanted):
     """With its range, where it declares one. DDL's gates alone have regimes, MGT's is a mean."""
-    model = lively(stem, **keys)
+    model = lively(model_name, **keys)
     statistics = describe_statistics(model)
     assert {statistic["name"]: statistic["range"] for statistic in statistics} == wanted
     gates = [statistic["name"] for statistic in statistics if statistic["gate"]]
@@ -101,7 +101,11 @@ def test_a_block_that_occurs_twice_has_two_rows():
 
 def test_what_is_not_finite_is_sent_as_none():
     model = lively("DDL-vdim1-gpt-mha-rope")
-    torch.nn.init.constant_(model.transformer.h[1].ddl_mlp.beta.bias, float("nan"))
+    write = model.transformer.h[1].ddl_mlp
+    compute_statistics = write.statistics
+    write.statistics = lambda *arguments: {
+        name: values * float("nan") for name, values in compute_statistics(*arguments).items()
+    }
     _, tokens = generated(model, [256, 1, 2], 0, sampling=Sampling(temperature=0))
     assert [token["statistics"]["beta"][3] for token in tokens] == [None] * 3
 
@@ -143,9 +147,11 @@ def generated(model, prompt, count, tokenizer=TOKENIZER, **changes):
 TWO_LAYERS = (DELTA[0], {"ddl_beta_single_linear": False})
 
 
-@pytest.mark.parametrize(("stem", "changes"), [*((stem, {}) for stem in DELTA), TWO_LAYERS])
-def test_gates_are_those_of_an_uncached_pass(stem, changes):
-    model = lively(stem, **changes)
+@pytest.mark.parametrize(
+    ("model_name", "changes"), [*((model_name, {}) for model_name in DELTA), TWO_LAYERS]
+)
+def test_gates_are_those_of_an_uncached_pass(model_name, changes):
+    model = lively(model_name, **changes)
     prompt = [256, 3, 1, 4]
     events, tokens = generated(model, prompt, 12)
     ids = [token["id"] for token in tokens]
@@ -328,11 +334,13 @@ def test_the_page_and_the_model(address):
 
 
 def test_the_page_needs_nothing_from_elsewhere():
-    for path in (ROOT / "serving").iterdir():
-        if path.suffix in (".html", ".css", ".js", ".svg"):
-            addresses = re.findall(r"(?:https?:)?//[\w.]+\.\w+", path.read_text(encoding="utf-8"))
-            assert set(addresses) <= {"http://www.w3.org"}
-            assert "innerHTML" not in path.read_text(encoding="utf-8")
+    suffixes = (".html", ".css", ".js", ".svg")
+    pages = [path for path in (ROOT / "serving").rglob("*") if path.suffix in suffixes]
+    assert pages
+    for page in pages:
+        addresses = re.findall(r"(?:https?:)?//[\w.]+\.\w+", page.read_text(encoding="utf-8"))
+        assert set(addresses) <= {"http://www.w3.org"}
+        assert "innerHTML" not in page.read_text(encoding="utf-8")
 
 
 def test_the_text_is_that_of_the_command_line(address, run):

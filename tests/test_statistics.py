@@ -12,9 +12,9 @@ from model import build
 from training.residual_statistics import compute_residual_statistics
 
 
-def random_model(stem: str, **keys) -> nn.Module:
+def random_model(model_name: str, **keys) -> nn.Module:
     """A model in float64 whose every weight is random, so that no term of an equation is 0."""
-    model = build(stem, **SMALL, **keys).double()
+    model = build(model_name, **SMALL, **keys).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
@@ -75,12 +75,12 @@ def statistics_by_hooks(model: nn.Module, ids: torch.Tensor) -> dict[str, list[f
 
 
 @pytest.mark.parametrize(
-    ("stem", "keys"),
-    [*((stem, {}) for stem in PAPER), ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"})],
+    ("model_name", "keys"),
+    [*((model_name, {}) for model_name in PAPER), ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"})],
     ids=str,
 )
-def test_statistics_are_those_of_the_equations(stem, keys):
-    model = random_model(stem, **keys)
+def test_statistics_are_those_of_the_equations(model_name, keys):
+    model = random_model(model_name, **keys)
     ids = torch.randint(0, 260, (3, 10))
     expected = statistics_by_hooks(model, ids)
     statistics = compute_residual_statistics(model, ids, contextlib.nullcontext())
@@ -136,27 +136,27 @@ def run_backward(
     return num_saved, gradients
 
 
-@pytest.mark.parametrize("stem", PAPER)
-def test_activation_checkpointing_saves_less_than_half(stem):
-    model = build(stem, **SMALL).double()
+@pytest.mark.parametrize("model_name", PAPER)
+def test_activation_checkpointing_saves_less_than_half(model_name):
+    model = build(model_name, **SMALL).double()
     ids = torch.randint(0, 260, (2, 12))
     num_saved, _ = run_backward(model, ids, activation_checkpointing=False)
     num_saved_with_checkpointing, _ = run_backward(model, ids, activation_checkpointing=True)
     assert num_saved_with_checkpointing < num_saved / 2
 
 
-@pytest.mark.parametrize("stem", PAPER)
-def test_activation_checkpointing_leaves_gradients_as_they_are(stem):
-    model = build(stem, **SMALL).double()
+@pytest.mark.parametrize("model_name", PAPER)
+def test_activation_checkpointing_leaves_gradients_as_they_are(model_name):
+    model = build(model_name, **SMALL).double()
     ids = torch.randint(0, 260, (2, 12))
     _, gradients = run_backward(model, ids, activation_checkpointing=False)
     _, recomputed = run_backward(model, ids, activation_checkpointing=True)
     assert all(torch.equal(a, b) for a, b in zip(gradients, recomputed, strict=True))
 
 
-@pytest.mark.parametrize("stem", PAPER)
-def test_activation_checkpointing_works_without_gradients(stem):
-    model = build(stem, **SMALL).double()
+@pytest.mark.parametrize("model_name", PAPER)
+def test_activation_checkpointing_works_without_gradients(model_name):
+    model = build(model_name, **SMALL).double()
     model.activation_checkpointing = True
     with torch.no_grad():
         logits, _ = model(torch.randint(0, 260, (2, 12)))

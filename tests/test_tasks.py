@@ -595,7 +595,7 @@ def run(tmp_path_factory) -> TaskRun:
     """Train six steps on recall."""
     folder = tmp_path_factory.mktemp("recall")
     prepare(folder / "data", Recall(3, 15, 20), "--sequences=200", "--val_sequences=20")
-    result = call("train.py", *small_run(folder / "data", folder / "run"))
+    result = call("train.py", *small_run(folder / "data", folder / "run", eval_full=True))
     assert result.returncode == 0, result.stderr.decode()
     return TaskRun(folder / "run", folder / "data", result.stdout)
 
@@ -614,7 +614,7 @@ def test_a_run_on_ids_has_no_bits_per_byte(run):
 def test_a_resumed_run_takes_its_sizes_from_the_run(run, tmp_path):
     out = shutil.copytree(run.folder, tmp_path / "run")
     shutil.rmtree(out / "checkpoints" / "step_00000006")
-    saved_keys = ("--block_size", "--vocab_size")
+    saved_keys = ("--block_size", "--vocab_size", "--eval_full")
     arguments = [key for key in small_run(run.corpus, out) if not key.startswith(saved_keys)]
     result = call("train.py", *arguments, "--resume=auto")
     assert result.returncode == 0, result.stderr.decode()

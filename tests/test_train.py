@@ -41,7 +41,9 @@ class FinishedRun(NamedTuple):
 def finished_run(corpus, tmp_path_factory) -> FinishedRun:
     """Train a run of six steps."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    return FinishedRun(folder, run_train(*small_run(corpus, folder)).stdout.decode())
+    return FinishedRun(
+        folder, run_train(*small_run(corpus, folder, eval_full=True)).stdout.decode()
+    )
 
 
 @pytest.fixture
@@ -212,7 +214,7 @@ def test_the_last_evaluation_stores_the_loss_of_every_sequence(finished_run, val
 def test_one_half_of_the_validation_split_is_evaluated_alone(
     finished_run, corpus, tmp_path, part, sequences
 ):
-    run_train(*small_run(corpus, tmp_path, eval_part=part))
+    run_train(*small_run(corpus, tmp_path, eval_part=part, eval_full=True))
     half = np.load(tmp_path / "losses.npz")
     assert half["window"].tolist() == list(sequences)
     stored = np.load(finished_run.folder / "losses.npz")
@@ -230,7 +232,8 @@ def test_a_validation_split_of_one_sequence_has_no_halves(corpus, tmp_path):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_two_processes_gather_the_loss_of_every_sequence(finished_run, corpus, tmp_path, engine):
-    train_in_processes(2, small_run(corpus, tmp_path / "run", engine=engine), tmp_path / "log")
+    arguments = small_run(corpus, tmp_path / "run", engine=engine, eval_full=True)
+    train_in_processes(2, arguments, tmp_path / "log")
     losses = np.load(tmp_path / "run" / "losses.npz")["loss"]
     expected = np.load(finished_run.folder / "losses.npz")["loss"]
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
@@ -253,7 +256,8 @@ def test_a_full_disk_leaves_no_part_of_the_losses(corpus, tmp_path, monkeypatch)
 
     monkeypatch.setattr(np, "savez", write_to_full_disk)
     out = tmp_path / "run"
-    warning = run_train(*small_run(corpus, out, max_steps=1, warmup_steps=0)).stderr.decode()
+    arguments = small_run(corpus, out, max_steps=1, warmup_steps=0, eval_full=True)
+    warning = run_train(*arguments).stderr.decode()
     assert f"warning: could not write {out / 'losses.npz'} after step 1 (No space" in warning
     assert not list(out.glob("losses*"))
     assert stopping.read_status(out).ended == "finished"
@@ -267,7 +271,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished_run, corpus, tmp_pa
     (out / "checkpoints" / "step_00000009.tmp").mkdir()  # a save that a kill cut short
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "lo')  # a line that a kill cut short
-    run_train(*small_run(corpus, out), "--resume")
+    run_train(*small_run(corpus, out, eval_full=True), "--resume")
     assert read_weights(out) == read_weights(finished_run.folder)
     assert read_losses(out) == read_losses(finished_run.folder)
 
@@ -439,28 +443,41 @@ SCALED_CASES = [
 ]
 
 
-def train_scaled_run(corpus: Path, folder: Path, settings: dict, name: str | None) -> ScaledRun:
-    run_train(*small_run(corpus, folder, **MUP, **settings, max_steps=3))
+@pytest.fixture(scope="module")
+def trained_scaled_runs(corpus, tmp_path_factory) -> list[Path]:
+    """Train a run of each case for three steps."""
+    folders = []
+    for settings, _ in SCALED_CASES:
+        folder = tmp_path_factory.mktemp("scaled") / "run"
+        run_train(*small_run(corpus, folder, **MUP, **settings, max_steps=3))
+        folders.append(folder)
+    return folders
+
+
+def copy_scaled_run(trained: Path, corpus: Path, folder: Path, case: int) -> ScaledRun:
+    """Copy the run of a case, for a test that changes or continues it."""
+    settings, name = SCALED_CASES[case]
+    shutil.copytree(trained, folder)
     resume_arguments = small_run(corpus, folder, **MUP, **settings, resume="auto", max_steps=4)
     return ScaledRun(folder, resume_arguments, settings.get("optimizer", "adamw"), name)
 
 
-@pytest.fixture(params=SCALED_CASES, ids=["muon", "map v", "defaults"])
-def scaled_run(request, corpus, tmp_path) -> ScaledRun:
-    settings, name = request.param
-    return train_scaled_run(corpus, tmp_path / "run", settings, name)
+@pytest.fixture(params=[0, 1, 2], ids=["muon", "map v", "defaults"])
+def scaled_run(request, trained_scaled_runs, corpus, tmp_path) -> ScaledRun:
+    case = request.param
+    return copy_scaled_run(trained_scaled_runs[case], corpus, tmp_path / "run", case)
 
 
-@pytest.fixture(params=SCALED_CASES[:2], ids=["muon", "map v"])
-def run_without_scales(request, corpus, tmp_path) -> ScaledRun:
+@pytest.fixture(params=[0, 1], ids=["muon", "map v"])
+def run_without_scales(request, trained_scaled_runs, corpus, tmp_path) -> ScaledRun:
     """Train a run whose checkpoint names no scales, as an earlier version left it.
 
     That version gave every scaled matrix the same scale.
     """
-    settings, name = request.param
-    run = train_scaled_run(corpus, tmp_path / "run", settings, name)
+    case = request.param
+    run = copy_scaled_run(trained_scaled_runs[case], corpus, tmp_path / "run", case)
     scales = checkpoint.read_state(checkpoint.find(run.folder))["lr_scales"]
-    assert scales[name] == 2
+    assert scales[run.scaled_matrix] == 2
     change_saved_state(run.folder, lambda state: state.pop("lr_scales"))
     return run
 
@@ -491,8 +508,10 @@ def test_a_run_without_saved_scales_starts_another_run(run_without_scales, corpu
     run_train(*arguments)
 
 
-def test_a_run_without_saved_scales_resumes_if_they_are_the_same(corpus, tmp_path):
-    run = train_scaled_run(corpus, tmp_path / "run", {}, None)
+def test_a_run_without_saved_scales_resumes_if_they_are_the_same(
+    trained_scaled_runs, corpus, tmp_path
+):
+    run = copy_scaled_run(trained_scaled_runs[2], corpus, tmp_path / "run", case=2)
     change_saved_state(run.folder, lambda state: state.pop("lr_scales"))
     run_train(*run.resume_arguments)
 
@@ -1257,7 +1276,8 @@ def copy_task(tmp_path_factory) -> Path:
 
 
 def test_the_copy_task_trains_and_is_scored(copy_task, tmp_path):
-    run_train(*small_run(copy_task, tmp_path, block_size=8, max_steps=2, warmup_steps=0))
+    settings = {"block_size": 8, "max_steps": 2, "warmup_steps": 0, "eval_full": True}
+    run_train(*small_run(copy_task, tmp_path, **settings))
     last = metrics.read(tmp_path / "metrics.jsonl")[-1]
     assert last["val_sequences"] == 20
     assert last["val_exact_match"] <= last["val_accuracy"] < 0.5
