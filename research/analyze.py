@@ -51,6 +51,7 @@ COMMANDS = {**OVER_RUNS, "causality": causality, **OVER_WIDTHS}
 
 
 def numbers(text: str) -> list[int]:
+    """Parse --widths; its name is what argparse calls a wrong value."""
     return [int(part) for part in text.split(",")]
 
 
@@ -63,7 +64,10 @@ def optimizers(text: str) -> list[str]:
 
 
 def add_width_options(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the options of a command over models of several widths; name: of its file of figures."""
+    """Add the options of a command that compares models of several widths.
+
+    name: default name of its JSON file, without the suffix
+    """
     parser.add_argument(
         "--widths",
         type=numbers,

@@ -76,7 +76,7 @@ X_LABELS = {
     "flops": "FLOPs",
     "seconds": "device-seconds after step 1",  # step 1 includes compilation
 }
-PUBLISHED_LABEL = "published (star in the color of its row)"
+PUBLISHED_LABEL = "published loss (star in the color of the curve)"
 
 
 @dataclass(frozen=True)

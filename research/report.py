@@ -214,7 +214,11 @@ def print_sequence_differences(groups: list[compare.Group], args: Namespace) -> 
                 baseline = baseline_by_seed[run.seed]
                 difference = compare.compare_by_sequence(run, baseline)
                 rows.append([run.name, baseline.name, difference.format("+.4f")])
-    header = ["run", "less", "nats per token, mean over sequences (their number)"]
+    header = [
+        "run",
+        "baseline",
+        "loss minus the baseline's (nats per token), mean over sequences (their number)",
+    ]
     print(f"\n{format_markdown(header, rows)}")
 
 
@@ -256,7 +260,12 @@ def add_command(
     """Add a subcommand with the arguments that all of them have."""
     parser = commands.add_parser(name, help=help)
     parser.set_defaults(run=run)
-    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run folder, folder that contains run folders, or runs.csv",
+    )
     parser.add_argument(
         "--where",
         action="append",
@@ -329,7 +338,7 @@ def parse_arguments() -> Namespace:
     paper_command.add_argument(
         "--out",
         type=Path,
-        help="a new folder, or that of an earlier report (default: report, beside the runs)",
+        help="a new folder, or that of an earlier report (default: report, in the run folder or beside the runs)",
     )
 
     runs_command = add_command(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Return the rows that are stored; a last line that was not written to its end is left out."""
+    """Return the stored rows, without an incomplete last line, which a kill leaves."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")

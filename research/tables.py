@@ -243,7 +243,7 @@ def make_difference_table(sizes: list["Size"]) -> Table:
         f"{METRIC_LABELS[first.metric]}{more_is_better}: better or worse where the interval "
         "excludes 0 after Holm's correction for the comparisons of this size, else undecided."
     )
-    header = ["model", "minus", *metric_labels, "verdict", "rests on"]
+    header = ["model", "baseline", *metric_labels, "verdict", "pairs or runs"]
     table = Table("differences", "Differences to the baseline", header, [], [note])
     for size in sizes:
         # one comparison in each metric, for each group
@@ -339,8 +339,8 @@ def make_cost_table(sizes: list["Size"]) -> Table:
     note = (
         "Tokens/s is the median over training. Peak memory is that of the main process, allocated "
         "on a GPU and resident on a CPU. Device-seconds are those of the training steps without "
-        f"the first one, which compiles. Values are means over runs{factor_note}. Runs that shared "
-        "a machine slowed each other down."
+        "step 1, which compiles; steps that compile again after a restart count. Values are means "
+        f"over runs{factor_note}. Runs that shared a machine slowed each other down."
     )
     header = ["model", "parameters", "FLOPs per token", "tokens/s", "peak memory", "device-seconds"]
     groups = [group for size in sizes for group in size.groups]

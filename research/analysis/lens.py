@@ -267,17 +267,17 @@ def format_table(rows: list[dict]) -> str:
                     *(f"{row[name][depth]:.1%}" for name in FRACTIONS),
                 ]
             )
-    header = ("run", "depth", "loss (nats)", "KL to the end", *FRACTIONS)
+    header = ("run", "depth", "loss (nats)", "KL(final, this depth)", *FRACTIONS)
     return tables.format_markdown(header, cells)
 
 
 # quantity -> label and scale of its panel
 PANELS = {
     "loss": ("loss (nats)", "log"),
-    "kl": ("KL of the final distribution (nats)", "symlog"),
-    "agrees": ("share that agrees with the end", "linear"),
-    "overwritten": ("share that a site changes", "linear"),
-    "settled": ("share that is settled", "linear"),
+    "kl": ("KL divergence from the final prediction (nats)", "symlog"),
+    "agrees": ("fraction that agrees with the final prediction", "linear"),
+    "overwritten": ("fraction that the site changes", "linear"),
+    "settled": ("fraction that no longer changes", "linear"),
 }
 
 

@@ -25,8 +25,8 @@
 # float32    the cost of a float32 residual state: bench_state_dtype_cuda.json
 # decode     generation with and without cache, CUDA graphs and kernels: bench_decode_cuda.json
 # kernels    the bandwidth of every kernel relative to a copy: bench_kernels_cuda.json
-# peers      CC-EC relative to the compiled transcription of the authors' code: bench_peers_small_cuda.json
-# others     the other streams, and mHC without liger-kernel's Sinkhorn-Knopp: bench_streams_more_cuda.json
+# peers      CC-EC relative to the compiled transcription of its equations: bench_peers_small_cuda.json
+# others     MGT, wide and conv, and mHC without liger-kernel's Sinkhorn-Knopp: bench_streams_more_cuda.json
 # tune_768   launches of the other kernels at d = 768: bench_tune_768_*_cuda.json
 # tune_1024  launches of all kernels at d = 1024: bench_tune_1024_*_cuda.json
 # paper      every variant and its peers at both sizes: bench_paper_cuda.json

@@ -44,7 +44,10 @@ LISTED_SETTINGS = (
     "weight_decay",
     "dtype",
 )
-SEEDS_NOTE = "Figures are means over seeds ± half their 95% interval (number of seeds)."
+SEEDS_NOTE = (
+    "Numbers are means over seeds ± half their 95% interval (number of seeds). Verdicts are not "
+    "corrected for their number, and do not require that an arm beats a bigram model."
+)
 RANK_NOTE = (
     f"Ranks are those of {measures.NUM_SEQUENCES} validation sequences (eq. 8), after the last block "
     "unless the column says otherwise; untrained: before the first step. In the figure, bands go from "
@@ -241,6 +244,7 @@ REPORT_KINDS = {
         measures.read_curve_rows,
         findings.find_language_results,
         draw_curves,
+        DEPTH_NOTE,
     ),
     "copy": ReportKind(
         "The copy task of section 4.1",
