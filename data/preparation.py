@@ -72,7 +72,7 @@ class PreparationOptions:
     eot_token: str | None = option(
         None,
         "end-of-text token of your own tokenizer, such as </s> (default: eos_token of its "
-        "tokenizer_config.json)",
+        "tokenizer_config.json or special_tokens_map.json)",
     )
     vocab_size: int = option(
         4096,
@@ -111,7 +111,7 @@ class PreparationOptions:
     overwrite: bool = option(
         False,
         "if the output folder holds shards that were prepared with other options, delete them and "
-        "start again",
+        "start over",
     )
     verify: bool = option(
         False,

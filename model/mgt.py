@@ -26,9 +26,10 @@ class MGTConfig(GPTConfig):
         "full", "ddl", "mhc", "standard", "additive", "mhc_pre", "ddl_post", "full_post"
     ] = option(
         "full",
-        "variant of the paper's ablation; full is MGT, ddl is +DDL only, mhc is +mHC only "
-        "(post-norm), standard is the post-norm Transformer, additive is the pre-norm Transformer; "
-        "mhc_pre, ddl_post and full_post are mhc, ddl and full with the other placement of the norm",
+        "variant of the paper's ablation; full is MGT; ddl has only the gate beta, which may erase; "
+        "mhc has only the gate on the sublayer output (post-norm); standard is the post-norm "
+        "Transformer; additive is the pre-norm Transformer; mhc_pre, ddl_post and full_post are mhc, "
+        "ddl and full with the other placement of the norm",
     )
     mgt_lambda: float = option(
         1.0,

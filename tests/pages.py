@@ -15,6 +15,7 @@ from training.settings import configure, every_option
 def commands_of(text: str) -> list[str]:
     """Return the commands in the shell blocks of a page, without comments."""
     text = text.replace("\\\n", " ")  # a command may have several lines
+    text = re.sub(r"(?ms)^for .*?^done$", "", text)  # the files in a loop have no fixed names
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
     no_scripts = ("#", "pip ", "source ", "git ", "python3 -m venv", "python -m pytest")

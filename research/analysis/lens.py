@@ -2,8 +2,8 @@
 
 At depth 0, the embedding, and after each site, the readout, the final norm and the output layer are
 applied to the state as it is, including a state of several value channels, streams or sources. The
-last depth is the model itself. These modules were trained for the last depth only: a poor prediction
-early on does not mean that the state does not hold a better one.
+last depth is the model itself. These modules were trained for the last depth only: a wrong
+prediction at an early depth does not show that the state lacks the information.
 """
 
 import argparse
