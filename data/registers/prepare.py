@@ -17,7 +17,7 @@ the first of its two registers holds after the swap.
 
 A model that knows nothing has accuracy 1 / values and loss ln(values), which is called chance here.
 The optimum is loss 0 and accuracy 1. A model that overlooks swaps, and answers with the last value
-that was assigned to the register, has accuracy 0.51 with the defaults.
+that was assigned to the register, has accuracy 0.50 with the defaults.
 """
 
 import sys
