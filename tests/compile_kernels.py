@@ -144,13 +144,20 @@ FP32_STATE = dict.fromkeys(
 
 def forms() -> Iterator[Form]:
     """Yield every form of every kernel."""
-    ways = ("forward", "backward")
-    for (name, changes), K, way in itertools.product(STEP_OPTIONS.items(), (1, 3), ways):
+    directions = ("forward", "backward")
+    for (name, changes), K, direction in itertools.product(
+        STEP_OPTIONS.items(), (1, 3), directions
+    ):
         if name == "alone" and K > 1:
             # a read of several tokens needs x_in
             changes = {"grad_new_state": None}
-        kernel = getattr(step_kernels, f"{way}_kernel")
-        yield Form(f"step {way}, {name}, K={K}", kernel, {**SIZES, "K": K, **changes}, 2, 1)
+        yield Form(
+            f"step {direction}, {name}, K={K}",
+            getattr(step_kernels, f"{direction}_kernel"),
+            {**SIZES, "K": K, **changes},
+            num_value_channels=2,
+            num_writes=1,
+        )
     yield Form(
         "step forward, carry",
         step_kernels.forward_kernel,
@@ -179,13 +186,15 @@ def forms() -> Iterator[Form]:
         )
     for kernel in (add_norm.forward_kernel, add_norm.backward_kernel):
         yield Form(f"{kernel.__name__} of add_norm, fp32 state", kernel, {**SIZES, **FP32_STATE})
-    for module, way in itertools.product((add_norm, expand), ways):
-        kernel = getattr(module, f"{way}_kernel")
-        yield Form(f"{module.__name__} {way}", kernel, {**SIZES, "K": 3}, num_value_channels=2)
-    for way in ways:
+    for module, direction in itertools.product((add_norm, expand), directions):
+        kernel = getattr(module, f"{direction}_kernel")
         yield Form(
-            f"rope_norm {way}",
-            getattr(rope, f"{way}_kernel"),
+            f"{module.__name__} {direction}", kernel, {**SIZES, "K": 3}, num_value_channels=2
+        )
+    for direction in directions:
+        yield Form(
+            f"rope_norm {direction}",
+            getattr(rope, f"{direction}_kernel"),
             {**SIZES, "H": 3, "HALF": 16, "BLOCK": 16, "ROWS": 8},
         )
     yield Form(

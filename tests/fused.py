@@ -42,11 +42,11 @@ SCALE = 4.0
 CONSTANT = 1.5
 
 
-def programs(monkeypatch, count: int) -> None:
-    """Plan launches for `count` multiprocessors, which decides how programs share the tokens."""
+def set_num_processors(monkeypatch, num_processors: int) -> None:
+    """Plan launches for a number of multiprocessors, which decides how programs share the tokens."""
     for name, module in list(sys.modules.items()):
         if name.startswith("model.kernels.") and hasattr(module, "count_processors"):
-            monkeypatch.setattr(module, "count_processors", lambda device: count)
+            monkeypatch.setattr(module, "count_processors", lambda device: num_processors)
 
 
 @dataclass(frozen=True)
@@ -173,14 +173,17 @@ def call_step(**arguments) -> StepOutput:
     return StepOutput(*residual_step(**arguments))
 
 
-def place(case: Step, inputs: dict) -> torch.Tensor:
-    """Return the argument `state`, which takes the gradient and whose values must not be read."""
+def make_unreadable_state(inputs: dict) -> torch.Tensor:
+    """Return the argument `state`, which takes the gradient of the state.
+
+    The kernels must not read its values, and so they are NaN.
+    """
     stored_state = inputs["stored_state"]
     state = torch.full(stored_state.shape, math.nan, dtype=stored_state.dtype, device=DEVICE)
     return state.requires_grad_()
 
 
-def rounded(x, dtype):
+def round_as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return x in float64, rounded as the kernels store it; the gradient passes straight through.
 
     Triton's interpreter truncates to bfloat16 where a GPU rounds to nearest. It rounds to float16.
@@ -204,7 +207,7 @@ def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
     state = inputs["stored_state"].double()
     for direction, u in zip(inputs["directions"], inputs["updates"]):
         update = u.double().unsqueeze(-1) * direction.double().unsqueeze(2)
-        state = rounded(state + update, dtype)
+        state = round_as_stored(state + update, dtype)
     leaves = {name: inputs[name].double().requires_grad_() for name in LEAVES if name in inputs}
     leaves["state"] = state.detach().requires_grad_()
     state = leaves["state"]
@@ -217,7 +220,7 @@ def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
             value = SCALE * sigmoid(leaves["value_logit"])
         khat = F.rms_norm(leaves["direction"], (case.d,), eps=K_EPS**2 / case.d)
         beta = 2 * sigmoid(leaves["gate_logit"]).unsqueeze(-1)
-        state = rounded(delta_rewrite(state, khat, beta, value, case.erase), dtype)
+        state = round_as_stored(delta_rewrite(state, khat, beta, value, case.erase), dtype)
     x_in = read_value_channels(state, leaves["read_weights"])
     context = F.rms_norm(x_in, (case.d,), eps=NORM_EPS) * leaves["norm_weight"]
     results = {"new_state": state, "context": context, "x_in": x_in}
@@ -232,7 +235,7 @@ def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
 def fused(case: Step, inputs: dict) -> tuple[dict, dict]:
     """Return the results of a step, and its leaves, by the kernels."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in LEAVES if name in inputs}
-    leaves["state"] = place(case, inputs)
+    leaves["state"] = make_unreadable_state(inputs)
     output = call_step(**arguments(case, {**inputs, **leaves}, leaves["state"]))
     return {name: getattr(output, name) for name in case.results()}, leaves
 
@@ -268,14 +271,14 @@ def run(case: Step, implementation=fused) -> tuple[dict, dict]:
     return {name: x.detach() for name, x in results.items()}, dict(zip(leaves, gradients))
 
 
-def check_close(name: str, got, expected, tolerance: float, scale: float | None = None) -> None:
-    """Assert |got - expected| <= tolerance * scale in the norm of the entire tensor.
+def check_close(name: str, actual, expected, tolerance: float, scale: float | None = None) -> None:
+    """Assert |actual - expected| <= tolerance * scale in the norm of the entire tensor.
 
     scale: the norm of `expected` by default
     """
-    assert got.shape == expected.shape, name
-    assert got.isfinite().all(), name
-    error = (got.double() - expected.double()).norm().item()
+    assert actual.shape == expected.shape, name
+    assert actual.isfinite().all(), name
+    error = (actual.double() - expected.double()).norm().item()
     if scale is None:
         scale = expected.double().norm().item()
     assert error <= tolerance * scale, (
@@ -296,23 +299,25 @@ def check_step(case: Step) -> None:
     expected_results, expected_gradients = run(case, oracle)
     if not case.store:
         assert results.pop("new_state").stride() == (0, 0, 0, 0)  # no memory
-    for name, got in results.items():
-        check_close(name, got, expected_results[name], tolerance_of(case, got))
+    for name, actual in results.items():
+        check_close(name, actual, expected_results[name], tolerance_of(case, actual))
     assert gradients.keys() == expected_gradients.keys()
     for name, expected in expected_gradients.items():
-        got = gradients[name]
+        actual = gradients[name]
         if expected is None:
-            assert got is None or not got.any(), name
+            assert actual is None or not actual.any(), name
             continue
-        tolerance = tolerance_of(case, got)
+        tolerance = tolerance_of(case, actual)
         scale = gradient_scale(case, name, expected_gradients)
-        check_close(f"gradient of {name}", got, expected, tolerance, scale)
+        check_close(f"gradient of {name}", actual, expected, tolerance, scale)
         # beta and its slope at both ends of a saturated sigmoid
         if name in ("gate_logit", "value_logit") and case.logits:
-            torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=0)
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=0)
         # every token, also those whose gradients are small
         if name in ("state", "direction"):
-            for t, (row, expected_row) in enumerate(zip(got.flatten(0, 1), expected.flatten(0, 1))):
+            for t, (row, expected_row) in enumerate(
+                zip(actual.flatten(0, 1), expected.flatten(0, 1))
+            ):
                 check_close(f"gradient of {name}, token {t}", row, expected_row, 10 * tolerance)
 
 
@@ -377,14 +382,14 @@ def check_add_norm(
             context_dtype=product_dtype,
         )
     )
-    got = {"state": output.new_x, "context": output.context}
+    actual = {"state": output.new_x, "context": output.context}
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    state = rounded(exact[0] + exact[1], state_dtype) if add else exact[0]
+    state = round_as_stored(exact[0] + exact[1], state_dtype) if add else exact[0]
     expected = {"state": state, "context": F.rms_norm(state, (d,), eps=NORM_EPS) * exact[-1]}
     # without an addition the state is not a result
     names = [name for name in expected if name in used.split() and (add or name != "state")]
     for name in names:
-        check_close(name, got[name], expected[name], tolerance_by_dtype(got[name]))
+        check_close(name, actual[name], expected[name], tolerance_by_dtype(actual[name]))
 
     def gradients(results: dict, leaves: list) -> tuple:
         loss = sum(
@@ -394,7 +399,7 @@ def check_add_norm(
         return torch.autograd.grad(loss, leaves, allow_unused=True)
 
     for i, (gradient, expected_gradient) in enumerate(
-        zip(gradients(got, leaves), gradients(expected, exact))
+        zip(gradients(actual, leaves), gradients(expected, exact))
     ):
         if expected_gradient is None:  # the norm's weight, where only the state is used
             assert gradient is None or not gradient.any()
@@ -422,8 +427,8 @@ def check_expand(d: int, v: int, K: int, B: int, T: int, dtype: str) -> None:
         (expected_state * weight.double()).sum(), (exact_x, exact_taps)
     )
     check_close("state", state, expected_state, tolerance_by_dtype(state))
-    for name, got, expected in zip(("x", "taps"), gradients, expected_gradients):
-        check_close(f"gradient of {name}", got, expected, tolerance_by_dtype(got))
+    for name, actual, expected in zip(("x", "taps"), gradients, expected_gradients):
+        check_close(f"gradient of {name}", actual, expected, tolerance_by_dtype(actual))
 
 
 class HeadsInputs(NamedTuple):
@@ -503,8 +508,8 @@ def check_heads(B: int, T: int, H: int, D: int, dtype: str, own_positions: bool 
         "gradient of the keys' norm",
     )
     tolerance = 1e-5 if dtype == "fp32" else 1e-2
-    for name, got, expected in zip(names, heads(inputs), exact_heads(inputs)):
-        check_close(name, got, expected, tolerance)
+    for name, actual, expected in zip(names, heads(inputs), exact_heads(inputs)):
+        check_close(name, actual, expected, tolerance)
 
 
 def fuse(model, state_checkpoint_interval: int = 2):
@@ -523,8 +528,8 @@ def tokens_of(model, B: int = 2, T: int = 5) -> tuple[torch.Tensor, torch.Tensor
     return ids.to(device), targets.to(device)
 
 
-def outcome(model, ids, targets, autocast: torch.dtype | None = None) -> dict:
-    """Return the logits, the loss, and the gradient of every parameter by its name.
+def run_forward_and_backward(model, ids, targets, autocast: torch.dtype | None = None) -> dict:
+    """Return the logits, the loss, and the gradient of every parameter, by name.
 
     A gradient is None if the parameter is not used.
     """
@@ -551,32 +556,32 @@ def check_model(model, state_checkpoint_interval: int = 2, T: int = 5) -> None:
     ids, targets = tokens_of(model, T=T)
     device_tokens = ids.to(DEVICE), targets.to(DEVICE)
     if not INTERPRETED:
-        plain = outcome(copy.deepcopy(model).to(DEVICE), *device_tokens)
-        got = outcome(fused_model, *device_tokens)
+        plain = run_forward_and_backward(copy.deepcopy(model).to(DEVICE), *device_tokens)
+        actual = run_forward_and_backward(fused_model, *device_tokens)
         for name, expected in plain.items():
             # With TF32 emulated, four seeds: up to 2.3e-5 of logits and loss, 5.5e-4 of a gradient.
             # Both models are 2.7e-3 and 7e-2 from float64.
             if expected is not None:
                 tolerance, scale = model_tolerance(name, plain, model, 3e-4, 5e-3)
-                check_close(name, got[name], expected, tolerance, scale)
+                check_close(name, actual[name], expected, tolerance, scale)
     with precision("highest"):
-        got = outcome(fused_model, *device_tokens)
-    exact = outcome(exact_model, ids, targets)
-    assert got.keys() == exact.keys()
+        actual = run_forward_and_backward(fused_model, *device_tokens)
+    exact = run_forward_and_backward(exact_model, ids, targets)
+    assert actual.keys() == exact.keys()
     for name, expected in exact.items():
         if expected is None:
-            assert got[name] is None, name
+            assert actual[name] is None, name
             continue
         # The plain model in float32 is 1e-6 to 1.4e-5 from float64 over four seeds. Entire models
         # are less well conditioned than one step.
         tolerance, scale = model_tolerance(name, exact, exact_model, 1e-5, 1e-4)
-        check_close(name, got[name].cpu(), expected, tolerance, scale)
+        check_close(name, actual[name].cpu(), expected, tolerance, scale)
 
 
 def model_tolerance(
     name: str, expected: dict, model, for_results: float, for_gradients: float
 ) -> tuple[float, float]:
-    """Return the tolerance of an entry of `outcome`, and what it is relative to."""
+    """Return the tolerance of an entry of `run_forward_and_backward`, and what it is relative to."""
     scale = expected[name].norm().item()
     # a sum whose terms cancel is as exact as the terms, whose size follows from another gradient
     if name.endswith(".bias"):
@@ -591,25 +596,26 @@ def model_tolerance(
     return for_results if name in ("logits", "loss") else for_gradients, scale
 
 
-def check_same_bits(expected: dict, got: dict) -> None:
-    """Compare two results of `outcome`."""
+def check_same_bits(expected: dict, actual: dict) -> None:
+    """Compare two results of `run_forward_and_backward`."""
     for name, value in expected.items():
         if value is None:
-            assert got[name] is None, name
+            assert actual[name] is None, name
         else:
-            assert torch.equal(got[name], value), name
+            assert torch.equal(actual[name], value), name
 
 
 def check_intervals(
     model, autocast: torch.dtype | None = None, intervals=(1, 2, 4), T: int = 5
 ) -> None:
     """Check that state_checkpoint_interval does not change a bit."""
-    outcomes = []
+    results_by_interval = []
     for interval in intervals:
         fused_model = fuse(model, interval)
-        outcomes.append(outcome(fused_model, *tokens_of(fused_model, T=T), autocast))
-    for other in outcomes[1:]:
-        check_same_bits(outcomes[0], other)
+        ids, targets = tokens_of(fused_model, T=T)
+        results_by_interval.append(run_forward_and_backward(fused_model, ids, targets, autocast))
+    for results in results_by_interval[1:]:
+        check_same_bits(results_by_interval[0], results)
 
 
 @torch.no_grad()
@@ -636,15 +642,15 @@ def check_compiled(model, backend: str, tolerance: float, **options) -> None:
     eager_model = fuse(model)
     compiled_model = fuse(model)
     ids, targets = tokens_of(eager_model)
-    expected = outcome(eager_model, ids, targets)
+    expected = run_forward_and_backward(eager_model, ids, targets)
     compiled = torch.compile(compiled_model, fullgraph=True, backend=backend, **options)
     _, loss = compiled(ids, targets)
     loss.backward()
-    got = {"loss": loss.detach()}
-    got.update((name, parameter.grad) for name, parameter in compiled_model.named_parameters())
+    actual = {"loss": loss.detach()}
+    actual.update((name, parameter.grad) for name, parameter in compiled_model.named_parameters())
     gradients = [p.grad for p in compiled_model.parameters() if p.grad is not None]
     total_norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    for name, value in got.items():
+    for name, value in actual.items():
         if expected[name] is None:
             assert value is None, name
         else:
@@ -660,12 +666,12 @@ def check_checkpointing(model) -> None:
     checkpointed_model = fuse(model, 4)
     checkpointed_model.activation_checkpointing = True
     ids, targets = tokens_of(plain_model)
-    expected = outcome(plain_model, ids, targets)
-    check_same_bits(expected, outcome(checkpointed_model, ids, targets))
+    expected = run_forward_and_backward(plain_model, ids, targets)
+    check_same_bits(expected, run_forward_and_backward(checkpointed_model, ids, targets))
 
 
-def flat(results: dict) -> torch.Tensor:
-    """Return the logits and the gradients of all parameters of an `outcome` in one vector."""
+def concatenate_results(results: dict) -> torch.Tensor:
+    """Return the logits and all gradients of `run_forward_and_backward` in one vector."""
     tensors = [x for name, x in results.items() if x is not None and name != "loss"]
     return torch.cat([x.flatten().double().cpu() for x in tensors])
 
@@ -674,11 +680,13 @@ def check_autocast(model, dtype: torch.dtype, T: int = 5) -> None:
     """Check that the fused model is about as near to float64 under autocast as the plain model."""
     exact_model = copy.deepcopy(model).double()
     ids, targets = tokens_of(model, T=T)
-    exact = flat(outcome(exact_model, ids, targets))
+    exact = concatenate_results(run_forward_and_backward(exact_model, ids, targets))
 
     def relative_error(model) -> float:
-        got = flat(outcome(model, ids.to(DEVICE), targets.to(DEVICE), dtype))
-        return ((got - exact).norm() / exact.norm()).item()
+        actual = concatenate_results(
+            run_forward_and_backward(model, ids.to(DEVICE), targets.to(DEVICE), dtype)
+        )
+        return ((actual - exact).norm() / exact.norm()).item()
 
     fused_error = relative_error(fuse(model))
     plain_error = relative_error(copy.deepcopy(model).to(DEVICE))

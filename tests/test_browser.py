@@ -50,17 +50,17 @@ def page(chromium, address):
 
 
 def content(page):
-    """All that is written in the box of the text, with its white space."""
+    """Return the text on the page, with its white space."""
     return page.execute_script("return text.textContent")
 
 
-def shown(value):
-    """A number as the page writes it: four digits."""
+def format_number(value: float) -> str:
+    """Return a number as the page writes it, with four digits."""
     return f"{float(f'{value:.4g}'):.10g}"
 
 
 def tip_of(token, site, name="beta"):
-    return f"{name} = {shown(token['statistics'][name][site])}"
+    return f"{name} = {format_number(token['statistics'][name][site])}"
 
 
 def fill(page, **fields):
@@ -81,7 +81,7 @@ def run(page, keys=None, **fields):
 
 
 def sent(address, **body):
-    """The tokens that the server sends for the same request."""
+    """Return the tokens that the server sends for the same request."""
     request = urllib.request.Request(f"{address}/generate", json.dumps(body).encode())
     request.add_header("content-type", "application/json")
     with urllib.request.urlopen(request, timeout=30) as response:
@@ -124,62 +124,86 @@ def test_text_streams_in_and_the_heat_map_shows_its_gates(page, address):
         "mean", "0 attn", "0 mlp", "1 attn", "1 mlp",
     ]  # fmt: skip
     time.sleep(0.2)  # a frame, in which it is drawn
-    shown = cells(page, len(tokens), 5)
-    for token, column in zip(tokens, shown):
+    cell_colors = cells(page, len(tokens), 5)
+    for token, column in zip(tokens, cell_colors):
         gates = token["statistics"]["beta"]
         for beta, cell in zip([sum(gates) / 4, *gates], column):
             assert cell == pytest.approx(color(beta), abs=1)
-    assert len({tuple(cell) for column in shown for cell in column[1:]}) > 20
+    assert len({tuple(cell) for column in cell_colors for cell in column[1:]}) > 20
 
 
-def test_pointing_and_tinting(page, address):
+@pytest.fixture
+def generated_tokens(page, address) -> list[dict]:
+    """Generate a text on the page, and return the tokens that the server sends for it."""
     run(page, prompt="ab", max_new_tokens="10", seed="1")
-    tokens = sent(address, prompt="ab", max_new_tokens=10, seed=1)
+    return sent(address, prompt="ab", max_new_tokens=10, seed=1)
+
+
+def test_pointing_at_a_cell_describes_it(page, generated_tokens):
     point_at(page, 4, 3)
-    assert tip_of(tokens[4], 2) in text(page, "tip")
-    assert "attention of block 1" in text(page, "tip")
-    assert "token 4" in text(page, "tip")
-    lit = page.find_elements("css selector", "#text .lit")
-    assert [e.get_attribute("data-token") for e in lit] == ["4"]
+    tip = text(page, "tip")
+    assert tip_of(generated_tokens[4], 2) in tip
+    assert "attention of block 1" in tip
+    assert "token 4" in tip
+
+
+def list_marked_tokens(page) -> list[str]:
+    """Return the indices of the tokens that are marked in the text."""
+    marked = page.find_elements("css selector", "#text .lit")
+    return [element.get_attribute("data-token") for element in marked]
+
+
+@pytest.mark.usefixtures("generated_tokens")
+def test_pointing_at_a_cell_marks_its_token(page):
+    point_at(page, 4, 3)
+    assert list_marked_tokens(page) == ["4"]
+
+
+@pytest.mark.usefixtures("generated_tokens")
+def test_leaving_the_cells_hides_the_tip_and_the_mark(page):
+    point_at(page, 4, 3)
     point_at(page, 30, 3)
     assert not page.find_element("id", "tip").is_displayed()
-    assert page.find_elements("css selector", "#text .lit") == []
+    assert list_marked_tokens(page) == []
 
-    def tints():
-        spans = page.find_elements("css selector", "#text span")
-        return [
-            json.loads(
-                e.value_of_css_property("background-color").replace("rgba(", "[").replace(")", "]")
-            )
-            for e in spans
-        ]
 
-    for row in (0, 2):
-        page.find_elements("css selector", "#sites button")[row].click()
-        for token, tint in zip(tokens, tints()):
-            beta = (
-                sum(token["statistics"]["beta"]) / 4 if row == 0 else token["statistics"]["beta"][1]
-            )
-            assert tint[:3] == pytest.approx(color(beta), abs=1)
-    assert "colored by beta, MLP of block 0" in page.find_element("id", "text_title").text
+def test_pointing_at_a_token_describes_it(page, generated_tokens):
+    """The number is that of the row by which the text is colored."""
     from selenium.webdriver import ActionChains
 
-    ActionChains(page).move_to_element(
-        page.find_elements("css selector", "#text span")[1]
-    ).perform()
-    assert 'token 1 "a"' in text(page, "tip")
-    assert tip_of(tokens[1], 1) in text(page, "tip")
-
-
-def test_the_last_sublayer_colors_the_text_at_first(page, address):
-    run(page, prompt="ab", max_new_tokens="3", seed="1")
-    assert "colored by beta, MLP of block 1" in text(page, "text_title")
-    gates = sent(address, prompt="ab", max_new_tokens=3, seed=1)[1]["statistics"]["beta"]
+    page.find_elements("css selector", "#sites button")[2].click()
     span = page.find_elements("css selector", "#text span")[1]
-    rgba = json.loads(
-        span.value_of_css_property("background-color").replace("rgba(", "[").replace(")", "]")
-    )
-    assert rgba[:3] == pytest.approx(color(gates[-1]), abs=1)
+    ActionChains(page).move_to_element(span).perform()
+    assert 'token 1 "a"' in text(page, "tip")
+    assert tip_of(generated_tokens[1], 1) in text(page, "tip")
+
+
+def get_tints(page) -> list[list[float]]:
+    """Return the background color [r, g, b] of each token of the text."""
+    tints = []
+    for span in page.find_elements("css selector", "#text span"):
+        rgba = span.value_of_css_property("background-color")
+        tints.append(json.loads(rgba.replace("rgba(", "[").replace(")", "]"))[:3])
+    return tints
+
+
+def test_the_text_is_colored_by_the_mean_over_sublayers(page, generated_tokens):
+    page.find_elements("css selector", "#sites button")[0].click()
+    for token, tint in zip(generated_tokens, get_tints(page), strict=True):
+        assert tint == pytest.approx(color(sum(token["statistics"]["beta"]) / 4), abs=1)
+
+
+def test_the_text_is_colored_by_the_chosen_sublayer(page, generated_tokens):
+    page.find_elements("css selector", "#sites button")[2].click()
+    for token, tint in zip(generated_tokens, get_tints(page), strict=True):
+        assert tint == pytest.approx(color(token["statistics"]["beta"][1]), abs=1)
+    assert "colored by beta, MLP of block 0" in text(page, "text_title")
+
+
+def test_the_last_sublayer_colors_the_text_at_first(page, generated_tokens):
+    assert "colored by beta, MLP of block 1" in text(page, "text_title")
+    gates = generated_tokens[1]["statistics"]["beta"]
+    assert get_tints(page)[1] == pytest.approx(color(gates[-1]), abs=1)
 
 
 def test_the_page_is_named_after_the_model(page):
@@ -233,17 +257,18 @@ def test_stop_and_busy(chromium, monkeypatch):
             else:
                 chromium.find_element("id", "stop").click()
             wait_for(lambda: text(chromium, "status").endswith("stopped"))
-            written = content(chromium)
+            stopped_text = content(chromium)
             time.sleep(0.2)
-            assert content(chromium) == written
-            made = len(written) - len("<|endoftext|>ab")
-            assert 0 < made < 2000
-            assert text(chromium, "status").startswith(f"{made} tokens")
+            assert content(chromium) == stopped_text
+            num_generated = len(stopped_text) - len("<|endoftext|>ab")
+            assert 0 < num_generated < 2000
+            assert text(chromium, "status").startswith(f"{num_generated} tokens")
             run(chromium, max_new_tokens="3")
             assert text(chromium, "status").startswith("3 tokens")
         monkeypatch.setattr(app, "MAX_WAIT", 0.1)
-        body, kind = b'{"temperature": 0.0}', {"content-type": "application/json"}
-        request = urllib.request.Request(f"{address}/generate", body, kind)
+        body = b'{"temperature": 0.0}'
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{address}/generate", body, headers)
         with urllib.request.urlopen(request, timeout=30) as other:
             other.readline()
             run(chromium)
@@ -320,15 +345,15 @@ def test_a_narrow_dark_screen(page, address):
         first = int(at // COLUMN) + 1  # that is seen whole
         left = COLUMN * first - int(at)
         time.sleep(0.2)
-        shown = cells(page, 5, 5, left)
-        for token, column in zip(tokens[first:], shown):
+        cell_colors = cells(page, 5, 5, left)
+        for token, column in zip(tokens[first:], cell_colors):
             for beta, cell in zip(token["statistics"]["beta"], column[1:]):
                 assert cell == pytest.approx(color(beta), abs=1)
         point_at(page, 2, 4, left)
         assert f"token {first + 2} " in text(page, "tip")
         assert tip_of(tokens[first + 2], 3) in text(page, "tip")
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
-        wait_for(lambda: cells(page, 2, 5, left) != shown[:2])
+        wait_for(lambda: cells(page, 2, 5, left) != cell_colors[:2])
     finally:
         page.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride", {**size, "width": 1280, "height": 1000}
@@ -338,22 +363,21 @@ def test_a_narrow_dark_screen(page, address):
         )
 
 
-def test_another_statistic_is_chosen_and_colored_by_its_own_numbers(page, address):
-    run(page, prompt="ab", max_new_tokens="10", seed="1")
-    tokens = sent(address, prompt="ab", max_new_tokens=10, seed=1)
+def test_another_statistic_is_chosen_and_colored_by_its_own_numbers(page, generated_tokens):
     names = [option.text for option in page.find_elements("css selector", "#statistic option")]
     assert names == ["beta", "discrepancy_before", "discrepancy_after"]
     page.find_elements("css selector", "#statistic option")[1].click()
-    rows = [token["statistics"]["discrepancy_before"] for token in tokens]
+    rows = [token["statistics"]["discrepancy_before"] for token in generated_tokens]
     rows = [[sum(row) / 4, *row] for row in rows]
-    lowest, highest = min(map(min, rows)), max(map(max, rows))
-    assert text(page, "lowest") == shown(lowest)
+    lowest = min(map(min, rows))
+    highest = max(map(max, rows))
+    assert text(page, "lowest") == format_number(lowest)
     time.sleep(0.2)
-    for row, column in zip(rows, cells(page, len(tokens), 5)):
+    for row, column in zip(rows, cells(page, len(generated_tokens), 5)):
         for value, cell in zip(row, column):
             assert cell == pytest.approx(color(value, RAMP, lowest, highest), abs=1.5)
     point_at(page, 4, 3)
-    assert tip_of(tokens[4], 2, "discrepancy_before") in text(page, "tip")
+    assert tip_of(generated_tokens[4], 2, "discrepancy_before") in text(page, "tip")
 
 
 def test_a_model_without_statistics_says_so(chromium):

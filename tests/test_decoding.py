@@ -314,7 +314,7 @@ def test_only_the_output_layer_of_a_cached_pass_has_a_gradient():
 
 @pytest.mark.parametrize("name", [CC, EC, "DDL-gpt-mha-rope"])
 def test_weights_that_follow_from_parameters_are_folded_once(name, monkeypatch):
-    """And not for each token: by each read and expander of the model, at the first call."""
+    """Each read and the expander fold their weights at the first call, and not for each token."""
     num_calls = 0
 
     def count(weights):

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from helpers import run_script
@@ -29,8 +32,8 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "head_dim": 8,
+    "hidden_size": 12,
 }
-TINY |= {"hidden_size": 12}
 OWN_TASK = """task: physical
 dataset_path: baber/piqa
 output_type: multiple_choice
@@ -44,7 +47,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 
 
 @pytest.fixture(scope="module")
-def hub(server):
+def hub(server) -> Iterator[HubServer]:
     for name, files in repositories(25):
         server.commits.pop(name, None)
         server.commit(name, files)
@@ -52,36 +55,67 @@ def hub(server):
     server.faults = []
 
 
+class SavedModel(NamedTuple):
+    checkpoint: Path
+    exported: Path
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A checkpoint of a small model of random weights, and the exported folder of it."""
+def saved(tmp_path_factory) -> SavedModel:
+    """Save a small model of random weights as a checkpoint, and export it."""
     root = tmp_path_factory.mktemp("run")
     encoding = tokenizer.train_byte_pairs(["the cat and the dog. Question: Answer: " * 20], 270)
     model = move_parameters(build("DDL-gpt-mha-rope-CC-EC", **TINY))
-    state = {"step": 1, "seconds": 0.0, "model": "DDL-gpt-mha-rope-CC-EC"}
-    state |= {"model_config": dataclasses.asdict(model.config), "run_config": {}, "corpus": {}}
-    found = checkpoint.save(
+    state = {
+        "step": 1,
+        "seconds": 0.0,
+        "model": "DDL-gpt-mha-rope-CC-EC",
+        "model_config": dataclasses.asdict(model.config),
+        "run_config": {},
+        "corpus": {},
+    }
+    saved_checkpoint = checkpoint.save(
         root, checkpoint.get_model_tensors(model), {}, state, tokenizer.to_json(encoding)
     )
-    (root / "exported").mkdir()
-    export.write(root / "exported", "exported", found, "float32")
-    return found, root / "exported"
+    exported = root / "exported"
+    exported.mkdir()
+    export.write(exported, "exported", saved_checkpoint, "float32")
+    return SavedModel(saved_checkpoint, exported)
 
 
-def evaluate(hub, saved, out, *arguments):
-    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(out / "hf"), "HF_HUB_OFFLINE": ""}
+def evaluate(
+    hub: HubServer, model_checkpoint: Path, out: Path, *arguments: str
+) -> subprocess.CompletedProcess:
+    """Run eval.py on a checkpoint, with data sets from the hub."""
     return run_script(
-        "eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env
+        "eval.py",
+        model_checkpoint,
+        f"--out={out}",
+        "--device=cpu",
+        "--log_samples",
+        *arguments,
+        env={"HF_ENDPOINT": hub.url, "HF_HOME": str(out / "hf"), "HF_HUB_OFFLINE": ""},
     )
 
 
-def samples(out, task) -> list[dict]:
-    (file,) = out.glob(f"samples_{task}_*.jsonl")
+def read_samples(out: Path, task: str) -> list[dict]:
+    [file] = out.glob(f"samples_{task}_*.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def read_responses(out: Path, task: str) -> list:
+    return [sample["filtered_resps"] for sample in read_samples(out, task)]
+
+
+def get_parquet(hub: HubServer, repository: str, split: str) -> bytes:
+    """Return the Parquet file of a split of a data set on the hub."""
+    [commit] = hub.commits[repository].values()
+    [content] = [content for path, content in commit.items() if f"/{split}-" in path]
+    return content
+
+
 def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tmp_path):
-    """Its items are those of a task that reads the same rows from local files."""
+    """The model's responses are those to a task that reads the same rows from local files."""
     (tmp_path / "physical.yaml").write_text(OWN_TASK)
     (tmp_path / "absent.yaml").write_text(
         OWN_TASK.replace("baber/piqa", "nobody/has_this").replace("physical", "absent")
@@ -89,30 +123,30 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     local = OWN_TASK.replace("baber/piqa", "parquet").replace("physical", "local")
     data_files = {}
     for split in ("train", "test"):
-        data_files[split] = str(tmp_path / f"{split}.parquet")
-        (content,) = (
-            c
-            for p, c in next(iter(hub.commits["baber/piqa"].values())).items()
-            if f"/{split}-" in p
-        )
-        Path(data_files[split]).write_bytes(content)
+        file = tmp_path / f"{split}.parquet"
+        file.write_bytes(get_parquet(hub, "baber/piqa", split))
+        data_files[split] = str(file)
     (tmp_path / "local.yaml").write_text(
         f"{local}dataset_kwargs: {json.dumps({'data_files': data_files})}\n"
     )
     hub.faults = [Fault("status", "/api/datasets/baber/piqa", 500, times=1)]
-    arguments = ["--tasks=physical,local,absent", f"--include_path={tmp_path}", "--shots=2"]
-    result = evaluate(hub, saved[0], tmp_path / "out", *arguments)
-    assert result.returncode == 3, result.stderr.decode()
-    tried, absent = result.stderr.decode().splitlines()
-    assert tried == "task physical: the Hub responds with status 500; retrying in 1 s"
-    assert "task absent is skipped: its dataset nobody/has_this cannot be loaded" in absent
-    assert "the Hub has no such dataset, or it is private or gated" in absent
-    mine, other = (
-        [each["filtered_resps"] for each in samples(tmp_path / "out", name)]
-        for name in ("physical", "local")
+    result = evaluate(
+        hub,
+        saved.checkpoint,
+        tmp_path / "out",
+        "--tasks=physical,local,absent",
+        f"--include_path={tmp_path}",
+        "--shots=2",
     )
-    assert len(mine) == 25
-    assert mine == other
+    assert result.returncode == 3, result.stderr.decode()
+    retry_message, absent_message = result.stderr.decode().splitlines()
+    assert retry_message == "task physical: the Hub responds with status 500; retrying in 1 s"
+    assert "task absent is skipped: its dataset nobody/has_this cannot be loaded" in absent_message
+    assert "the Hub has no such dataset, or it is private or gated" in absent_message
+    hub_responses = read_responses(tmp_path / "out", "physical")
+    local_responses = read_responses(tmp_path / "out", "local")
+    assert len(hub_responses) == 25
+    assert hub_responses == local_responses
 
 
 def test_minutes_out_of_range_are_refused_before_the_hub_is_asked():
@@ -121,21 +155,24 @@ def test_minutes_out_of_range_are_refused_before_the_hub_is_asked():
 
 
 def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
-    """Tasks whose data set is at hand are loaded none the less."""
+    """Tasks whose data set is on this machine are loaded nonetheless."""
 
-    def load(names):
+    def load(names: list[str]) -> dict:
         if names != ["here"]:
             raise ConnectionError("down")
         return {"tasks": {}}
 
-    now = [0.0]
-    clock = SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda pause: now.__setitem__(0, now[0] + pause)
+    clock = SimpleNamespace(seconds=0.0)
+
+    def sleep(seconds: float) -> None:
+        clock.seconds += seconds
+
+    monkeypatch.setattr(
+        hub_module, "time", SimpleNamespace(monotonic=lambda: clock.seconds, sleep=sleep)
     )
-    monkeypatch.setattr(hub_module, "time", clock)
     loaded, missing = tasks.load(["a", "b", "here"], SimpleNamespace(load=load, task_index={}), 5)
     assert [task.name for task in loaded] == ["here"]
-    assert now[0] == 300
+    assert clock.seconds == 300
     assert (
         "(ConnectionError: down); gave up after --retry_minutes=5); rerun the same command"
         in missing[0]
@@ -160,76 +197,80 @@ eval.main()
 
 @pytest.mark.slow
 def test_all_processes_are_patient(hub, saved, tmp_path):
-    """Process 0 with a hub that is down for longer than the processes' time-out; 1, as on
-    a machine of its own, with a 503 to its first question."""
+    """The hub of process 0 fails for longer than the processes' time-out.
+
+    Process 1 has a hub of its own, as on another machine, which answers its first request with 503.
+    """
     (tmp_path / "impatient.py").write_text(IMPATIENT)
     (tmp_path / "physical.yaml").write_text(OWN_TASK)
     (tmp_path / "absent.yaml").write_text(
         OWN_TASK.replace("baber/piqa", "no/such").replace("physical", "absent")
     )
-    # and 7 with the pauses
+    # after pauses of 1, 2 and 4 s, the request at 7 s is the first one to be answered
     hub.faults = [Fault("status", "/api/datasets/baber/piqa", 500, seconds=6.5)]
-    with HubServer() as other:
-        other.commits = hub.commits
-        other.faults = [Fault("status", "/api/datasets/baber/piqa", times=1)]
-        several = [
+    with HubServer() as second_hub:
+        second_hub.commits = hub.commits
+        second_hub.faults = [Fault("status", "/api/datasets/baber/piqa", times=1)]
+        result = run_script(
             "-m",
             "torch.distributed.run",
             "--standalone",
             "--nproc_per_node=2",
             tmp_path / "impatient.py",
-        ]
-        arguments = [
             hub.url,
-            other.url,
-            saved[0],
+            second_hub.url,
+            saved.checkpoint,
             f"--out={tmp_path / 'out'}",
             "--device=cpu",
             "--limit=3",
-        ]
-        arguments += ["--tasks=absent,physical", f"--include_path={tmp_path}", "--retry_minutes=1"]
-        env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": ""}
-        result = run_script(*several, *arguments, env=env)
+            "--tasks=absent,physical",
+            f"--include_path={tmp_path}",
+            "--retry_minutes=1",
+            env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": ""},
+        )
     errors = result.stderr.decode()
     assert "task absent is skipped" in errors, errors
     assert errors.count("the Hub responds with status 500; retrying in 1 s") == 1
     assert errors.count("the Hub responds with status 503; retrying in 1 s") == 1
     assert errors.count("absent is skipped") == 1
-    (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
+    [entry] = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
     assert entry["n-samples"]["physical"]["effective"] == 3
 
 
 @pytest.mark.slow
 def test_the_eight_tasks_equal_lm_evals_own_model(hub, saved, tmp_path):
-    """Two shots, with a 503 to the first question about each data set."""
+    """Evaluate with two shots; the first request for each data set is answered with 503."""
     hub.faults = [Fault("status", f"/api/datasets/{name}", times=1) for name, _ in repositories(1)]
-    result = evaluate(hub, saved[0], tmp_path, "--tasks=paper", "--shots=2")
+    result = evaluate(hub, saved.checkpoint, tmp_path, "--tasks=paper", "--shots=2")
     assert result.returncode == 0, result.stderr.decode()
     assert result.stderr.decode().count("the Hub responds with status 503; retrying in 1 s") >= 5
     hub.faults = []
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-    theirs = run_script("tests/lm_evals_hf.py", saved[1], 2, *PAPER_METRICS, env=env)
-    assert theirs.returncode == 0, theirs.stderr.decode()
-    wanted = json.loads(theirs.stdout.splitlines()[-1])
+    lm_eval_result = run_script("tests/lm_evals_hf.py", saved.exported, 2, *PAPER_METRICS, env=env)
+    assert lm_eval_result.returncode == 0, lm_eval_result.stderr.decode()
+    lm_eval_output = json.loads(lm_eval_result.stdout.splitlines()[-1])
     entries = {
         entry["task"]: entry
         for entry in json.loads((tmp_path / "results.json").read_text())["entries"]
     }
-    largest = 0.0
+    largest_difference = 0.0
     for name in PAPER_METRICS:
-        for mine, other in zip(samples(tmp_path, name), wanted["samples"][name], strict=True):
-            assert mine["doc_id"] == other["doc_id"]
-            for (nats, greedy), (expected, also) in zip(
-                mine["filtered_resps"], other["filtered_resps"], strict=True
+        for sample, expected_sample in zip(
+            read_samples(tmp_path, name), lm_eval_output["samples"][name], strict=True
+        ):
+            assert sample["doc_id"] == expected_sample["doc_id"]
+            for (nats, is_greedy), (expected_nats, expected_is_greedy) in zip(
+                sample["filtered_resps"], expected_sample["filtered_resps"], strict=True
             ):
-                largest = max(largest, abs(float(nats) - expected))
-                assert str(greedy) == str(also)
-            assert mine["acc"] == other["acc"]
-        for key, value in wanted["results"][name].items():
+                difference = abs(float(nats) - expected_nats)
+                largest_difference = max(largest_difference, difference)
+                assert str(is_greedy) == str(expected_is_greedy)
+            assert sample["acc"] == expected_sample["acc"]
+        for key, value in lm_eval_output["results"][name].items():
             if "," in key and "stderr" not in key:
                 assert entries[name]["results"][name][key] == pytest.approx(value, rel=1e-5), (
                     name,
                     key,
                 )
-    assert largest < 1e-4
-    print(f"largest difference {largest:.2g} nats")
+    assert largest_difference < 1e-4
+    print(f"largest difference {largest_difference:.2g} nats")

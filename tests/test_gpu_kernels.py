@@ -28,34 +28,31 @@ pytestmark = [
 ]
 CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
 # Two or three tokens a program, and a last program with fewer: 1,100 rows on 132 multiprocessors.
-STEPS = [Step(768, v, 1, 2, 550, "bf16", pending=v % 2) for v in (1, 2, 4, 8)]
-STEPS += [
+STEPS = [
+    *(Step(768, v, 1, 2, 550, "bf16", pending=v % 2) for v in (1, 2, 4, 8)),
     Step(768, 4, 4, 3, 60, "bf16", store=False),
     Step(1024, 4, T=5, dtype="bf16"),
     Step(37, 8, 4, 2, 60),
-]
-STEPS += [
     Step(96, 2, 3, 2, 40, "fp16", form="raw", value_input="context"),
     Step(T=1100),
     Step(logits=40.0),
-]
-STEPS += [
     Step(form="constant", heads="gate", erase=False, zero_h=True),
     Step(h_scale=1e-20, with_x_in=False, heads=""),
+    Step(K=3, v=2, write=False, store=False, pending=1, repeated=True, T=40),
 ]
-STEPS += [Step(K=3, v=2, write=False, store=False, pending=1, repeated=True, T=40)]
 
 
-# Loads that run ahead, by every way of it, and vectors of several pieces, of which the last is not
-# full.
-LONG = [Step(768, v, 1, 2, 550, "bf16", pending=1, store=False) for v in (1, 4)]
-LONG += [
+# Loads that run ahead, in each way that they can, and vectors of several pieces, of which the last
+# is not full.
+LONG = [
+    *(Step(768, v, 1, 2, 550, "bf16", pending=1, store=False) for v in (1, 4)),
     Step(768, 4, 4, 2, 550, "bf16"),
     Step(1024, 4, 4, 2, 300, "bf16"),
     Step(1024, 4, 1, 1, 500, "bf16", store=False),
+    Step(600, 2, 3, 2, 200, "bf16"),
+    Step(600, 4, 1, 1, 300, "fp16"),
+    Step(768, 8, 1, 1, 300, "bf16"),
 ]
-LONG += [Step(600, 2, 3, 2, 200, "bf16")]
-LONG += [Step(600, 4, 1, 1, 300, "fp16"), Step(768, 8, 1, 1, 300, "bf16")]
 
 
 def tiny(model_name, **changes):
@@ -69,7 +66,7 @@ def test_step(case):
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_step_of_programs_with_many_tokens(case, monkeypatch):
-    fused.programs(monkeypatch, 4)
+    fused.set_num_processors(monkeypatch, 4)
     fused.check_step(case)
 
 
@@ -116,21 +113,22 @@ def test_model(model_name):
     fused.check_model(tiny(model_name))
 
 
-@pytest.mark.parametrize("setting", ["on", "off"])
-def test_model_of_joined_products(setting, monkeypatch):
+def test_fused_model_of_joined_products(monkeypatch):
+    monkeypatch.setattr(layers, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 1)
+    fused.check_model(tiny("gpt-mha-rope"))
+
+
+def test_plain_model_of_joined_products(monkeypatch):
     monkeypatch.setattr(layers, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 1)
     model = tiny("gpt-mha-rope")
-    if setting == "on":
-        fused.check_model(model)
-        return
     ids, targets = fused.tokens_of(model)
-    wanted = copy.deepcopy(model).double()(ids, targets)[1]
+    _, expected_loss = copy.deepcopy(model).double()(ids, targets)
     model.to("cuda")
     # with TF32 emulated: up to 1.0e-3 over twelve seeds
     for name, rtol in (("high", 3e-3), ("highest", 1e-5)):
         with precision(name):
-            found = model(ids.to("cuda"), targets.to("cuda"))[1]
-        torch.testing.assert_close(found.cpu().double(), wanted, rtol=rtol, atol=1e-6)
+            _, loss = model(ids.to("cuda"), targets.to("cuda"))
+        torch.testing.assert_close(loss.cpu().double(), expected_loss, rtol=rtol, atol=1e-6)
 
 
 def test_two_layer_gate_and_v_map():

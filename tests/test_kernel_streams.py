@@ -39,7 +39,7 @@ CC_AND_SLOWLY_THE_OTHERS = [
 
 @pytest.fixture(autouse=True)
 def _programs(monkeypatch):
-    fused.programs(monkeypatch, 1)
+    fused.set_num_processors(monkeypatch, 1)
 
 
 def tiny(model_name, **changes):

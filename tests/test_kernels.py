@@ -27,9 +27,9 @@ from fused import (
     check_expand,
     check_generation,
     check_step,
-    place,
-    programs,
+    make_unreadable_state,
     run,
+    set_num_processors,
 )
 from triton.runtime import interpreter
 
@@ -103,16 +103,28 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _programs(monkeypatch):
-    programs(monkeypatch, 1)  # 2 to 8 programs
+    set_num_processors(monkeypatch, 1)  # 2 to 8 programs
 
 
 # Every shape, option and dtype with others beside it: what a case does not name is as in `Step`.
-SHAPES = [Step(), Step(v=1, T=1), Step(v=2, K=3), Step(v=8, T=5), Step(d=96, B=2, T=3)]
-SHAPES += [Step(d=768, T=3), Step(K=4, T=2), Step(K=4, v=1, d=96, T=6), Step(K=3, v=8, T=4)]
-SHAPES += [Step(K=4, v=2, B=3, T=2), Step(K=4, v=2, B=2, T=5)]
-# Vectors of several pieces, the last not full, and more heads and columns than one reduction sums.
-SHAPES += [Step(d=600, K=3, v=2, T=4), Step(d=600, v=8, K=2, T=3)]
-SHAPES += [Step(d=600, T=3, pending=1, value_input="context")]
+SHAPES = [
+    Step(),
+    Step(v=1, T=1),
+    Step(v=2, K=3),
+    Step(v=8, T=5),
+    Step(d=96, B=2, T=3),
+    Step(d=768, T=3),
+    Step(K=4, T=2),
+    Step(K=4, v=1, d=96, T=6),
+    Step(K=3, v=8, T=4),
+    Step(K=4, v=2, B=3, T=2),
+    Step(K=4, v=2, B=2, T=5),
+    # vectors of several pieces, the last not full, and more heads and columns than one reduction
+    # sums
+    Step(d=600, K=3, v=2, T=4),
+    Step(d=600, v=8, K=2, T=3),
+    Step(d=600, T=3, pending=1, value_input="context"),
+]
 OPTIONS = [
     Step(form="raw", value_input="context", pending=2, store=False),
     Step(value_input="context", erase=False, repeated=True),
@@ -127,13 +139,27 @@ OPTIONS = [
     Step(write=False, store=False, pending=1, K=3, v=2),
     Step(repeated=True, K=3, v=2, store=False, pending=1),
 ]
-EXTREMES = [Step(logits=40.0), Step(logits=40.0, form="raw"), Step(h_scale=1e-20)]
-EXTREMES += [Step(zero_h=True, h_scale=1e4), Step(x_scale=1e4), Step(x_scale=1e-4, K=3, v=2)]
-HALVES = [Step(dtype="bf16", pending=3), Step(dtype="fp16"), Step(dtype="bf16", d=768, T=2)]
-HALVES += [Step(dtype="bf16", K=3, v=2, pending=1, store=False), Step(dtype="mixed", pending=1)]
-HALVES += [Step(dtype="mixed", K=3, v=2, store=False), Step(dtype="fp16", v=1, erase=False)]
-USED = [Step(used=name) for name in Step.used.split()]
-USED += [Step(used=name, K=3, v=2) for name in ("new_state", "x_in")]
+EXTREMES = [
+    Step(logits=40.0),
+    Step(logits=40.0, form="raw"),
+    Step(h_scale=1e-20),
+    Step(zero_h=True, h_scale=1e4),
+    Step(x_scale=1e4),
+    Step(x_scale=1e-4, K=3, v=2),
+]
+HALVES = [
+    Step(dtype="bf16", pending=3),
+    Step(dtype="fp16"),
+    Step(dtype="bf16", d=768, T=2),
+    Step(dtype="bf16", K=3, v=2, pending=1, store=False),
+    Step(dtype="mixed", pending=1),
+    Step(dtype="mixed", K=3, v=2, store=False),
+    Step(dtype="fp16", v=1, erase=False),
+]
+USED = [
+    *(Step(used=name) for name in Step.used.split()),
+    *(Step(used=name, K=3, v=2) for name in ("new_state", "x_in")),
+]
 CASES = SHAPES + OPTIONS + EXTREMES + HALVES + USED
 
 
@@ -210,7 +236,7 @@ def as_bits(value) -> int:
     return int(value.float().view(torch.int32)) & 0xFFFFFFFF
 
 
-def executed(name: str, *inputs: int) -> list[int]:
+def execute_ptx(name: str, *inputs: int) -> list[int]:
     """Execute the PTX of a function in tiles.py, and return its result registers.
 
     Instructions do what PTX's manual says.
@@ -255,43 +281,52 @@ def test_ptx_that_the_interpreter_skips():
     for one, other in itertools.permutations(values, 2):
         # the tie 1.00390625 goes to even
         halves = [x.to(torch.bfloat16).float() for x in (one, other)]
-        assert executed("round_to", as_bits(one), as_bits(other)) == [
+        assert execute_ptx("round_to", as_bits(one), as_bits(other)) == [
             as_bits(half) for half in halves
         ]
         # A pair lies with its first number in the lower half of a word.
         pair = as_bits(halves[0]) >> 16 | as_bits(halves[1]) & 0xFFFF0000
-        assert executed("widen", pair) == [as_bits(half) for half in halves]
+        assert execute_ptx("widen", pair) == [as_bits(half) for half in halves]
     for x in (-40.0, -3.5, 0.0, 1.0, 17.0):
-        [result] = executed("sigmoid", as_bits(torch.tensor(x)))
+        [result] = execute_ptx("sigmoid", as_bits(torch.tensor(x)))
         torch.testing.assert_close(as_float(result), torch.tensor(x).sigmoid(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("slots", "sequences", "tokens", "halo"), [
-    (132, 16, 1024, 3), (264, 16, 1024, 3), (264, 1, 16384, 0), (528, 1, 7, 0), (8, 3, 5, 2), (132, 200, 1024, 3),
-    (132, 1, 1, 3), (4, 2, 1000, 1),
-])  # fmt: skip
-def test_tokens_are_shared_in_whole_waves(slots, sequences, tokens, halo):
+@pytest.mark.parametrize(
+    ("num_slots", "num_sequences", "num_tokens", "halo"),
+    [
+        (132, 16, 1024, 3),
+        (264, 16, 1024, 3),
+        (264, 1, 16384, 0),
+        (528, 1, 7, 0),
+        (8, 3, 5, 2),
+        (132, 200, 1024, 3),
+        (132, 1, 1, 3),
+        (4, 2, 1000, 1),
+    ],
+)
+def test_tokens_are_shared_in_whole_waves(num_slots, num_sequences, num_tokens, halo):
     """No split into four waves or fewer is faster; a wave takes as long as its longest program."""
 
-    def time(chunk):
-        programs = sequences * math.ceil(tokens / chunk)
-        return math.ceil(programs / slots) * (chunk + halo)
+    def count_token_steps(chunk_size: int) -> int:
+        num_programs = num_sequences * math.ceil(num_tokens / chunk_size)
+        return math.ceil(num_programs / num_slots) * (chunk_size + halo)
 
-    chunk, count = choose_chunks(slots, sequences, tokens, halo)
-    assert (count - 1) * chunk < tokens <= count * chunk
-    few = [
-        other
-        for other in range(1, tokens + 1)
-        if math.ceil(tokens / other) <= max(4, 4 * slots // sequences)
+    chunk_size, num_chunks = choose_chunks(num_slots, num_sequences, num_tokens, halo)
+    assert (num_chunks - 1) * chunk_size < num_tokens <= num_chunks * chunk_size
+    chunks_of_few_waves = [
+        size
+        for size in range(1, num_tokens + 1)
+        if math.ceil(num_tokens / size) <= max(4, 4 * num_slots // num_sequences)
     ]
-    assert time(chunk) == min(map(time, few))
+    assert count_token_steps(chunk_size) == min(map(count_token_steps, chunks_of_few_waves))
 
 
 @pytest.mark.parametrize("case", [Step(K=4, v=2, T=9), Step(K=1, v=4, T=9, pending=1)], ids=str)
 def test_chunks_change_no_bit_of_a_token(case, monkeypatch):
     """The number of programs depends on the device; only sums over tokens may depend on it."""
     expected_results, expected_gradients = run(case)
-    programs(monkeypatch, 3)
+    set_num_processors(monkeypatch, 3)
     results, gradients = run(case)
     for name, expected in expected_results.items():
         assert torch.equal(results[name], expected), name
@@ -334,8 +369,9 @@ EXPANSIONS = [
     (37, 8, 2, 1, 4),
     (37, 4, 3, 2, 2),
     (37, 4, 4, 1, 1),
+    (300, 2, 3, 2, 4),
+    (768, 4, 4, 1, 3),
 ]
-EXPANSIONS += [(300, 2, 3, 2, 4), (768, 4, 4, 1, 3)]
 
 
 @pytest.mark.parametrize(("d", "v", "K", "B", "T"), EXPANSIONS)
@@ -374,26 +410,27 @@ def test_states_that_have_gaps_are_refused():
             get_state_strides(state)
 
 
-def leaves(case: Step):
+def make_leaves(case: Step) -> tuple[dict, torch.Tensor]:
+    """Return the inputs of a step, those that have gradients as leaves, and its argument `state`."""
     inputs = case.inputs()
-    grown = {
-        k: x.requires_grad_()
-        for k, x in inputs.items()
-        if k not in ("stored_state", "directions", "updates")
+    differentiable = {
+        name: x.requires_grad_()
+        for name, x in inputs.items()
+        if name not in ("stored_state", "directions", "updates")
     }
-    return {**inputs, **grown}, place(case, inputs)
+    return {**inputs, **differentiable}, make_unreadable_state(inputs)
 
 
 OPERATORS = [
     Step(v=2, T=3),
     Step(v=2, T=3, store=False, pending=1, heads="gate", form="constant", with_x_in=False),
+    Step(v=1, K=2, T=2, write=False, store=False, heads=""),
 ]
-OPERATORS += [Step(v=1, K=2, T=2, write=False, store=False, heads="")]
 
 
 @pytest.mark.parametrize("case", OPERATORS, ids=str)
 def test_opcheck_of_the_step(case):
-    inputs, state = leaves(case)
+    inputs, state = make_leaves(case)
     torch.library.opcheck(
         torch.ops.ddl.residual_step,
         (),
@@ -427,16 +464,35 @@ def test_opcheck_of_the_steps_backward(case, monkeypatch):
     torch.library.opcheck(torch.ops.ddl.residual_step_backward, (), arguments)
 
 
-def test_opcheck_of_the_others():
+def test_opcheck_of_add_norm():
+    x = torch.randn(1, 3, 37, requires_grad=True)
+    h = torch.randn(1, 3, 37, requires_grad=True)
+    norm_weight = torch.randn(37, requires_grad=True)
+    torch.library.opcheck(torch.ops.ddl.add_norm, (x, h, norm_weight, 1e-5, torch.float32))
+    torch.library.opcheck(torch.ops.ddl.add_norm, (x, None, norm_weight, 1e-5, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_opcheck_of_the_backward_of_add_norm(dtype):
+    grad_new_x = torch.randn(1, 3, 37)
+    grad_context = torch.randn(1, 3, 37)
     x = torch.randn(1, 3, 37)
-    h = torch.randn(1, 3, 37)
-    norm = torch.randn(37)
+    inverse_rms = torch.rand(1, 3)
+    norm_weight = torch.randn(37)
+    torch.library.opcheck(
+        torch.ops.ddl.add_norm_backward,
+        (grad_new_x, grad_context, x, inverse_rms, norm_weight, dtype),
+    )
+
+
+def test_opcheck_of_expand():
+    x = torch.randn(1, 3, 37, requires_grad=True)
+    taps = torch.randn(2, 2, 37, requires_grad=True)
+    torch.library.opcheck(torch.ops.ddl.expand, (x, taps))
+
+
+def test_opcheck_of_the_backward_of_expand():
+    x = torch.randn(1, 3, 37)
     taps = torch.randn(2, 2, 37)
-    rho = torch.rand(1, 3)
-    grown = [tensor.clone().requires_grad_() for tensor in (x, h, norm, taps)]
-    torch.library.opcheck(torch.ops.ddl.add_norm, (*grown[:3], 1e-5, torch.float32))
-    torch.library.opcheck(torch.ops.ddl.add_norm, (grown[0], None, grown[2], 1e-5, torch.bfloat16))
-    for dtype in (None, torch.bfloat16):
-        torch.library.opcheck(torch.ops.ddl.add_norm_backward, (x, h, x, rho, norm, dtype))
-    torch.library.opcheck(torch.ops.ddl.expand, (grown[0], grown[3]))
-    torch.library.opcheck(torch.ops.ddl.expand_backward, (torch.randn(1, 3, 2, 37), x, taps))
+    grad_state = torch.randn(1, 3, 2, 37)
+    torch.library.opcheck(torch.ops.ddl.expand_backward, (grad_state, x, taps))

@@ -5,7 +5,9 @@ import json
 import random
 import shutil
 import struct
+import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from in_process import call
 
 from data import hub, library_tokenizer, preparation, shards, sources, tokenizer
 from data.loader import TrainBatches, ValidationBatches
-from data.shards import open_corpus
+from data.shards import Corpus, open_corpus
+from data.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -182,16 +185,21 @@ def test_tokenizers_are_compared_by_their_tokens(folders, kind):
 # ---- corpora ----
 
 
+def write_documents(path: Path, texts: list[str]) -> Path:
+    """Write a .jsonl file with a document for each text, and return its path."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
 @pytest.fixture
 def documents(tmp_path, monkeypatch):
     """Return a .jsonl file of documents, which is read in small batches."""
     monkeypatch.setattr(sources, "BATCH_CHARACTERS", 300)
-    path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
+    return write_documents(tmp_path / "documents.jsonl", TEXTS)
 
 
-def prepare(documents: Path, folder: Path, out: Path, *options: str):
+def prepare(documents: Path, folder: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
+    """Prepare a corpus with the tokenizer of a folder."""
     return call(
         FINEWEB,
         f"--source={documents}",
@@ -212,23 +220,63 @@ def read_contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "unigram"])
-def test_a_corpus_holds_the_tokenizer_and_its_tokens(folders, documents, tmp_path, kind):
-    out = tmp_path / "out"
-    result = prepare(documents, folders[kind], out)
+class PreparedCorpus(NamedTuple):
+    corpus: Corpus
+    tokenizer_folder: Path
+    encoding: Tokenizer
+
+
+@pytest.fixture(scope="module", params=["byte-level", "unigram"])
+def prepared(request, folders, tmp_path_factory) -> PreparedCorpus:
+    """Prepare a corpus with each tokenizer, from documents that are read in small batches."""
+    folder = tmp_path_factory.mktemp("prepared")
+    documents = write_documents(folder / "documents.jsonl", TEXTS)
+    tokenizer_folder = folders[request.param]
+    out = folder / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "BATCH_CHARACTERS", 300)
+        result = prepare(documents, tokenizer_folder, out)
     assert result.returncode == 0, result.stderr.decode()
-    corpus = open_corpus(str(out))
-    encoding = load(folders[kind])
-    assert read_tokens(corpus) == [i for text in TEXTS for i in (1, *encoding.encode(text))]
-    content = (folders[kind] / "tokenizer.json").read_bytes()
-    assert (out / "tokenizer.json").read_bytes() == content
-    assert corpus.meta["tokenizer_sha256"] == hashlib.sha256(content).hexdigest()
-    assert corpus.meta["tokenizer"] == encoding.name == f"hf:{folders[kind].name}"
-    assert "dtype" not in corpus.meta  # uint16
-    assert tokenizer.describe(out) == tokenizer.to_json(encoding)
-    assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
-    (out / "tokenizer.json").write_bytes(content + b" ")
-    error = one_line_error(call(FINEWEB, "--verify", f"--out={out}"))
+    return PreparedCorpus(open_corpus(str(out)), tokenizer_folder, load(tokenizer_folder))
+
+
+def verify(folder: Path) -> subprocess.CompletedProcess:
+    return call(FINEWEB, "--verify", f"--out={folder}")
+
+
+def test_a_corpus_holds_the_tokens_of_its_documents(prepared):
+    expected = [i for text in TEXTS for i in (1, *prepared.encoding.encode(text))]
+    assert read_tokens(prepared.corpus) == expected
+
+
+def test_a_corpus_holds_the_file_of_its_tokenizer(prepared):
+    content = (prepared.tokenizer_folder / "tokenizer.json").read_bytes()
+    assert (prepared.corpus.path / "tokenizer.json").read_bytes() == content
+    assert prepared.corpus.meta["tokenizer_sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_a_corpus_names_its_tokenizer(prepared):
+    assert prepared.encoding.name == f"hf:{prepared.tokenizer_folder.name}"
+    assert prepared.corpus.meta["tokenizer"] == prepared.encoding.name
+
+
+def test_a_corpus_describes_its_tokenizer(prepared):
+    assert tokenizer.describe(prepared.corpus.path) == tokenizer.to_json(prepared.encoding)
+
+
+def test_shards_are_uint16_by_default(prepared):
+    assert "dtype" not in prepared.corpus.meta
+
+
+def test_a_corpus_with_its_tokenizer_is_verified(prepared):
+    assert verify(prepared.corpus.path).returncode == 0
+
+
+def test_a_corpus_with_another_tokenizer_is_not_verified(prepared, tmp_path):
+    folder = shutil.copytree(prepared.corpus.path, tmp_path / "out")
+    content = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(content + b" ")
+    error = one_line_error(verify(folder))
     assert "is not the tokenizer that the corpus was prepared with" in error
 
 
@@ -264,41 +312,68 @@ def test_another_tokenizer_of_the_same_name_is_refused(folders, documents, tmp_p
     assert "prepared with other options (tokenizer_sha256 was" in error
 
 
-@pytest.fixture
-def large(tmp_path):
+# ---- a vocabulary above 65536 ----
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
     """Return a tokenizer of 70,000 words, whose ids need more than 16 bits, and an added token."""
     vocabulary = {"<unk>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     library.add_special_tokens(["<|end|>"])
-    return save(tmp_path / "large", library, "<|end|>")
+    return save(tmp_path_factory.mktemp("large") / "large", library, "<|end|>")
 
 
 WORDS = [[1, 69_999, 65_535, 65_536], [70_000 - i for i in range(1, 900)], [3, 66_000]] * 3
+# the tokens of a corpus of these words, with end of text, 70,000, before each document
+WORD_TOKENS = [i for words in WORDS for i in (70_000, *words)]
 
 
-def test_a_vocabulary_above_65536_has_uint32_shards(large, tmp_path):
-    path = tmp_path / "words.jsonl"
-    lines = [json.dumps({"text": " ".join(f"w{i}" for i in words)}) for words in WORDS]
-    path.write_text("\n".join(lines))
-    out = tmp_path / "out"
-    result = prepare(path, large, out)
+@pytest.fixture(scope="module")
+def large_corpus(large, tmp_path_factory) -> Corpus:
+    folder = tmp_path_factory.mktemp("large_corpus")
+    texts = [" ".join(f"w{i}" for i in words) for words in WORDS]
+    documents = write_documents(folder / "words.jsonl", texts)
+    result = prepare(documents, large, folder / "out")
     assert result.returncode == 0, result.stderr.decode()
-    corpus = open_corpus(str(out))
-    assert (corpus.meta["dtype"], corpus.meta["vocab_size"]) == ("uint32", 70_001)
-    stream = [i for words in WORDS for i in (70_000, *words)]
-    assert read_tokens(corpus) == stream
-    content = (out / "fineweb_edu_val_000000.bin").read_bytes()
+    return open_corpus(str(folder / "out"))
+
+
+def test_a_vocabulary_above_65536_has_uint32_shards(large_corpus):
+    assert large_corpus.meta["dtype"] == "uint32"
+    assert large_corpus.meta["vocab_size"] == 70_001
+
+
+def test_uint32_shards_hold_the_tokens(large_corpus):
+    assert read_tokens(large_corpus) == WORD_TOKENS
+
+
+def test_uint32_shards_have_the_format_of_llm_c(large_corpus):
+    content = (large_corpus.path / "fineweb_edu_val_000000.bin").read_bytes()
     assert struct.unpack("<256i", content[:1024])[:4] == (20240801, 7, 500, 0)
-    assert list(struct.unpack("<500I", content[1024:])) == stream[:500]
-    batches = ValidationBatches(corpus.val, 16, corpus.meta["vocab_size"])
+    assert list(struct.unpack("<500I", content[1024:])) == WORD_TOKENS[:500]
+
+
+def test_validation_batches_are_read_from_uint32_shards(large_corpus):
+    batches = ValidationBatches(large_corpus.val, 16, large_corpus.meta["vocab_size"])
     ids, targets = batches.get([0], 1)
     assert ids.dtype == targets.dtype == torch.int64
-    assert [ids[0].tolist(), targets[0].tolist()] == [stream[:16], stream[1:17]]
-    ids, targets = TrainBatches(corpus.train, 16, 40, 0, 70_001).get(0, 0, 40)
+    assert ids[0].tolist() == WORD_TOKENS[:16]
+    assert targets[0].tolist() == WORD_TOKENS[1:17]
+
+
+def test_training_batches_are_read_from_uint32_shards(large_corpus):
+    ids, targets = TrainBatches(large_corpus.train, 16, 40, 0, 70_001).get(0, 0, 40)
     assert ids[:, 1:].tolist() == targets[:, :-1].tolist()
     assert ids.max() > 65_535
-    assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
+
+
+def test_a_corpus_of_uint32_shards_is_verified(large_corpus):
+    assert verify(large_corpus.path).returncode == 0
+
+
+# ---- runs ----
 
 
 def test_runs_and_exports_use_the_tokenizer(folders, documents, tmp_path):
@@ -353,7 +428,7 @@ def test_shards_of_version_7_are_read_with_their_tokenizer(large, llama_shards, 
     assert corpus.meta["dtype"] == "uint32"
     assert corpus.meta["train"]["documents"] == 1
     assert tokenizer.describe(out)["eot_text"] == "<|end|>"
-    assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
+    assert verify(out).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -381,15 +456,34 @@ def test_a_damaged_id_of_32_bits_is_named_without_allocating_for_it(llama_shards
 # ---- errors ----
 
 
-def test_the_end_of_text_token_is_chosen_or_the_choices_are_named(folders, tmp_path):
-    shutil.copy(folders["byte-level"] / "tokenizer.json", tmp_path)
+@pytest.fixture
+def folder_without_config(folders, tmp_path) -> Path:
+    """Return a folder with a tokenizer.json, and no file that names its end-of-text token."""
+    folder = tmp_path / "without_config"
+    folder.mkdir()
+    shutil.copy(folders["byte-level"] / "tokenizer.json", folder)
+    return folder
+
+
+def test_a_missing_end_of_text_token_is_answered_with_the_choices(folder_without_config):
     with pytest.raises(ValueError, match=r"does not say .*--eot_token; its .* are <s>, </s>$"):
-        library_tokenizer.read_files(str(tmp_path))
+        library_tokenizer.read_files(str(folder_without_config))
+
+
+def test_an_unknown_end_of_text_token_is_answered_with_the_choices(folder_without_config):
     with pytest.raises(ValueError, match=r"has no token <eos>; name another .* are <s>, </s>$"):
-        library_tokenizer.read_files(str(tmp_path), "<eos>")
-    assert load(tmp_path, eot_text="<s>").eot_token == 0
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
-    assert load(tmp_path / "tokenizer.json").eot_token == 1
+        library_tokenizer.read_files(str(folder_without_config), "<eos>")
+
+
+def test_the_end_of_text_token_can_be_chosen(folder_without_config):
+    assert load(folder_without_config, eot_text="<s>").eot_token == 0
+
+
+def test_the_end_of_text_token_is_read_from_the_map_of_special_tokens(folder_without_config):
+    """The tokenizer is named by its file; the map lies beside it."""
+    map_file = folder_without_config / "special_tokens_map.json"
+    map_file.write_text('{"eos_token": "</s>"}')
+    assert load(folder_without_config / "tokenizer.json").eot_token == 1
 
 
 INVALID_CONTENTS = [

@@ -24,9 +24,10 @@ def make_inputs(
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def compute_whole_loss(
+def compute_reference_loss(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scale: float
 ) -> torch.Tensor:
+    """Return the cross entropy of all tokens, computed on all logits at once."""
     return F.cross_entropy(scale * hidden @ weight.T, targets, ignore_index=-1)
 
 
@@ -36,10 +37,10 @@ CHUNK_SIZES = [1, 3, 8, 22, 23, 100]
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
-def test_loss_and_gradients_equal_those_of_the_whole(chunk_size, scale):
+def test_loss_and_gradients_equal_cross_entropy_on_all_logits(chunk_size, scale):
     hidden, weight, targets = make_inputs()
     chunked = linear_cross_entropy(hidden, weight, targets, scale, chunk_size)
-    expected = compute_whole_loss(hidden, weight, targets, scale)
+    expected = compute_reference_loss(hidden, weight, targets, scale)
     torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(3 * chunked, (hidden, weight))
     expected_gradients = torch.autograd.grad(3 * expected, (hidden, weight))
@@ -49,10 +50,10 @@ def test_loss_and_gradients_equal_those_of_the_whole(chunk_size, scale):
 @torch.no_grad()
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
-def test_the_loss_without_gradients_equals_that_of_the_whole(chunk_size, scale):
+def test_the_loss_without_gradients_equals_cross_entropy_on_all_logits(chunk_size, scale):
     hidden, weight, targets = make_inputs()
     chunked = linear_cross_entropy(hidden, weight, targets, scale, chunk_size)
-    expected = compute_whole_loss(hidden, weight, targets, scale)
+    expected = compute_reference_loss(hidden, weight, targets, scale)
     assert not chunked.requires_grad
     torch.testing.assert_close(chunked, expected)
 
@@ -78,7 +79,7 @@ def test_compiles_in_one_graph(backend):
     hidden, weight, targets = make_inputs()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
     chunked = compiled(hidden, weight, targets, 0.5, 8)
-    expected = compute_whole_loss(hidden, weight, targets, 0.5)
+    expected = compute_reference_loss(hidden, weight, targets, 0.5)
     torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(chunked, (hidden, weight))
     expected_gradients = torch.autograd.grad(expected, (hidden, weight))
@@ -99,7 +100,7 @@ class AutocastErrors(NamedTuple):
 def measure_autocast_errors(chunk_size: int) -> AutocastErrors:
     """Compare 512 tokens in chunks with the exact loss, and check the dtypes."""
     hidden, weight, targets = make_inputs(num_tokens=512, vocab_size=300, width=64)
-    exact = compute_whole_loss(hidden, weight, targets, 0.3)
+    exact = compute_reference_loss(hidden, weight, targets, 0.3)
     exact_gradients = torch.autograd.grad(exact, (hidden, weight))
 
     bfloat16_hidden = hidden.detach().bfloat16().requires_grad_()

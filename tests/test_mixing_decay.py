@@ -13,14 +13,18 @@ from model import MODEL_NAMES, build
 from training import optimizer
 
 BLOCK = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc1", "mlp.c_fc2", "mlp.c_proj")
-BACKBONE = {"transformer.wte.weight"}
-BACKBONE |= {f"transformer.h.{layer}.{name}.weight" for layer in (0, 1) for name in BLOCK}
+BACKBONE = {
+    "transformer.wte.weight",
+    *(f"transformer.h.{layer}.{name}.weight" for layer in (0, 1) for name in BLOCK),
+}
 
 # What decays besides the backbone, written out once more: names in both blocks, with SITE for attn
 # and mlp, and names outside the blocks.
 DDL_SITE = ("ddl_SITE.beta.weight", "ddl_SITE.v_proj.weight")
-TOKEN_READ, CHANNEL_READ = "compress.shortconv.weight", "compress.weight"
-TOKEN_READOUT, CHANNEL_READOUT = "readout.shortconv.weight", "readout.weight"
+TOKEN_READ = "compress.shortconv.weight"
+CHANNEL_READ = "compress.weight"
+TOKEN_READOUT = "readout.shortconv.weight"
+CHANNEL_READOUT = "readout.weight"
 EC = "input_embed.conv.weight"
 TC_NAMES = (*DDL_SITE, TOKEN_READ)
 CC_NAMES = (*DDL_SITE, CHANNEL_READ)
@@ -118,9 +122,8 @@ def case_ids(cases):
     ]
 
 
-def decayed_names(model_name, keys, mixing_decay, kind):
-    """The parameters that an optimizer decays."""
-    config = SimpleNamespace(
+def make_config(mixing_decay: bool, kind: str = "adamw") -> SimpleNamespace:
+    return SimpleNamespace(
         optimizer=kind,
         learning_rate=1e-2,
         weight_decay=0.1,
@@ -128,13 +131,21 @@ def decayed_names(model_name, keys, mixing_decay, kind):
         beta1=0.9,
         beta2=0.95,
     )
-    optimizers = optimizer.build_optimizers(build(model_name, **TINY, **keys), config)
-    groups = [group for one in optimizers for group in one.param_groups]
+
+
+def list_decayed_parameters(
+    model_name: str, keys: dict, mixing_decay: bool, kind: str = "adamw"
+) -> set[str]:
+    """Return the names of the parameters that an optimizer decays."""
+    model = build(model_name, **TINY, **keys)
+    optimizers = optimizer.build_optimizers(model, make_config(mixing_decay, kind))
+    groups = [group for each_optimizer in optimizers for group in each_optimizer.param_groups]
     assert all(group["decays"] == (group["weight_decay"] > 0) for group in groups)
     return {name for group in groups if group["weight_decay"] > 0 for name in group["names"]}
 
 
-def full_names(in_blocks, outside):
+def full_names(in_blocks: tuple[str, ...], outside: tuple[str, ...]) -> set[str]:
+    """Return the names of parameters in both blocks, and of those outside of them."""
     names = set(outside)
     for layer in (0, 1):
         for site in ("attn", "mlp"):
@@ -146,47 +157,39 @@ def full_names(in_blocks, outside):
 @pytest.mark.parametrize(
     ("model_name", "keys", "in_blocks", "outside"), MIXING, ids=case_ids(MIXING)
 )
-def test_what_decays_is_what_is_written_here(model_name, keys, in_blocks, outside, kind):
+def test_decayed_parameters_are_the_listed_ones(model_name, keys, in_blocks, outside, kind):
     mixing = full_names(in_blocks, outside)
-    assert decayed_names(model_name, keys, True, kind) == BACKBONE | mixing
-    assert decayed_names(model_name, keys, False, kind) == BACKBONE
+    assert list_decayed_parameters(model_name, keys, True, kind) == BACKBONE | mixing
+    assert list_decayed_parameters(model_name, keys, False, kind) == BACKBONE
 
 
+@pytest.mark.parametrize("mixing_decay", [True, False])
 @pytest.mark.parametrize(("model_name", "keys", "names"), NOT_MIXING, ids=case_ids(NOT_MIXING))
-def test_what_does_not_mix_the_stream_decays_with_either_value(model_name, keys, names):
-    assert decayed_names(model_name, keys, True, "adamw") == BACKBONE | names
-    assert decayed_names(model_name, keys, False, "adamw") == BACKBONE | names
+def test_parameters_that_do_not_mix_the_stream_decay_with_either_value(
+    model_name, keys, names, mixing_decay
+):
+    assert list_decayed_parameters(model_name, keys, mixing_decay) == BACKBONE | names
 
 
 def test_every_stream_is_listed():
     assert {model_name for model_name, *_ in MIXING} == set(MODEL_NAMES)
 
 
-def test_a_step_leaves_mixing_parameters_to_their_gradient():
-    """With a gradient of 0, decay is all that moves a weight."""
-    for mixing_decay in (True, False):
-        model = build("mHC-gpt-mha-rope", **TINY)
-        config = SimpleNamespace(
-            optimizer="adamw",
-            learning_rate=1e-2,
-            weight_decay=0.1,
-            mixing_decay=mixing_decay,
-            beta1=0.9,
-            beta2=0.95,
-        )
-        [adamw] = optimizer.build_optimizers(model, config)
-        model(tokens(2, 8), tokens(2, 8))[1].backward()
-        for parameter in model.parameters():
-            parameter.grad.zero_()
-        maps = model.transformer.h[1].hc_mlp.maps.weight
-        query = model.transformer.h[1].attn.c_q.weight
-        before_maps = maps.detach().clone()
-        before_query = query.detach().clone()
-        adamw.step()
-        factor = 1 - 1e-2 * 0.1
-        torch.testing.assert_close(query.detach(), before_query * factor)
-        expected = before_maps * factor if mixing_decay else before_maps
-        torch.testing.assert_close(maps.detach(), expected)
+@pytest.mark.parametrize(("mixing_decay", "maps_factor"), [(True, 1 - 1e-2 * 0.1), (False, 1.0)])
+def test_a_step_decays_mixing_parameters_only_with_mixing_decay(mixing_decay, maps_factor):
+    """With a gradient of 0, only decay changes a weight."""
+    model = build("mHC-gpt-mha-rope", **TINY)
+    [adamw] = optimizer.build_optimizers(model, make_config(mixing_decay))
+    model(tokens(2, 8), tokens(2, 8))[1].backward()
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    maps = model.transformer.h[1].hc_mlp.maps.weight
+    query = model.transformer.h[1].attn.c_q.weight
+    initial_maps = maps.detach().clone()
+    initial_query = query.detach().clone()
+    adamw.step()
+    torch.testing.assert_close(query.detach(), initial_query * (1 - 1e-2 * 0.1))
+    torch.testing.assert_close(maps.detach(), initial_maps * maps_factor)
 
 
 REFUSED = [

@@ -1,6 +1,10 @@
-"""Layers that share their input as one product, as on a GPU: here the decision for it is taken in its place."""
+"""Test layers with a common input that are computed as one matrix product, as on a GPU; the tests
+enable it on a CPU.
+"""
 
 import copy
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,44 +12,69 @@ from models import PAPER, TINY
 
 from model import build, layers
 from model.causality import move_parameters
+from model.gpt import GPT
 
 INNER = 8 * TINY["hidden_size"] // 3  # 26: filled up to 64
 
 
-def one_product(monkeypatch) -> None:
+def enable_joined_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "should_copy_weights", lambda x: True)
     monkeypatch.setattr(layers, "should_join_products", lambda x: True)
     monkeypatch.setitem(layers.WIDTH_MULTIPLE, "cpu", layers.WIDTH_MULTIPLE["cuda"])
 
 
-def outcome(model, run=None):
-    """The loss, and the gradient of every parameter by its name."""
-    ids, targets = torch.randint(
-        0, TINY["vocab_size"], (2, 2, 9), generator=torch.Generator().manual_seed(1)
-    )
-    _, loss = (model if run is None else run)(ids, targets)
+class LossAndGradients(NamedTuple):
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]  # by name of the parameter
+
+
+def compute_loss_and_gradients(model: GPT, run: Callable | None = None) -> LossAndGradients:
+    """Return the loss, and the gradients of all parameters that are used.
+
+    run: the compiled model; by default, the model itself is called
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 9), generator=generator)
+    if run is None:
+        run = model
+    _, loss = run(ids, targets)
     loss.backward()
-    return loss.detach(), {
-        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
+    return LossAndGradients(loss.detach(), gradients)
 
 
-def check_same(model_name, monkeypatch, dtype, compiled=None, **config):
-    plain = move_parameters(build(model_name, **{**TINY, **config})).to(dtype)
-    joined = copy.deepcopy(plain)
-    loss, gradients = outcome(plain)
-    one_product(monkeypatch)
-    run = torch.compile(joined, fullgraph=True, backend=compiled) if compiled else joined
-    other_loss, others = outcome(joined, run)
+def check_same(
+    model_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    backend: str | None = None,
+    **config,
+) -> None:
+    """Compare loss, gradients and parameter names with those of separate products.
+
+    backend: that of torch.compile; by default, the model is not compiled
+    """
+    plain_model = move_parameters(build(model_name, **{**TINY, **config})).to(dtype)
+    joined_model = copy.deepcopy(plain_model)
+    loss, gradients = compute_loss_and_gradients(plain_model)
+    enable_joined_products(monkeypatch)
+    run = None
+    if backend is not None:
+        run = torch.compile(joined_model, fullgraph=True, backend=backend)
+    joined_loss, joined_gradients = compute_loss_and_gradients(joined_model, run)
     if dtype == torch.float64:
         rtol = 1e-9
         atol = 1e-12
     else:
         rtol = 1e-4
         atol = 1e-6
-    torch.testing.assert_close(other_loss, loss, rtol=rtol, atol=atol)
-    torch.testing.assert_close(others, gradients, rtol=rtol, atol=atol)
-    assert joined.state_dict().keys() == plain.state_dict().keys()
+    torch.testing.assert_close(joined_loss, loss, rtol=rtol, atol=atol)
+    torch.testing.assert_close(joined_gradients, gradients, rtol=rtol, atol=atol)
+    assert joined_model.state_dict().keys() == plain_model.state_dict().keys()
 
 
 @pytest.mark.parametrize("model_name", PAPER)
@@ -77,7 +106,7 @@ def test_one_product_is_for_many_tokens_on_a_gpu():
 
 def test_products_have_wide_sides(monkeypatch):
     """The inner width of the MLP is padded in the products, and not in the parameters."""
-    one_product(monkeypatch)
+    enable_joined_products(monkeypatch)
     shapes = []
     linear = torch.nn.functional.linear
 

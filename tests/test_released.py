@@ -4,27 +4,21 @@ need an option that this code lacks.
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import naive
 import pytest
 import torch
 import torch.nn.functional as F
 from export_helpers import released_weights
-from models import PAPER
+from models import PAPER, TINY
 from safetensors.torch import save_file
 
 from huggingface import released
 from model import build
+from model.gpt import GPT
 from model.residual import fold_channel_conv
 
-TINY = {
-    "vocab_size": 29,
-    "block_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 6,
-    "hidden_size": 10,
-}
 TRANSFORMERS_KEYS = {
     "architectures": ["X"],
     "model_type": "x",
@@ -33,8 +27,11 @@ TRANSFORMERS_KEYS = {
 }
 
 
-def write(folder, weights, **config):
-    """Write a folder with these weights, and a config with these keys beside those of TINY."""
+def write_release(folder: Path, weights: dict[str, torch.Tensor], **config) -> Path:
+    """Write a released model with these weights and keys, and the keys of TINY; return its folder.
+
+    config: keys of config.json
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**TRANSFORMERS_KEYS, **TINY, **config}))
     copies = {name: value.clone().contiguous() for name, value in weights.items()}
@@ -42,7 +39,7 @@ def write(folder, weights, **config):
     return folder
 
 
-def noisy(model_name, **keys):
+def build_noisy(model_name: str, **keys) -> GPT:
     """Return a model of the size TINY whose weights are not those of its initialization."""
     model = build(model_name, **TINY, **keys)
     with torch.no_grad():
@@ -53,10 +50,10 @@ def noisy(model_name, **keys):
 
 @pytest.mark.parametrize("model_name", PAPER)
 def test_the_older_release_has_our_names(model_name, tmp_path):
-    model = noisy(model_name)
+    model = build_noisy(model_name)
     weights = model.state_dict()
     assert any(name.endswith("attn.c_proj.weight") for name in weights)
-    folder = write(
+    folder = write_release(
         tmp_path / "r",
         weights,
         ddl_v_dim1_constant=False,
@@ -64,20 +61,22 @@ def test_the_older_release_has_our_names(model_name, tmp_path):
         dropout=0.0,
         intermediate_size=26,
     )
-    loaded = released.load(folder)
-    assert type(loaded).__module__ == f"model.{model_name}"
+    loaded_model = released.load(folder)
+    assert type(loaded_model).__module__ == f"model.{model_name}"
     ids = torch.randint(0, 29, (2, 9))
-    torch.testing.assert_close(loaded(ids)[0], model(ids)[0], rtol=0, atol=0)
+    torch.testing.assert_close(loaded_model(ids)[0], model(ids)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_a_pair_computes_its_convolution(v, tmp_path):
     """x_in of the loaded model against conv1d over columns and the read vector."""
-    weights = released_weights(noisy("DDL-gpt-mha-rope-CC", ddl_value_channels=v))
+    weights = released_weights(build_noisy("DDL-gpt-mha-rope-CC", ddl_value_channels=v))
     for name in list(weights):
         if name.endswith(("compress.read", "readout.read", "compress.weight", "readout.weight")):
             weights[name] = torch.randn_like(weights[name])
-    folder = write(tmp_path / "r", weights, ddl_value_channels=v, ddl_state_shortconv_kernel_size=v)
+    folder = write_release(
+        tmp_path / "r", weights, ddl_value_channels=v, ddl_state_shortconv_kernel_size=v
+    )
     model = released.load(folder)
     state = torch.randn(7, 10, v)  # (tokens, d, v)
     kernel, read = (weights[f"transformer.h.1.compress.{name}"] for name in ("weight", "read"))
@@ -87,10 +86,13 @@ def test_a_pair_computes_its_convolution(v, tmp_path):
 
 
 def test_constant_value_is_renamed(tmp_path):
-    weights = released_weights(noisy("DDL-vdim1-gpt-mha-rope"))
-    folder = write(tmp_path / "r", weights, ddl_v_dim1_constant=True, ddl_v_dim1_constant_value=3.0)
+    weights = released_weights(build_noisy("DDL-vdim1-gpt-mha-rope"))
+    folder = write_release(
+        tmp_path / "r", weights, ddl_v_dim1_constant=True, ddl_v_dim1_constant_value=3.0
+    )
     config = released.load(folder).config
-    assert (config.ddl_v_constant, config.ddl_v_constant_value) == (True, 3.0)
+    assert config.ddl_v_constant is True
+    assert config.ddl_v_constant_value == 3.0
 
 
 @pytest.mark.parametrize(
@@ -105,19 +107,21 @@ def test_constant_value_is_renamed(tmp_path):
     ],
 )
 def test_what_this_code_lacks_is_refused(tmp_path, config, message):
-    folder = write(tmp_path / "r", released_weights(noisy("DDL-gpt-mha-rope-CC")), **config)
+    folder = write_release(
+        tmp_path / "r", released_weights(build_noisy("DDL-gpt-mha-rope-CC")), **config
+    )
     with pytest.raises(ValueError, match=message):
         released.load(folder)
 
 
 def test_bfloat16_pairs_fold_in_fp32(tmp_path):
-    weights = released_weights(noisy("DDL-gpt-mha-rope-CC", ddl_cc_read="folded"))
+    weights = released_weights(build_noisy("DDL-gpt-mha-rope-CC", ddl_cc_read="folded"))
     weights["readout.read"] = torch.rand(4)
     rounded = {name: value.bfloat16() for name, value in weights.items()}
-    loaded = released.load(write(tmp_path / "r", rounded, ddl_cc_read="folded"))
-    assert loaded.readout.weight.dtype == torch.float32
+    loaded_model = released.load(write_release(tmp_path / "r", rounded, ddl_cc_read="folded"))
+    assert loaded_model.readout.weight.dtype == torch.float32
     exact = fold_channel_conv(rounded["readout.weight"].double(), rounded["readout.read"].double())
-    torch.testing.assert_close(loaded.readout.weight.double(), exact, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(loaded_model.readout.weight.double(), exact, rtol=1e-6, atol=1e-7)
 
 
 def test_missing_files_are_named(tmp_path):
@@ -198,9 +202,15 @@ def keys_of_the_release(model_name: str) -> dict:
     return keys
 
 
-FORMS = [(model_name, V, False) for model_name in PAPER]
-for model_name in (model_name for model_name in PAPER if "-CC" in model_name):
-    FORMS += [(model_name, 2, False), (model_name, 2, True), (model_name, 3, True)]
+FORMS = [
+    *((model_name, V, False) for model_name in PAPER),
+    *(
+        (model_name, taps, causal)
+        for model_name in PAPER
+        if "-CC" in model_name
+        for taps, causal in [(2, False), (2, True), (3, True)]
+    ),
+]
 
 
 @pytest.mark.parametrize(("model_name", "taps", "causal"), FORMS)
@@ -214,17 +224,19 @@ def test_the_current_release_computes_its_equations(model_name, taps, causal, tm
     }
     if "-CC" in model_name:
         keys["ddl_state_dv_shortconv_causal"] = causal
-    loaded = released.load(write(tmp_path / "r", theirs, **keys))
-    assert type(loaded).__module__ == f"model.{model_name}"
-    assert loaded.config.init == "spectral"
-    assert (loaded.config.mup, loaded.config.branch_mult) == (True, 0.5)
+    loaded_model = released.load(write_release(tmp_path / "r", theirs, **keys))
+    assert type(loaded_model).__module__ == f"model.{model_name}"
+    assert loaded_model.config.init == "spectral"
+    assert loaded_model.config.mup is True
+    assert loaded_model.config.branch_mult == 0.5
     if "-CC" in model_name:
-        wanted = ("pair", None if taps == V else taps)
-        assert (loaded.config.ddl_cc_read, loaded.config.ddl_state_shortconv_kernel_size) == wanted
+        kernel_size = None if taps == V else taps
+        assert loaded_model.config.ddl_cc_read == "pair"
+        assert loaded_model.config.ddl_state_shortconv_kernel_size == kernel_size
     ids = torch.randint(0, 29, (7,))
-    expected = naive.logits(model_name, weights, asdict(loaded.config), ids.tolist())
-    torch.testing.assert_close(loaded.double()(ids[None])[0][0], expected, **naive.EXACT)
-    for name, value in loaded.state_dict().items():
+    expected = naive.logits(model_name, weights, asdict(loaded_model.config), ids.tolist())
+    torch.testing.assert_close(loaded_model.double()(ids[None])[0][0], expected, **naive.EXACT)
+    for name, value in loaded_model.state_dict().items():
         assert torch.equal(value, weights[name]), name
 
 
@@ -235,28 +247,32 @@ def test_a_config_may_name_a_file_of_the_release(file, tmp_path):
     keys = keys_of_the_release(model_name)
     names = ({"stem": file}, {"model_type": f"{file}-accelerated"}, {"architectures": [file]})
     for number, name in enumerate(names):
-        loaded = released.load(write(tmp_path / str(number), theirs, **keys, **name))
-        assert type(loaded).__module__ == f"model.{model_name}"
+        loaded_model = released.load(write_release(tmp_path / str(number), theirs, **keys, **name))
+        assert type(loaded_model).__module__ == f"model.{model_name}"
 
 
 BASE = "num_hidden_layers_base"
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "wanted"),
+    ("name", "keys", "mup", "num_hidden_layers_base", "branch_mult"),
     [
-        (None, {BASE: 1}, (False, None, 1.0)),
-        ("widthmuP", {BASE: 1}, (True, None, 1.0)),
-        ("widthmup", {"residual_branch_mult": 3}, (True, None, 3.0)),
-        ("spectralP", {}, (True, None, 1.0)),
-        ("completep", {BASE: 4, "mup": True}, (True, 4, 2.0)),
-        ("SpectralP", {BASE: 4, "residual_branch_mult": 0.3}, (True, 4, 0.3)),
+        (None, {BASE: 1}, False, None, 1.0),
+        ("widthmuP", {BASE: 1}, True, None, 1.0),
+        ("widthmup", {"residual_branch_mult": 3}, True, None, 3.0),
+        ("spectralP", {}, True, None, 1.0),
+        ("completep", {BASE: 4, "mup": True}, True, 4, 2.0),
+        ("SpectralP", {BASE: 4, "residual_branch_mult": 0.3}, True, 4, 0.3),
     ],
 )
-def test_parameterization_is_mapped(name, keys, wanted, tmp_path):
+def test_parameterization_is_mapped(name, keys, mup, num_hidden_layers_base, branch_mult, tmp_path):
     theirs, _ = weights_of_the_release("gpt-mha-rope")
-    config = released.load(write(tmp_path / "r", theirs, parameterization=name, **keys)).config
-    assert (config.mup, config.num_hidden_layers_base, config.branch_mult) == wanted
+    config = released.load(
+        write_release(tmp_path / "r", theirs, parameterization=name, **keys)
+    ).config
+    assert config.mup == mup
+    assert config.num_hidden_layers_base == num_hidden_layers_base
+    assert config.branch_mult == branch_mult
 
 
 CAUSAL = "ddl_state_dv_shortconv_causal"
@@ -280,7 +296,7 @@ CAUSAL = "ddl_state_dv_shortconv_causal"
 )
 def test_keys_that_cannot_be_are_refused(keys, message, tmp_path):
     model_name = "DDL-gpt-mha-rope-CC"
-    folder = write(
+    folder = write_release(
         tmp_path / "r",
         weights_of_the_release(model_name)[0],
         **{**keys_of_the_release(model_name), **keys},
@@ -327,7 +343,7 @@ def test_weights_that_cannot_be_are_refused(model_name, name, change, message, t
     tensor = theirs.pop(name)
     if change:
         theirs[name] = change(tensor)
-    folder = write(tmp_path / "r", theirs, **keys_of_the_release(model_name))
+    folder = write_release(tmp_path / "r", theirs, **keys_of_the_release(model_name))
     with pytest.raises(ValueError, match=message) as error:
         released.load(folder)
     assert str(folder) in str(error.value)
@@ -346,7 +362,7 @@ def test_weights_of_both_releases_are_refused(model_name, current, older, shape,
     model_name = f"DDL-gpt-mha-rope{model_name}"
     theirs, _ = weights_of_the_release(model_name)
     theirs[older] = theirs.pop(current).reshape(shape)
-    folder = write(tmp_path / "r", theirs, **keys_of_the_release(model_name))
+    folder = write_release(tmp_path / "r", theirs, **keys_of_the_release(model_name))
     message = f"{folder}.* is a weight of the authors' current release, and {older} of"
     with pytest.raises(ValueError, match=message):
         released.load(folder)

@@ -36,7 +36,7 @@ def test_sequences_at_positions_of_their_own():
 def test_programs_share_the_rows(count, monkeypatch):
     """79 rows are five tiles, the last of them not full."""
     monkeypatch.setattr(rope, "PROGRAMS", 1)
-    fused.programs(monkeypatch, count)
+    fused.set_num_processors(monkeypatch, count)
     fused.check_heads(1, 79, 1, 6, "fp32")
 
 

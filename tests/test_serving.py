@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,7 +26,7 @@ from data.tokenizer import byte_tokenizer, train_byte_pairs
 from model import MODEL_NAMES, build
 from model.decoding import round_matrices
 from model.generation import Sampling, Text
-from model.gpt import Stream
+from model.gpt import GPT, Stream
 from serving import app as serving_app
 from serving.events import Pieces, describe_statistics, generate_events
 from serving.guard import is_own_host
@@ -36,8 +37,8 @@ DELTA = [model_name for model_name in MODEL_NAMES if model_name.startswith("DDL"
 TOKENIZER = byte_tokenizer()
 
 
-def lively(model_name, **changes):
-    """A model in float64 that is far from its start, so that gates differ from token to token."""
+def build_random_model(model_name: str, **changes) -> GPT:
+    """Build a model in float64 that is far from its start, so that its gates differ by token."""
     model = build(model_name, **{**SMALL, **changes}).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -52,7 +53,7 @@ MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0,
 
 
 @pytest.mark.parametrize(
-    ("model_name", "keys", "wanted"),
+    ("model_name", "keys", "expected_ranges"),
     [
         ("DDL-vdim1-gpt-mha-rope", {}, BETA),
         ("DDL-vdim1-gpt-mha-rope", {"ddl_erase_gate": "own"}, {**BETA, "beta_erase": (0, 2)}),
@@ -67,15 +68,18 @@ MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0,
         ("gpt-mha-rope", {}, {}),
     ],
 )
-def test_every_statistic_that_a_stream_names_is_shown(model_name, keys, wanted):
-    """With its range, where it declares one. DDL's gates alone have regimes, MGT's is a mean."""
-    model = lively(model_name, **keys)
+def test_every_statistic_that_a_stream_names_is_shown(model_name, keys, expected_ranges):
+    """A statistic has its range, where it declares one. Only DDL's gates have regimes.
+
+    MGT's gate is a mean.
+    """
+    model = build_random_model(model_name, **keys)
     statistics = describe_statistics(model)
-    assert {statistic["name"]: statistic["range"] for statistic in statistics} == wanted
+    assert {statistic["name"]: statistic["range"] for statistic in statistics} == expected_ranges
     gates = [statistic["name"] for statistic in statistics if statistic["gate"]]
-    assert gates == [name for name in ("beta", "beta_erase") if wanted.get(name) == (0, 2)]
+    assert gates == [name for name in ("beta", "beta_erase") if expected_ranges.get(name) == (0, 2)]
     assert all(statistic["sites"] == SITES for statistic in statistics)
-    _, tokens = generated(model, [256, 1, 2], 4)
+    _, tokens = generate_tokens(model, [256, 1, 2], 4)
     rows = {}
 
     def on_write(site, write):
@@ -85,28 +89,28 @@ def test_every_statistic_that_a_stream_names_is_shown(model_name, keys, wanted):
     with torch.no_grad(), model.through(ObservedStream(on_write)):
         model(torch.tensor([[token["id"] for token in tokens]]))
     for index, token in enumerate(tokens):
-        assert token["statistics"].keys() == wanted.keys()
+        assert token["statistics"].keys() == expected_ranges.keys()
         for name, numbers in token["statistics"].items():
-            own = [row[index] for row in rows[name]]
-            assert numbers == pytest.approx(own, rel=1e-6, abs=1e-6), name
+            expected = [row[index] for row in rows[name]]
+            assert numbers == pytest.approx(expected, rel=1e-6, abs=1e-6), name
 
 
 def test_a_block_that_occurs_twice_has_two_rows():
-    model = lively("DDL-vdim1-gpt-mha-rope")
+    model = build_random_model("DDL-vdim1-gpt-mha-rope")
     model.transformer.h[1] = model.transformer.h[0]
     assert describe_statistics(model)[0]["sites"] == ["0 attn", "0 mlp", "0 attn (2)", "0 mlp (2)"]
-    _, tokens = generated(model, [256, 1, 2], 1)
+    _, tokens = generate_tokens(model, [256, 1, 2], 1)
     assert all(len(token["statistics"]["beta"]) == 4 for token in tokens)
 
 
 def test_what_is_not_finite_is_sent_as_none():
-    model = lively("DDL-vdim1-gpt-mha-rope")
+    model = build_random_model("DDL-vdim1-gpt-mha-rope")
     write = model.transformer.h[1].ddl_mlp
     compute_statistics = write.statistics
     write.statistics = lambda *arguments: {
         name: values * float("nan") for name, values in compute_statistics(*arguments).items()
     }
-    _, tokens = generated(model, [256, 1, 2], 0, sampling=Sampling(temperature=0))
+    _, tokens = generate_tokens(model, [256, 1, 2], 0, sampling=Sampling(temperature=0))
     assert [token["statistics"]["beta"][3] for token in tokens] == [None] * 3
 
 
@@ -116,8 +120,11 @@ def uncached_gates(model, ids):
     contexts = []
     blocks = model.transformer.h
     sublayers = [layer for block in blocks for layer in (block.attn, block.mlp)]
-    note = lambda _, inputs: contexts.append(inputs[0][0])  # noqa: E731
-    hooks = [layer.register_forward_pre_hook(note) for layer in sublayers]
+
+    def record_context(_, inputs) -> None:
+        contexts.append(inputs[0][0])
+
+    hooks = [layer.register_forward_pre_hook(record_context) for layer in sublayers]
     model(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
@@ -136,7 +143,9 @@ def gates_of(tokens):
     return torch.tensor([token["statistics"]["beta"] for token in tokens])
 
 
-def generated(model, prompt, count, tokenizer=TOKENIZER, **changes):
+def generate_tokens(
+    model: GPT, prompt: list[int], count: int, tokenizer=TOKENIZER, **changes
+) -> tuple[list[dict], list[dict]]:
     """Return the events of a generation, and all tokens in them."""
     options = {"sampling": Sampling(), "seed": 1, "stop": [], "is_cancelled": lambda: False}
     source = generate_events(model, tokenizer, prompt, count, **{**options, **changes})
@@ -151,9 +160,9 @@ TWO_LAYERS = (DELTA[0], {"ddl_beta_single_linear": False})
     ("model_name", "changes"), [*((model_name, {}) for model_name in DELTA), TWO_LAYERS]
 )
 def test_gates_are_those_of_an_uncached_pass(model_name, changes):
-    model = lively(model_name, **changes)
+    model = build_random_model(model_name, **changes)
     prompt = [256, 3, 1, 4]
-    events, tokens = generated(model, prompt, 12)
+    events, tokens = generate_tokens(model, prompt, 12)
     ids = [token["id"] for token in tokens]
     assert ids[:4] == prompt
     assert len(ids) == 16
@@ -165,8 +174,8 @@ def test_gates_are_those_of_an_uncached_pass(model_name, changes):
 
 
 def test_past_block_size_each_gate_is_of_the_pass_that_made_the_tokens_logits():
-    model = lively(DELTA[0])
-    _, tokens = generated(model, [256, 1, 2], 40, seed=2)
+    model = build_random_model(DELTA[0])
+    _, tokens = generate_tokens(model, [256, 1, 2], 40, seed=2)
     assert len(tokens) == 43
     context = []
     for token in tokens:
@@ -186,7 +195,7 @@ def test_fused_streams_step_aside_and_come_back():
     model = build(DELTA[0], **SMALL)
     fused = Fused()
     model.use_stream(fused)
-    _, tokens = generated(model, [256, 1, 2], 1)
+    _, tokens = generate_tokens(model, [256, 1, 2], 1)
     assert all(module.stream is fused for module in (model, *model.transformer.h))
     model.use_stream(Stream())
     expected = uncached_gates(model, [token["id"] for token in tokens])
@@ -238,31 +247,61 @@ def test_half_a_character_at_the_end_and_bytes_that_are_none():
     ]
 
 
-def test_why_a_text_ends():
+def test_a_text_ends_after_max_new_tokens():
+    events, _ = generate_tokens(build(DELTA[0], **SMALL), [256], 3)
+    assert events[-1]["end"] == "reached max_new_tokens"
+    assert len(events) >= 3  # the seed, tokens, and the end
+
+
+def test_a_text_ends_when_the_server_shuts_down():
     model = build(DELTA[0], **SMALL)
-    [_, _, *_, last], _ = generated(model, [256], 3)
-    assert last["end"] == "reached max_new_tokens"
-    events, tokens = generated(model, [256], 30, is_cancelled=lambda: True)
+    events, tokens = generate_tokens(model, [256], 30, is_cancelled=lambda: True)
     assert events[-1]["end"] == "the server is shutting down"
     assert len(tokens) == 1
-    torch.nn.init.zeros_(model.ln_f.weight)  # all logits are equal: token 0 is taken
-    events, tokens = generated(model, [1], 30, sampling=Sampling(temperature=0), stop=["\0\0\0"])
+
+
+@pytest.fixture
+def constant_model() -> GPT:
+    """Return a model whose logits are all equal, so that greedy sampling takes token 0."""
+    model = build(DELTA[0], **SMALL)
+    torch.nn.init.zeros_(model.ln_f.weight)
+    return model
+
+
+def test_a_text_ends_at_a_stop_string(constant_model):
+    events, tokens = generate_tokens(
+        constant_model, [1], 30, sampling=Sampling(temperature=0), stop=["\0\0\0"]
+    )
     assert events[-1]["end"] == "stop string"
     assert [token["text"] for token in tokens] == ["\1"]
-    ends_at_0 = tiktoken.Encoding(
-        "shifted", pat_str=r"[\s\S]", mergeable_ranks={bytes([v]): v + 1 for v in range(256)},
+
+
+def test_a_text_ends_at_end_of_text(constant_model):
+    encoding = tiktoken.Encoding(
+        "shifted",
+        pat_str=r"[\s\S]",
+        mergeable_ranks={bytes([value]): value + 1 for value in range(256)},
         special_tokens={"<|endoftext|>": 0},
-    )  # fmt: skip
-    events, tokens = generated(model, [1], 30, ends_at_0, sampling=Sampling(temperature=0))
-    assert (events[-1]["end"], events[-1]["new_tokens"]) == ("end of text", 0)
+    )
+    events, tokens = generate_tokens(
+        constant_model, [1], 30, encoding, sampling=Sampling(temperature=0)
+    )
+    assert events[-1]["end"] == "end of text"
+    assert events[-1]["new_tokens"] == 0
     assert [token["id"] for token in tokens] == [1]
 
 
 # ---- HTTP ----
 
 
-def ask(address, method="GET", path="/", body=None, **headers):
-    """Send one request, and return status, headers and body."""
+class Response(NamedTuple):
+    status: int
+    headers: http.client.HTTPMessage
+    body: str
+
+
+def ask(address: str, method: str = "GET", path: str = "/", body=None, **headers) -> Response:
+    """Send one request, and return the response."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
     if isinstance(body, dict):
         body = json.dumps(body)
@@ -270,15 +309,15 @@ def ask(address, method="GET", path="/", body=None, **headers):
     with contextlib.closing(connection):
         connection.request(method, path, body, headers)
         response = connection.getresponse()
-        return response.status, response.headers, response.read().decode()
+        return Response(response.status, response.headers, response.read().decode())
 
 
 def generate(address, **body):
     """Return the events of a generation, or the message that refuses it."""
-    status, _, text = ask(address, "POST", "/generate", body)
-    if status != 200:
-        return json.loads(text)["message"]
-    return [json.loads(line) for line in text.splitlines()]
+    response = ask(address, "POST", "/generate", body)
+    if response.status != 200:
+        return json.loads(response.body)["message"]
+    return [json.loads(line) for line in response.body.splitlines()]
 
 
 def text_of(events):
@@ -303,32 +342,74 @@ def address(run):
         assert errors == ""
 
 
-def test_the_page_and_the_model(address):
+def test_the_server_listens_on_this_machine_only(address):
     assert address.startswith("http://127.0.0.1:")
-    types = {"/": "text/html", "/page.js": "javascript", "/page.css": "css", "/icon.svg": "svg"}
-    for path, content_type in types.items():
-        status, headers, body = ask(address, path=path)
-        assert status == 200
-        assert content_type in headers["content-type"]
-        assert body
-        assert headers["content-security-policy"].startswith("default-src 'self';")
-        assert headers["x-content-type-options"] == "nosniff"
-        assert "access-control-allow-origin" not in headers
-        # parameters are ignored, so that no other file can be requested
-        for parameters in ("?file=/etc/passwd", "?path=/etc/passwd"):
-            assert ask(address, path=path + parameters)[2] == body
-    for path in ("/app.py", "/docs", "/openapi.json", "/../sample.py", "/generate"):
-        status, _, text = ask(address, path=path)
-        assert (status, json.loads(text)) in (
-            (404, {"message": "Not Found"}),
-            (405, {"message": "Method Not Allowed"}),
-        )
-    description = json.loads(ask(address, path="/model")[2])
+
+
+# content types of the files of the page
+PAGE_FILES = {
+    "/": "text/html",
+    "/page.js": "javascript",
+    "/page.css": "css",
+    "/icon.svg": "svg",
+}
+
+
+@pytest.mark.parametrize(("path", "content_type"), PAGE_FILES.items())
+def test_the_files_of_the_page_are_served(address, path, content_type):
+    response = ask(address, path=path)
+    assert response.status == 200
+    assert content_type in response.headers["content-type"]
+    assert response.body
+
+
+@pytest.mark.parametrize("path", PAGE_FILES)
+def test_responses_have_security_headers(address, path):
+    headers = ask(address, path=path).headers
+    assert headers["content-security-policy"].startswith("default-src 'self';")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize("path", PAGE_FILES)
+def test_parameters_of_a_request_are_ignored(address, path):
+    """No file outside the page can be requested."""
+    body = ask(address, path=path).body
+    for parameters in ("?file=/etc/passwd", "?path=/etc/passwd"):
+        assert ask(address, path=path + parameters).body == body
+
+
+@pytest.mark.parametrize("path", ["/app.py", "/docs", "/openapi.json", "/../sample.py"])
+def test_other_paths_are_refused(address, path):
+    response = ask(address, path=path)
+    assert response.status == 404
+    assert json.loads(response.body) == {"message": "Not Found"}
+
+
+def test_a_generation_is_not_started_by_get(address):
+    response = ask(address, path="/generate")
+    assert response.status == 405
+    assert json.loads(response.body) == {"message": "Method Not Allowed"}
+
+
+@pytest.fixture(scope="module")
+def description(address) -> dict:
+    """Return the server's description of its model."""
+    return json.loads(ask(address, path="/model").body)
+
+
+def test_the_model_is_described(description):
     assert description["model"] == "DDL-gpt-mha-rope"
     assert description["step"] == 6
     assert description["block_size"] == 16
-    assert [statistic["sites"] for statistic in description["statistics"]] == [SITES] * 3
     assert description["parameters"] == build("DDL-gpt-mha-rope", **SMALL).num_parameters()
+
+
+def test_the_sites_of_every_statistic_are_described(description):
+    assert [statistic["sites"] for statistic in description["statistics"]] == [SITES] * 3
+
+
+def test_defaults_are_those_of_the_command_line(description):
     assert description["defaults"]["temperature"] == 0.9
     assert description["defaults"]["stop"] == ["qq"]
 
@@ -422,46 +503,98 @@ def test_a_mistake_is_answered_with_one_line(address, body, message):
     assert "\n" not in answer
 
 
-def test_requests_that_are_not_the_pages(address):
+VALID_REQUEST = {"prompt": "a", "max_new_tokens": 1}
+
+
+def post(address: str, body=VALID_REQUEST, **headers) -> Response:
+    """Ask for a text."""
+    return ask(address, "POST", "/generate", body, **headers)
+
+
+def test_a_request_of_the_page_is_answered(address):
+    assert post(address, origin=address).status == 200
+
+
+def test_a_request_of_the_page_at_localhost_is_answered(address):
+    localhost = f"localhost:{urlsplit(address).port}"
+    assert post(address, host=localhost, origin=f"http://{localhost}").status == 200
+
+
+# Headers of requests that do not come from the page. PORT is that of the server, and OTHER_PORT
+# another one.
+FOREIGN_HEADERS = [
+    {"host": "evil.example"},
+    {"host": ""},
+    {"host": "127.0.0.1.evil.example"},
+    {"host": "localhost:{PORT}", "origin": "http://evil.example:{PORT}"},
+    {"origin": "null"},
+    {"origin": "http://["},
+    {"origin": "http://127.0.0.1:{OTHER_PORT}"},
+]
+
+
+def fill_in_ports(headers: dict[str, str], address: str) -> dict[str, str]:
     port = urlsplit(address).port
-    valid = {"prompt": "a", "max_new_tokens": 1}
-    localhost = f"localhost:{port}"
-
-    def post(body=valid, **headers):
-        return ask(address, "POST", "/generate", body, **headers)
-
-    assert post(origin=address)[0] == 200
-    assert post(host=localhost, origin=f"http://{localhost}")[0] == 200
-    for headers in (
-        {"host": "evil.example"},
-        {"host": ""},
-        {"host": "127.0.0.1.evil.example"},
-        {"host": localhost, "origin": f"http://evil.example:{port}"},
-        {"origin": "null"},
-        {"origin": "http://["},
-        {"origin": f"http://127.0.0.1:{port + 1}"},
-    ):
-        status, answer_headers, body = post(**headers)
-        assert status == 403, headers
-        assert set(json.loads(body)) == {"message"}
-        assert "content-security-policy" in answer_headers
-    assert ask(address, host="evil.example")[0] == 403
-    assert post(b"{", **{"content-type": "application/json"})[0] == 400
-    assert post(json.dumps(valid), **{"content-type": "text/plain"})[0] == 400
-    assert post(iter([b"{}"]))[0] == 411
+    return {name: value.format(PORT=port, OTHER_PORT=port + 1) for name, value in headers.items()}
 
 
-def test_names_of_the_server():
-    for header in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"):
-        assert is_own_host(header, "127.0.0.1")
-        assert is_own_host(header, "10.1.2.3")
-    assert is_own_host("box.example:8000", "Box.example")
-    assert is_own_host("10.1.2.3:80", "10.1.2.3")
-    assert is_own_host("10.1.2.3:80", "0.0.0.0")
-    assert is_own_host("[fd00::1]:80", "::")
-    for header in ("", "evil.example", "10.1.2.3", "localhost.evil.example"):
-        assert not is_own_host(header, "127.0.0.1")
+@pytest.mark.parametrize("headers", FOREIGN_HEADERS, ids=str)
+def test_a_request_of_another_website_is_refused(address, headers):
+    response = post(address, **fill_in_ports(headers, address))
+    assert response.status == 403
+    assert set(json.loads(response.body)) == {"message"}
+
+
+@pytest.mark.parametrize("headers", FOREIGN_HEADERS, ids=str)
+def test_refusals_have_security_headers(address, headers):
+    response = post(address, **fill_in_ports(headers, address))
+    assert "content-security-policy" in response.headers
+
+
+def test_the_page_is_not_served_under_the_name_of_another_website(address):
+    assert ask(address, host="evil.example").status == 403
+
+
+def test_a_body_that_is_not_json_is_refused(address):
+    assert post(address, b"{", **{"content-type": "application/json"}).status == 400
+
+
+def test_a_body_of_another_content_type_is_refused(address):
+    body = json.dumps(VALID_REQUEST)
+    assert post(address, body, **{"content-type": "text/plain"}).status == 400
+
+
+def test_a_body_of_unknown_length_is_refused(address):
+    assert post(address, iter([b"{}"])).status == 411
+
+
+@pytest.mark.parametrize("bound_host", ["127.0.0.1", "10.1.2.3"])
+@pytest.mark.parametrize("header", ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"])
+def test_every_server_has_the_names_of_its_own_machine(header, bound_host):
+    assert is_own_host(header, bound_host)
+
+
+@pytest.mark.parametrize(
+    ("header", "bound_host"), [("box.example:8000", "Box.example"), ("10.1.2.3:80", "10.1.2.3")]
+)
+def test_a_server_has_the_name_that_it_listens_on(header, bound_host):
+    assert is_own_host(header, bound_host)
+
+
+@pytest.mark.parametrize(
+    ("header", "bound_host"), [("10.1.2.3:80", "0.0.0.0"), ("[fd00::1]:80", "::")]
+)
+def test_a_server_on_all_interfaces_has_every_numeric_address(header, bound_host):
+    assert is_own_host(header, bound_host)
+
+
+def test_a_server_on_all_interfaces_has_no_other_name():
     assert not is_own_host("evil.example", "0.0.0.0")
+
+
+@pytest.mark.parametrize("header", ["", "evil.example", "10.1.2.3", "localhost.evil.example"])
+def test_a_server_on_one_address_has_no_other_name(header):
+    assert not is_own_host(header, "127.0.0.1")
 
 
 class Slow:
@@ -478,7 +611,7 @@ class Slow:
         self.passes += 1
         time.sleep(0.005)
 
-    def settled(self):
+    def wait_until_idle(self) -> int:
         """Wait until no more passes are computed, and return their number."""
         for _ in range(100):
             passes = self.passes
@@ -510,14 +643,14 @@ def test_a_closed_connection_ends_the_computation(slow):
     assert slow.passes < 2001  # text comes while it is made
     response.close()
     connection.close()
-    assert slow.settled() < 2001
+    assert slow.wait_until_idle() < 2001
     assert type(slow.model.stream) is Stream
     last = generate(slow.address, prompt="a", temperature=0, max_new_tokens=100)[-1]
     assert last["new_tokens"] == 100
 
 
 def test_logits_that_are_not_finite_end_a_text_with_a_message():
-    model = lively("gpt-mha-rope")
+    model = build_random_model("gpt-mha-rope")
     torch.nn.init.constant_(model.ln_f.weight, float("nan"))
     with serve_model(model, TOKENIZER) as address:
         for _ in range(2):  # the server goes on

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,21 +41,21 @@ def test_a_failed_write_leaves_the_old_shard_whole(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-WHOLE = encode_shard([3, 1, 4, 1, 5])
+COMPLETE = encode_shard([3, 1, 4, 1, 5])
 BROKEN = [
     (b"", "not a token shard"),
-    (WHOLE[:1023], "not a token shard"),
+    (COMPLETE[:1023], "not a token shard"),
     (encode_shard([1, 2], magic=MAGIC + 1), "not a token shard"),
     (struct.pack(">256i", MAGIC, VERSION, *[0] * 254), "not a token shard"),
     (encode_shard([1, 2], version=2), "shard version 2, but this code reads version 1"),
-    (WHOLE[:-1], "damaged: 5 tokens need 1034 bytes, but the file has 1033"),
-    (WHOLE + b"\0\0", "damaged: 5 tokens need 1034 bytes, but the file has 1036"),
+    (COMPLETE[:-1], "damaged: 5 tokens need 1034 bytes, but the file has 1033"),
+    (COMPLETE + b"\0\0", "damaged: 5 tokens need 1034 bytes, but the file has 1036"),
     (encode_shard([1, 2], count=-1), "damaged"),
 ]
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN)
-def test_what_is_no_whole_shard_is_refused_by_name(tmp_path, content, message):
+def test_a_file_that_is_not_a_complete_shard_is_refused_by_name(tmp_path, content, message):
     path = tmp_path / "bad_train_000000.bin"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"bad_train_000000\.bin .*{message}"):
@@ -64,8 +65,8 @@ def test_what_is_no_whole_shard_is_refused_by_name(tmp_path, content, message):
 PARTS = {"train": [[1, 2], [3], [4, 5]], "val": [[6], [7, 8]]}
 
 
-def fill(folder, splits=PARTS):
-    """A folder of shards `x_<split>_<number>.bin`, written last to first."""
+def write_shards(folder: Path, splits: dict[str, list[list[int]]] = PARTS) -> Path:
+    """Write shards `x_<split>_<number>.bin` into a folder, from last to first, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, parts in splits.items():
         for number, tokens in reversed(list(enumerate(parts))):
@@ -73,26 +74,38 @@ def fill(folder, splits=PARTS):
     return folder
 
 
-def assert_corpus(corpus, folder):
+def assert_corpus(corpus: shards.Corpus, folder: Path) -> None:
+    """Assert that a corpus has the tokens of PARTS and lies in a folder."""
     assert corpus.path == folder
     parts = {"train": corpus.train, "val": corpus.val}
     assert {split: [part.tolist() for part in parts[split]] for split in parts} == PARTS
 
 
-def refused(folder, message):
+def assert_refused(name: str | Path, message: str) -> None:
+    """Assert that a corpus of this name or path is refused with this message."""
     with pytest.raises(ValueError, match=message):
-        shards.open_corpus(str(folder))
+        shards.open_corpus(str(name))
 
 
 META = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
 
 
-def write_meta(folder, sums="abcde", **more):
-    """meta.json with the folder's shards and these in place of their SHA-256 sums."""
+def write_meta(folder: Path, digests: str = "abcde") -> None:
+    """Write meta.json with the shards of a folder.
+
+    digests: a letter for each shard, which stands for its SHA-256 sum
+    """
     files = [(split, file) for split in PARTS for file in shards.find_shards(folder, split)]
-    sizes = [{"file": f.name, "split": s, "tokens": len(shards.read_shard(f))} for s, f in files]
-    listed = [{**record, "sha256": digest} for record, digest in zip(sizes, sums)]
-    (folder / "meta.json").write_text(json.dumps({**META, "shards": listed, **more}))
+    records = [
+        {
+            "file": file.name,
+            "split": split,
+            "tokens": len(shards.read_shard(file)),
+            "sha256": digest,
+        }
+        for (split, file), digest in zip(files, digests)
+    ]
+    (folder / "meta.json").write_text(json.dumps({**META, "shards": records}))
 
 
 @pytest.mark.parametrize(
@@ -117,60 +130,128 @@ def test_the_last_whole_word_of_a_name_is_its_split(tmp_path, file, split):
         assert names == ([file] if part == split else [])
 
 
-def test_open_by_path_and_by_name_or_say_which_command_makes_it(tmp_path, monkeypatch):
-    """In an empty repository's data/ with two corpora that can be prepared."""
+@pytest.fixture
+def data_folder(tmp_path, monkeypatch) -> Path:
+    """Return a repository's folder data/ in which two corpora can be prepared."""
+    folder = tmp_path / "data"
     for name in ("alpha", "beta"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        (tmp_path / "data" / name / "prepare.py").touch()
-    monkeypatch.setattr(shards, "__file__", str(tmp_path / "data" / "shards.py"))
-    elsewhere = fill(tmp_path / "elsewhere")
+        (folder / name).mkdir(parents=True)
+        (folder / name / "prepare.py").touch()
+    monkeypatch.setattr(shards, "__file__", str(folder / "shards.py"))
+    return folder
+
+
+def test_a_corpus_is_opened_by_its_path(data_folder, tmp_path):
+    elsewhere = write_shards(tmp_path / "elsewhere")
     assert_corpus(shards.open_corpus(str(elsewhere)), elsewhere)
-    alpha = fill(tmp_path / "data" / "alpha")
-    assert_corpus(shards.open_corpus("alpha"), alpha)
-    fill(tmp_path / "data" / "beta", {"val": [[1]]})
-    refused("beta", r"dataset=beta .*python data/beta/prepare\.py")
-    for unknown in ("gamma", str(fill(tmp_path / "half", {"train": [[1]]}))):
-        refused(unknown, f"dataset={unknown}: .*one of alpha, beta")
 
 
-def test_meta_comes_from_the_folder_or_is_gpt2(tmp_path):
-    corpus = shards.open_corpus(str(fill(tmp_path)))
+def test_a_corpus_is_opened_by_its_name(data_folder):
+    write_shards(data_folder / "alpha")
+    assert_corpus(shards.open_corpus("alpha"), data_folder / "alpha")
+
+
+def test_an_incomplete_corpus_names_its_command(data_folder):
+    write_shards(data_folder / "beta", {"val": [[1]]})
+    assert_refused("beta", r"dataset=beta .*python data/beta/prepare\.py")
+
+
+def test_an_unknown_corpus_is_answered_with_the_known_ones(data_folder):
+    assert_refused("gamma", "dataset=gamma: .*one of alpha, beta")
+
+
+def test_an_incomplete_folder_is_answered_with_the_known_corpora(data_folder, tmp_path):
+    half = write_shards(tmp_path / "half", {"train": [[1]]})
+    assert_refused(half, f"dataset={half}: .*one of alpha, beta")
+
+
+# ---- meta.json ----
+
+
+def test_a_corpus_without_meta_has_tokens_of_gpt2(tmp_path):
+    corpus = shards.open_corpus(str(write_shards(tmp_path)))
     assert corpus.meta == {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
+
+
+def test_a_corpus_without_meta_has_no_bytes_per_token(tmp_path):
+    corpus = shards.open_corpus(str(write_shards(tmp_path)))
     assert corpus.bytes_per_token("train") is None
-    counts = {"train": {"tokens": 8, "bytes": 20}, "val": {"tokens": 8}}
-    (tmp_path / "meta.json").write_text(json.dumps({**META, **counts}))
-    corpus = shards.open_corpus(str(tmp_path))
-    assert corpus.meta == {**META, **counts}
-    assert (corpus.bytes_per_token("train"), corpus.bytes_per_token("val")) == (2.5, None)
-    (tmp_path / "meta.json").write_text("{}{")
-    refused(tmp_path, r"meta\.json is damaged: .*; prepare the corpus again")
-    (tmp_path / "meta.json").write_text('{"tokenizer": "gpt2"}')
-    refused(tmp_path, r"meta\.json has no vocab_size; add it")
 
 
-def test_shards_that_meta_lists_must_be_there_and_whole(tmp_path):
-    write_meta(fill(tmp_path))
+COUNTS = {"train": {"tokens": 8, "bytes": 20}, "val": {"tokens": 8}}
+
+
+@pytest.fixture
+def counted_corpus(tmp_path) -> shards.Corpus:
+    """Return a corpus whose meta.json counts tokens, and bytes of the training split."""
+    write_shards(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps({**META, **COUNTS}))
+    return shards.open_corpus(str(tmp_path))
+
+
+def test_meta_is_that_of_the_folder(counted_corpus):
+    assert counted_corpus.meta == {**META, **COUNTS}
+
+
+def test_bytes_per_token_follow_from_the_counts(counted_corpus):
+    assert counted_corpus.bytes_per_token("train") == 2.5
+    assert counted_corpus.bytes_per_token("val") is None
+
+
+def test_a_damaged_meta_is_refused(tmp_path):
+    (write_shards(tmp_path) / "meta.json").write_text("{}{")
+    assert_refused(tmp_path, r"meta\.json is damaged: .*; prepare the corpus again")
+
+
+def test_a_meta_without_a_key_is_refused(tmp_path):
+    (write_shards(tmp_path) / "meta.json").write_text('{"tokenizer": "gpt2"}')
+    assert_refused(tmp_path, r"meta\.json has no vocab_size; add it")
+
+
+def test_a_corpus_with_the_shards_of_its_meta_is_opened(tmp_path):
+    write_meta(write_shards(tmp_path))
     assert_corpus(shards.open_corpus(str(tmp_path)), tmp_path)
+
+
+def test_a_shard_that_meta_does_not_list_is_refused(tmp_path):
+    write_meta(write_shards(tmp_path))
     (tmp_path / "y_train_000009.bin").write_bytes(encode_shard([1]))
-    refused(tmp_path, r"y_train_000009\.bin is not in the list of shards of .*meta\.json")
-    (tmp_path / "y_train_000009.bin").unlink()
+    assert_refused(tmp_path, r"y_train_000009\.bin is not in the list of shards of .*meta\.json")
+
+
+def test_a_shard_of_another_size_than_meta_lists_is_refused(tmp_path):
+    write_meta(write_shards(tmp_path))
     shard = tmp_path / "x_train_000000.bin"
     shard.write_bytes(encode_shard([1, 2, 3, 4, 5, 6, 7]))
-    refused(tmp_path, f"{shard.name} is not the shard of 2 tokens that meta.json lists")
+    assert_refused(tmp_path, f"{shard.name} is not the shard of 2 tokens that meta.json lists")
+
+
+def test_a_missing_shard_that_meta_lists_is_refused(tmp_path):
+    write_meta(write_shards(tmp_path))
+    shard = tmp_path / "x_train_000000.bin"
     shard.unlink()
-    refused(tmp_path, f"{shard.name} is not the shard of 2 tokens")
+    assert_refused(tmp_path, f"{shard.name} is not the shard of 2 tokens")
 
 
-def test_identity_changes_with_any_shard_and_holds_no_list(tmp_path):
-    def identity(sums):
-        write_meta(tmp_path, sums)
-        return shards.open_corpus(str(tmp_path)).identity
+def get_identity(folder: Path, digests: str) -> dict:
+    """Return the identity of a corpus whose shards have these digests."""
+    write_meta(folder, digests)
+    return shards.open_corpus(str(folder)).identity
 
-    fill(tmp_path)
-    one = identity("abcde")
-    assert identity("abcdf") != one == identity("abcde")
-    assert "shards" not in one
-    (tmp_path / "meta.json").unlink()
-    plain = shards.open_corpus(str(tmp_path)).identity
-    assert plain["train"]["tokens"] == sum(map(len, PARTS["train"]))
-    assert "sha256" not in plain
+
+def test_the_identity_changes_with_any_shard(tmp_path):
+    write_shards(tmp_path)
+    first_identity = get_identity(tmp_path, "abcde")
+    assert get_identity(tmp_path, "abcde") == first_identity
+    assert get_identity(tmp_path, "abcdf") != first_identity
+
+
+def test_the_identity_has_no_list_of_shards(tmp_path):
+    write_shards(tmp_path)
+    assert "shards" not in get_identity(tmp_path, "abcde")
+
+
+def test_the_identity_without_meta_counts_tokens(tmp_path):
+    identity = shards.open_corpus(str(write_shards(tmp_path))).identity
+    assert identity["train"]["tokens"] == sum(map(len, PARTS["train"]))
+    assert "sha256" not in identity

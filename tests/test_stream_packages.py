@@ -102,7 +102,7 @@ def run_liger(model: GPT, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 @pytest.mark.parametrize(("n", "iterations"), [(2, 20), (4, 20), (4, 1)])
 def test_manifold_connections_equal_those_of_liger_kernel(n, iterations):
-    """Normalize last what goes out of a stream, as Liger-Kernel does."""
+    """Liger-Kernel normalizes the weights out of a stream last, as mhc_rows_last=False does."""
     check_model(build_mhc(n, iterations, mhc_rows_last=False), run_liger)
 
 
@@ -151,7 +151,7 @@ def run_deepseek(model: GPT, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_readout_equals_that_of_deepseek_v4():
-    """Allow for the weights of DeepSeek-V4, which have 1e-6 more."""
+    """The tolerance allows for the weights of DeepSeek-V4, which are larger by 1e-6."""
     model = build_random("mHC-gpt-mha-rope", hc_streams=3, mhc_readout="sigmoid")
     config = DeepseekV4Config(
         hidden_size=SIZE["hidden_size"], hc_mult=3, hc_eps=1e-6, rms_norm_eps=1e-6
@@ -372,7 +372,7 @@ def test_gated_residual_equals_that_of_qwen4_exp(settings):
 @pytest.mark.usefixtures("norms_in_float64")
 @pytest.mark.parametrize("settings", GATED_SETTINGS, ids=str)
 def test_a_gated_read_equals_that_of_qwen4_exp(settings):
-    """Compare x_in, g, and the gradients of the state and of every weight, one layer by itself."""
+    """One layer has the same x_in and g, and the same gradients of the state and of every weight."""
     gated_read = (
         build_random("GatedResidual-gpt-mha-rope", torch.float64, **settings)
         .transformer.h[0]
@@ -396,7 +396,7 @@ def test_a_gated_read_equals_that_of_qwen4_exp(settings):
 
 
 def test_gated_residual_starts_as_in_qwen4_exp():
-    """Draw matrices with the standard deviation that Qwen's config gives all of them; norms are 1."""
+    """All matrices have the standard deviation of Qwen's config, and the weights of norms are 1."""
     model = build("GatedResidual-gpt-mha-rope", hidden_size=128, num_hidden_layers=1)
     gated_read = model.transformer.h[0].gated_attn
     expected = Qwen4ExpTextConfig().initializer_range

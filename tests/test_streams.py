@@ -203,7 +203,7 @@ def test_hyper_connections_do_not_depend_on_the_state_at_the_start():
 
 
 def test_manifold_connections_start_close_to_the_additive_stream():
-    """Bound the error, which is not zero: the term z phi has a factor a = 0.01."""
+    """The error is small, but not zero, because the term z phi has a factor a = 0.01."""
     model = build_initial("mHC")
     ids = random_ids(2, 7)
     expected = read_final_state(build_with_backbone_of(model), ids)
@@ -224,7 +224,7 @@ def test_manifold_connections_start_close_to_means_and_unit_writes():
 
 
 def test_manifold_connections_mix_doubly_stochastically_wherever_their_logits_are_moderate():
-    """Iterate 20 times from logits of N(0, 1): the mix is far from the identity, its sums are 1."""
+    """With logits of N(0, 1), the mix is far from the identity, and its rows and columns sum to 1."""
     connection = build_random("mHC").transformer.h[0].hc_attn
     mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64)).mix
     assert (mix - torch.eye(4)).abs().max() > 0.5
@@ -235,7 +235,7 @@ def test_manifold_connections_mix_doubly_stochastically_wherever_their_logits_ar
 
 @pytest.mark.parametrize("rows_last", [True, False])
 def test_what_comes_into_a_stream_sums_to_one_however_far_apart_the_logits_are(rows_last):
-    """Let equal streams stay as they are, up to rounding, unless mhc_rows_last=False."""
+    """With mhc_rows_last, equal streams stay equal up to rounding."""
     connection = build_random("mHC", mhc_rows_last=rows_last).transformer.h[0].hc_attn
     torch.nn.init.normal_(connection.bias, std=6)
     mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64)).mix
@@ -298,7 +298,7 @@ def test_the_gradient_of_an_orthogonal_mix_is_that_of_finite_differences():
 
 
 def test_an_orthogonal_mix_starts_at_the_identity_and_leaves_it():
-    """Be the identity to the bit, whatever the state is, with a gradient of the factor a."""
+    """The mix is exactly the identity for any state, and the factor a has a gradient."""
     connection = build_initial("mHC", mhc_mix="orthogonal").transformer.h[0].hc_attn
     mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64)).mix
     assert torch.equal(mix, torch.eye(4, dtype=mix.dtype).expand_as(mix))
@@ -594,9 +594,10 @@ def test_statistics_of_the_mixing():
 
 @pytest.mark.parametrize(("rows_last", "error"), [(True, 0), (False, 1 / 15)])
 def test_statistics_of_the_manifold_mixing(rows_last, error):
-    """Normalize [[3, 1], [1, 1]] by rows and by columns, to [[3/5, 1/3], [2/5, 2/3]].
+    """Normalizing [[3, 1], [1, 1]] by rows and then by columns gives [[3/5, 1/3], [2/5, 2/3]].
 
-    The weights into a stream are a column, or, with mhc_rows_last=False, a row: 3/5 + 1/3.
+    The weights into a stream are a column of it, whose sum is 1. With mhc_rows_last=False they are
+    a row, such as the first, whose sum is 3/5 + 1/3.
     """
     model = build_initial("mHC", hc_streams=2, mhc_iterations=1, mhc_rows_last=rows_last)
     with torch.no_grad():
@@ -608,7 +609,7 @@ def test_statistics_of_the_manifold_mixing(rows_last, error):
 
 
 def test_statistics_of_attention_over_depth():
-    """Weigh 1, 2, 3, ... sources equally with queries of zero, and one source alone with its own."""
+    """Queries of zero weigh all sources equally; a large query along one source selects it."""
     model = build_initial("AttnRes", attn_res_blocks=None)
     ids = torch.tensor([[5, 5]])
     means = compute_statistics(model, ids)
@@ -623,7 +624,7 @@ def test_statistics_of_attention_over_depth():
 
 
 def test_statistics_of_unequal_weights_over_depth():
-    """Give two sources scores ln 3 apart: weights 3/4 and 1/4, of entropy 2 ln 2 - 3/4 ln 3."""
+    """Scores ln 3 apart give the weights 3/4 and 1/4, whose entropy is 2 ln 2 - 3/4 ln 3."""
     read = build_initial("AttnRes").transformer.h[0].depth_mlp
     write = build_initial("AttnRes").transformer.h[0].sites[1].write
     # RMSNorm makes sqrt(10) of each 1, but for eps
@@ -639,7 +640,7 @@ def test_statistics_of_unequal_weights_over_depth():
 
 
 def test_statistics_of_gated_residual():
-    """Give two streams g = 2 sigmoid(1) and 2 sigmoid(-1), from the one feature of u, with a = 1/2."""
+    """The one feature of u gives two streams g = 2 sigmoid(1) and 2 sigmoid(-1); a is 1/2."""
     model = build_initial("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
     read = model.transformer.h[0].gated_attn
     with torch.no_grad():
@@ -655,7 +656,10 @@ def test_statistics_of_gated_residual():
 
 
 def test_statistics_of_mgt():
-    """Give eight features beta = 2 tanh(1) - 0.1, two 2 tanh(-1/2) - 0.1, and all sigmoid(2)."""
+    """Eight features have beta = 2 tanh(1) - 0.1, and two have beta = 2 tanh(-1/2) - 0.1.
+
+    The gate of all features is sigmoid(2).
+    """
     model = build_initial("MGT", mgt_lambda=2.0, mgt_epsilon=-0.1)
     with torch.no_grad():
         write = model.transformer.h[1].write_mlp
@@ -795,7 +799,7 @@ def test_the_gradient_of_sinkhorn_knopp_is_that_of_finite_differences(n, iterati
 
 
 def test_sinkhorn_knopp_converges_to_the_matrix_of_sinkhorns_theorem():
-    """Compare with the one doubly stochastic D exp(logits) E.
+    """By the theorem, exactly one matrix D exp(logits) E is doubly stochastic.
 
     Scaling rows and columns leaves every cross ratio as it was.
     """

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from fused import check_close, programs
+from fused import check_close, set_num_processors
 from models import TINY
 from torch import nn
 
@@ -29,7 +29,7 @@ def gradients(
 def work(rank: int, folder: str) -> None:
     """Compare the gradients of both engines with those of the float64 model, on one of two ranks."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    programs(pytest.MonkeyPatch(), 1)
+    set_num_processors(pytest.MonkeyPatch(), 1)
     world = SimpleNamespace(world_size=2, device=torch.device("cpu"), is_main=rank == 0)
     torch.manual_seed(0)
     model = move_parameters(build("DDL-gpt-mha-rope-CC-EC", **{**TINY, "num_hidden_layers": 1}))
