@@ -268,6 +268,13 @@ def write_meta(folder: Path, about: dict, records: list[dict]) -> None:
     write_json(folder / "meta.json", meta)
 
 
+def is_same_corpus(saved_identity: dict, identity: dict) -> bool:
+    """Return whether the identity that a run has saved is that of a corpus (`Corpus.identity`)."""
+    if "sample_sha256" not in saved_identity:  # saved by an earlier version
+        identity = {key: value for key, value in identity.items() if key != "sample_sha256"}
+    return saved_identity == identity
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A folder of shards."""
@@ -283,7 +290,10 @@ class Corpus:
 
     @property
     def identity(self) -> dict:
-        """Return what distinguishes this corpus from others: meta.json, and a digest of its shards."""
+        """Return what distinguishes this corpus from others: meta.json, and a digest of its shards.
+
+        If meta.json has no digests, the first and last tokens of every shard take their place.
+        """
         about = {key: value for key, value in self.meta.items() if key != "shards"}
         for split, split_shards in (("train", self.train), ("val", self.val)):
             num_tokens = sum(len(shard) for shard in split_shards)
@@ -291,7 +301,17 @@ class Corpus:
         digests = "".join(record["sha256"] for record in self.meta.get("shards", []))
         if digests:
             about["sha256"] = hashlib.sha256(digests.encode()).hexdigest()
+        else:
+            about["sample_sha256"] = self.hash_sample()
         return about
+
+    def hash_sample(self, num_tokens: int = 4096) -> str:
+        """Return a hash of the first and the last tokens of every shard."""
+        digest = hashlib.sha256()
+        for shard in (*self.train, *self.val):
+            digest.update(shard[:num_tokens].tobytes())
+            digest.update(shard[-num_tokens:].tobytes())
+        return digest.hexdigest()
 
     def bytes_per_token(self, split: str) -> float | None:
         """Return the UTF-8 bytes of text per token of a split; None if meta.json does not say."""

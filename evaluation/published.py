@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import configurator
+from data.shards import is_same_corpus
 from model import model_class
 from model.gpt import GPTConfig
 from model.options import collect_options
@@ -93,7 +94,8 @@ class Published:
 
     def beside_validation(self, label: str, entry: dict) -> tuple[dict[str, float], str]:
         """Return what `beside` does for an entry of the validation split in results.json."""
-        if self.corpus is not None and entry["settings"]["corpus"] != self.corpus:
+        is_known = self.corpus is not None
+        if is_known and not is_same_corpus(self.corpus, entry["settings"]["corpus"]):
             return self.beside(label, "", "validated on a corpus other than the training corpus")
         return self.beside(label, "")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from data import tokenizer
-from data.shards import Corpus, open_corpus
+from data.shards import Corpus, is_same_corpus, open_corpus
 from data.tokenizer import Tokenizer
 from model import weights
 from model.gpt import GPT
@@ -147,7 +147,7 @@ def open_corpus_of(subject: Subject, dataset: str, option: str = "--val") -> Cor
             f"{option}=DATASET"
         )
     corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
-    if not dataset and corpus.identity != subject.state["corpus"]:
+    if not dataset and not is_same_corpus(subject.state["corpus"], corpus.identity):
         raise ValueError(
             f"{corpus.path} is no longer the corpus that {subject.folder} was trained on; to "
             f"evaluate on it all the same, give {option}={subject.state['run_config']['dataset']}"

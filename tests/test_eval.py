@@ -1022,14 +1022,17 @@ def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
     assert runner.read_entries(tmp_path) == [other_task, replacement]
 
 
-def test_results_are_stored_on_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_results_are_stored_on_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
     def has_no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", has_no_locks)
-    entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}
-    runner.add_entry(tmp_path, entry)
-    assert runner.read_entries(tmp_path) == [entry]
+    entries = [{"weights": "w", "task": task, "shots": 0, "settings": {}} for task in "ab"]
+    for entry in entries:
+        runner.add_entry(tmp_path, entry)
+    assert runner.read_entries(tmp_path) == entries
+    # one warning for both entries
+    assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 1
 
 
 def find_labels(*paths):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from data.shards import is_same_corpus
 from model import model_class
 from model.options import collect_options, legacy_defaults, rename_aliases
 from training import checkpoint, distributed, optimizer
@@ -168,7 +169,7 @@ def check_corpus(saved_corpus: dict, corpus: dict, dataset: str, resume_checkpoi
     Args:
         saved_corpus, corpus: `Corpus.identity` of both
     """
-    if saved_corpus != corpus:
+    if not is_same_corpus(saved_corpus, corpus):
         raise ValueError(
             f"dataset={dataset} is not the corpus that {resume_checkpoint} was trained on (shards "
             "or meta.json differ); prepare that corpus again, or start a new run with another "

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import sys
@@ -58,13 +59,19 @@ def lock_file(path: Path, *, wait: bool) -> TextIO:
     except BlockingIOError:
         file.close()
         raise
-    except OSError as error:  # a file system without locks
-        print(
-            f"warning: {path} cannot be locked ({error.strerror}); nothing prevents a second process "
-            "from writing to this folder at the same time",
-            file=sys.stderr,
-        )
+    except OSError as error:
+        warn_of_missing_locks(path, error.strerror)
     return file
+
+
+@functools.cache  # once for each file
+def warn_of_missing_locks(path: Path, reason: str) -> None:
+    """Print that a file system has no locks."""
+    print(
+        f"warning: {path} cannot be locked ({reason}); nothing prevents a second process from writing "
+        "to this folder at the same time",
+        file=sys.stderr,
+    )
 
 
 def read_json(path: Path) -> dict:
