@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import one_line_error, run_script, small_run
+from helpers import one_line_error, run_script, small_run, write_checksums
 from in_process import call
 
 from data import shards, tokenizer
@@ -580,6 +580,30 @@ def test_the_whole_validation_split_is_evaluated(run, corpus, validation):
     assert entry["tokens"] == len(tokens) - 1
     assert entry["record"]["val_loss"] == pytest.approx(mean_nats, rel=1e-5)
     assert entry["record"]["val_bits_per_byte"] == pytest.approx(mean_nats / math.log(2), rel=1e-5)
+
+
+@pytest.fixture
+def run_on_replaced_corpus(run, tmp_path) -> Path:
+    """Copy a run, and change the digest of the corpus that it was trained on."""
+    copy = shutil.copytree(run, tmp_path / "copy")
+    folder = checkpoint.find(copy)
+    state = json.loads((folder / "state.json").read_text())
+    state["corpus"]["sample_sha256"] = "0" * 64
+    (folder / "state.json").write_text(json.dumps(state))
+    write_checksums(folder)
+    return copy
+
+
+def test_a_corpus_that_was_replaced_is_not_evaluated_unawares(run_on_replaced_corpus):
+    message = one_line_error(call("eval.py", run_on_replaced_corpus, "--val"))
+    assert "is no longer the corpus that" in message
+
+
+def test_a_corpus_that_was_replaced_is_evaluated_by_its_name(
+    run_on_replaced_corpus, corpus, tmp_path
+):
+    result = run_eval(run_on_replaced_corpus, f"--val={corpus}", f"--out={tmp_path / 'out'}")
+    assert result.code == 0, result.error
 
 
 def test_a_result_names_its_circumstances(validation):
