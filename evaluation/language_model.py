@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
 from evaluation.batches import Group, Request, batch_groups, group_requests, truncate_request
-from model.decoding import Decoder, padded
+from model.decoding import Decoder, pad_left
 from model.generation import Sampling, generate_text
 from model.gpt import GPT
 from training.distributed import World
@@ -190,7 +190,7 @@ class LanguageModel(TemplateLM):
         # the suffixes begin.
         longest_prefix = max(map(len, prefixes))
         longest_suffix = max(group.suffix_len for group in batch)
-        ids = padded(prefixes, self.world.device)
+        ids = pad_left(prefixes, self.world.device)
         cache = self.model.new_cache(longest_prefix + longest_suffix)
         hidden = self.model.hidden(ids, cache, cache.reserve(ids))
         positions = [

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_ddl import DDLConfig
 from .decoding import NO_TOKEN, Cache
 from .gpt import at_least_fp32
-from .parameters import aliases
+from .parameters import find_aliases
 from .stem import Model
 
 # transformers 5.24 renamed past_key_values, in calls and in outputs
@@ -77,7 +77,7 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         for name, child in gpt.named_children():
             setattr(self, name, child)
         object.__setattr__(self, "gpt", gpt)
-        self._tied_weights_keys = aliases(gpt)
+        self._tied_weights_keys = find_aliases(gpt)
         self.gradient_checkpointing = False
         self._no_split_modules = [type(gpt.transformer.h[0]).__name__]
         self.post_init()

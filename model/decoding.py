@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from model.parameters import rules_of
+from model.parameters import collect_rules
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 
 
-def padded(sequences: list[list[int]], device: torch.device | str = "cpu") -> torch.Tensor:
+def pad_left(sequences: list[list[int]], device: torch.device | str = "cpu") -> torch.Tensor:
     """Return token ids as int64 (B, T), with NO_TOKEN to the left of shorter sequences.
 
     Raises:
@@ -145,7 +145,7 @@ def round_matrices(model: "GPT", dtype: torch.dtype = torch.bfloat16) -> None:
     Under autocast, the results have the same bits for half the memory. Other parameters stay as
     they are, and so does the embedding if the state is in float32, because it is the first state.
     """
-    for name, rule in rules_of(model).items():
+    for name, rule in collect_rules(model).items():
         is_first_state = name == "transformer.wte.weight" and model.config.state_dtype == "float32"
         if rule.rounded and not is_first_state:
             parameter = model.get_parameter(name)
@@ -156,7 +156,7 @@ class Decoder:
     """Computes the logits of the next token for a batch of sequences.
 
         decoder = Decoder(model, batch_size=2, compiled=True)
-        logits = decoder.prefill(padded(prompts))  # (2, T) -> (2, vocab_size)
+        logits = decoder.prefill(pad_left(prompts))  # (2, T) -> (2, vocab_size)
         logits = decoder.step(tokens)              # (2,) -> (2, vocab_size), any number of times
 
     The weights, `model.stream` and autocast must stay what they were when the decoder was created.
@@ -244,7 +244,7 @@ class Decoder:
     def prefill(self, ids: torch.Tensor) -> torch.Tensor:
         """Start anew with prompts ids (B, T), and return the logits (B, vocab_size) after them.
 
-        ids: as `padded` returns them if the prompts differ in length
+        ids: as `pad_left` returns them if the prompts differ in length
 
         Raises:
             ValueError: they do not fit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from model.decoding import Decoder, padded
+from model.decoding import Decoder, pad_left
 from model.options import check_ranges, option
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Generation:
                 self.contexts[row] = context[-1:]
             elif len(context) > self.length:
                 self.contexts[row] = context[-max(self.length // 2, 1) :]
-        ids = padded(self.contexts, self.decoder.token.device)
+        ids = pad_left(self.contexts, self.decoder.token.device)
         return self.decoder.prefill(ids)[:, : self.vocab_size]
 
     def uniform(self, step: int) -> torch.Tensor | None:

@@ -34,11 +34,11 @@ from model.options import check_ranges, option
 from model.parameters import (
     Rule,
     by_shape,
+    check_no_shared_memory,
+    check_registered,
+    collect_rules,
     linear,
     normal,
-    refuse_shared_memory,
-    refuse_unregistered,
-    rules_of,
     start_by_name,
 )
 
@@ -304,7 +304,7 @@ class GPT(nn.Module):
             ValueError: a parameter has no rule, or two
         """
         self.check_parameters()
-        rules = rules_of(self)
+        rules = collect_rules(self)
         if self.config.init_order == "named":
             for name, parameter in self.named_parameters():
                 start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
@@ -328,9 +328,9 @@ class GPT(nn.Module):
 
     def check_parameters(self) -> None:
         """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""
-        refuse_shared_memory(self)
+        check_no_shared_memory(self)
         parts = [part for site in self.sites for part in vars(site).values()]
-        refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
+        check_registered(self, [part for part in parts if isinstance(part, nn.Module)])
 
     def check_initialized(self) -> None:
         """Raise ValueError if a subclass added a parameter after the others were initialized."""

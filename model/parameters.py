@@ -1,7 +1,7 @@
 """The rule of each parameter: how it is initialized, trained and rounded.
 
 A module that creates parameters has a dict `rules` from their names to `Rule`s; `linear` creates a
-layer together with its rules. `rules_of(model)` collects them, and refuses a parameter that has
+layer together with its rules. `collect_rules(model)` collects them, and refuses a parameter that has
 none, or two.
 """
 
@@ -63,7 +63,7 @@ class Rule(NamedTuple):
     mixing: bool = False
 
     # Another parameter, of the same shape, from whose initial values this one starts; None for its
-    # own. A module names it as in its dict `rules`, and `rules_of` returns its full name.
+    # own. A module names it as in its dict `rules`, and `collect_rules` returns its full name.
     start_as: str | None = None
 
 
@@ -124,7 +124,7 @@ def linear(
     return layer
 
 
-def aliases(model: nn.Module) -> dict[str, str]:
+def find_aliases(model: nn.Module) -> dict[str, str]:
     """Return {name: first name} for each tensor that occurs under several names, e.g. tied weights."""
     named_tensors = [
         *model.named_parameters(remove_duplicate=False),
@@ -139,7 +139,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def refuse_shared_memory(model: nn.Module) -> None:
+def check_no_shared_memory(model: nn.Module) -> None:
     """Raise ValueError if two parameters share memory, which they would not after a move to a GPU."""
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -170,7 +170,7 @@ def refuse_missing_rule(model: nn.Module, name: str) -> NoReturn:
     )
 
 
-def rules_of(model: nn.Module) -> dict[str, Rule]:
+def collect_rules(model: nn.Module) -> dict[str, Rule]:
     """Return the rule of each parameter by name; tied parameters have one, of the first name.
 
     Raises:
@@ -195,7 +195,7 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
                     "give its rule the kind HIDDEN"
                 )
             rules[full_name] = rule
-    for name in aliases(model):
+    for name in find_aliases(model):
         rules.pop(name, None)
     parameter_names = [name for name, _ in model.named_parameters()]
     for name in parameter_names:
@@ -210,7 +210,7 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
     return {name: rules[name] for name in parameter_names}
 
 
-def refuse_unregistered(model: nn.Module, parts: list[nn.Module]) -> None:
+def check_registered(model: nn.Module, parts: list[nn.Module]) -> None:
     """Raise ValueError if a part has a parameter that the model does not, as nobody would train it."""
     registered = {id(parameter) for parameter in model.parameters()}
     for part in parts:

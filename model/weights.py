@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from model import build, check_settings, model_class
 from model.layers import at_least_fp32
 from model.options import collect_options
-from model.parameters import aliases
+from model.parameters import find_aliases
 from utils import files
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def check_tensors(tensors: Tensors, model: "GPT", context: str) -> None:
     context: beginning of the message
     """
     expected = model.state_dict()
-    for name in sorted(expected.keys() - tensors.keys() - aliases(model).keys()):
+    for name in sorted(expected.keys() - tensors.keys() - find_aliases(model).keys()):
         raise ValueError(f"{context}: {name} is missing")
     for name in sorted(tensors.keys() - expected.keys()):
         raise ValueError(f"{context}: {shorten(name)} is not one of its weights")
@@ -238,7 +238,7 @@ def load_into(
     check_headers(read_headers(folder), model, convert, f"{folder} does not fit {description}")
     tensors = convert(load_tensors(folder), model)
     # Tied weights are stored once here, but some other codes store them twice.
-    for name, first_name in aliases(model).items():
+    for name, first_name in find_aliases(model).items():
         duplicate = tensors.pop(name, None)
         if duplicate is not None and not torch.equal(duplicate, tensors[first_name]):
             raise ValueError(

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import cost, kernels
 from model.block import Site, State, Stream, state_size
 from model.causality import find_leak, move_parameters
-from model.decoding import padded
+from model.decoding import pad_left
 from model.gpt import GPT
-from model.parameters import rules_of
+from model.parameters import collect_rules
 from training import optimizer
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
@@ -67,7 +67,7 @@ def check_rules(cls: type[GPT]) -> None:
     """Check that a parameter's rule fills all of it, and that one group of an optimizer has it."""
     with filled_with_nan():
         model = cls(cls.Config(**TINY))
-    rules = rules_of(model)
+    rules = collect_rules(model)
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), (
             f"the rule of {name} leaves numbers as they were in memory"
@@ -133,7 +133,7 @@ def check_cache(cls: type[GPT]) -> None:
         )
     prompts = [ids[0, :2].tolist(), ids[1, :7].tolist()]
     cache = model.new_cache()
-    prompt_logits, _ = model(padded(prompts), cache=cache)
+    prompt_logits, _ = model(pad_left(prompts), cache=cache)
     next_logits, _ = model(ids[:, -1:], cache=cache)
     for row, prompt in enumerate(prompts):
         alone, _ = model(torch.tensor([[*prompt, ids[row, -1]]]))

@@ -12,7 +12,7 @@ from models import PAPER, TINY, build_tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from model import kernels
-from model.decoding import Decoder, Folded, padded, round_matrices
+from model.decoding import Decoder, Folded, pad_left, round_matrices
 from model.generation import Generation, Sampling
 from model.gpt import GPT
 from model.residual import ChannelConvRead, EmbeddingConv, TokenConvRead
@@ -88,7 +88,7 @@ def test_prompts_of_unequal_lengths_are_as_each_alone(model_name, settings):
     prompts = [row[:length].tolist() for row, length in zip(ids, lengths)]
     decoder = Decoder(model, 4)
     decoder.prefill(tokens_of(4, 3))  # another prompt forgets these tokens
-    logits = [decoder.prefill(padded(prompts))]
+    logits = [decoder.prefill(pad_left(prompts))]
     for i in range(5):
         next_tokens = [row[length + i] for row, length in zip(ids, lengths)]
         logits.append(decoder.step(torch.stack(next_tokens)))
@@ -112,7 +112,7 @@ def test_prompts_of_unequal_lengths_are_as_each_alone(model_name, settings):
 def test_padding_attends_to_something():
     """The softmax over nothing is 0 / 0 in some backends."""
     model = build_tiny("gpt-mha-rope")
-    ids = padded([[1], [2, 3, 4]])
+    ids = pad_left([[1], [2, 3, 4]])
     cache = model.new_cache()
     mask = model.positions(ids, cache, cache.reserve(ids)).mask
     assert mask[0, 0].tolist() == [[True, False, False], [False, True, False], [False, False, True]]
@@ -125,7 +125,7 @@ def test_one_compilation_serves_every_position(model_name, counter):
     decoder = Decoder(model, 2, 58, compiled=True)
     check(decoder, model, tokens_of(2, 58), 4)  # 54 steps
     check(decoder, model, tokens_of(2, 5), 2)
-    first = decoder.prefill(padded([[7], [1, 2, 3]]))
+    first = decoder.prefill(pad_left([[7], [1, 2, 3]]))
     logits = torch.stack([first, decoder.step(torch.tensor([8, 4]))], dim=1)
     for row, ids in enumerate(([7, 8], [1, 2, 3, 4])):
         expected = uncached_logits(model, torch.tensor([ids]), len(ids) - 1)[0]
@@ -224,7 +224,7 @@ def test_fused_streams(model_name, compiled, counter):
     )
     decoder = Decoder(fused.fuse(model.float()), 2, 8, compiled)
     check(decoder, model, ids, 3, 1e-4)
-    logits = decoder.prefill(padded([ids[0].tolist(), ids[1, :2].tolist()]))
+    logits = decoder.prefill(pad_left([ids[0].tolist(), ids[1, :2].tolist()]))
     torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 

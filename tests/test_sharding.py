@@ -147,7 +147,7 @@ def test_gradients_of_four_ranks(name, shard_size, bfloat16):
 def check_precision(world) -> None:
     model = build_seeded(CC_EC)
     distributed.parallelize(model, world, engine="fsdp", compile=False, bfloat16=True)
-    rules = optimizer.rules_of(model)
+    rules = optimizer.collect_rules(model)
     gathered_dtypes = {}
 
     def record(module, inputs):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from model import build
 from model.causality import move_parameters
 from model.hyper_connections import mix_orthogonal, quaternion_product, sinkhorn_knopp
-from model.parameters import rules_of
+from model.parameters import collect_rules
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
 WITH_ROPE = "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
@@ -534,8 +534,8 @@ DECAYED = {
 
 @pytest.mark.parametrize("name", DECAYED)
 def test_weight_decay_of_the_parameters_that_only_a_stream_has(name):
-    rules = rules_of(build_initial(name))
-    additive_rules = rules_of(build_initial("additive"))
+    rules = collect_rules(build_initial(name))
+    additive_rules = collect_rules(build_initial("additive"))
     decayed = {
         ".".join(key.split(".")[-2:])
         for key, rule in rules.items()
@@ -546,16 +546,16 @@ def test_weight_decay_of_the_parameters_that_only_a_stream_has(name):
 
 @pytest.mark.parametrize("name", DECAYED)
 def test_weight_decay_of_the_backbone_is_that_of_the_additive_model(name):
-    rules = rules_of(build_initial(name))
-    additive_rules = rules_of(build_initial("additive"))
+    rules = collect_rules(build_initial(name))
+    additive_rules = collect_rules(build_initial("additive"))
     for key in rules.keys() & additive_rules.keys():  # a stream may have other norms
         assert rules[key].decay == additive_rules[key].decay
 
 
 @pytest.mark.parametrize("name", DECAYED)
 def test_muon_trains_the_matrices_of_the_backbone_alone(name):
-    rules = rules_of(build_initial(name))
-    additive_rules = rules_of(build_initial("additive"))
+    rules = collect_rules(build_initial(name))
+    additive_rules = collect_rules(build_initial("additive"))
     expected = {key for key, rule in additive_rules.items() if rule.muon}
     assert {key for key, rule in rules.items() if rule.muon} == expected
 

@@ -37,7 +37,7 @@ from model import MODEL_NAMES, model_class
 from model import weights as weight_files
 from model.gpt import GPT
 from model.options import collect_options, legacy_defaults, rename_aliases
-from model.parameters import aliases
+from model.parameters import find_aliases
 from training import sharded_checkpoint
 from training.peers import Peers
 from training.sharded_checkpoint import CheckpointShard
@@ -222,7 +222,7 @@ def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 def get_model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model by name; tied ones once, under their first name."""
     # safetensors refuses tensors that share memory
-    tied_names = aliases(model)
+    tied_names = find_aliases(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names}
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import build
 from model.gpt import GPT, GPTConfig
-from model.parameters import aliases, rules_of, start_by_name
+from model.parameters import collect_rules, find_aliases, start_by_name
 from training.distributed import World
 from training.muon import count_rows
 
@@ -53,7 +53,7 @@ def holds_other_tensors(model: GPT) -> bool:
 
 def allocate(model: GPT, device: torch.device) -> None:
     """Allocate the memory of a model on the meta device; its parameters are not initialized."""
-    first_names = aliases(model)
+    first_names = find_aliases(model)
     model.to_empty(device=device)
     # to_empty gives tied parameters a memory each
     for name, first_name in first_names.items():
@@ -70,7 +70,7 @@ def initialize(model: GPT, world: World, seed: int) -> None:
     A parameter depends on the seed and its name alone (init_order=named), so that each rank can
     initialize some of them. It then broadcasts them, one at a time.
     """
-    rules = rules_of(model)
+    rules = collect_rules(model)
     # The ranks work at the same time on parameters of about the same size.
     named_parameters = sorted(model.named_parameters(), key=lambda item: -item[1].numel())
     for first in range(0, len(named_parameters), world.world_size):

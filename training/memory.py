@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from model import build, errors_as_value_errors, kernels
 from model.gpt import GPT, GPTConfig
 from model.loss import default_chunk_size
-from model.parameters import rules_of
+from model.parameters import collect_rules
 from training.config import TrainConfig
 from training.distributed import computes_in_bfloat16
 from training.metrics import compute_nominal_flops_per_token, get_peak_flops
@@ -80,7 +80,7 @@ def count_parameters(name: str, model_config: GPTConfig, muon_only: bool = False
         model = build_without_memory(name, model_config, num_layers)
         if not muon_only:
             return model.num_parameters()
-        rules = rules_of(model)
+        rules = collect_rules(model)
         return sum(p.numel() for key, p in model.named_parameters() if rules[key].muon)
 
     num_layers = model_config.num_hidden_layers

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from model.gpt import GPTConfig
-from model.parameters import rules_of
+from model.parameters import collect_rules
 from training.config import TrainConfig
 from training.distributed import computes_in_bfloat16
 from training.memory import build_without_memory, count_shards
@@ -63,7 +63,7 @@ class ParameterCounts:
 def count_parameters_by_use(name: str, model_config: GPTConfig) -> ParameterCounts:
     """Count the parameters of a model without allocating them."""
     model = build_without_memory(name, model_config, model_config.num_hidden_layers)
-    rules = rules_of(model)
+    rules = collect_rules(model)
     blocks = 0
     outside = 0
     unrounded = 0

@@ -131,8 +131,8 @@ class DeltaRead(NamedTuple):
     value_logit: torch.Tensor | None  # (B, T, d_v) fp32
 
 
-class DeltaHeads(NamedTuple):
-    """The parameters of the heads that the kernel computes for the next write."""
+class DeltaProjections(NamedTuple):
+    """The parameters of the gate and value projections that the kernel computes for the next write."""
 
     gate_weight: torch.Tensor | None = None  # (d,)
     gate_bias: torch.Tensor | None = None  # (1,)
@@ -228,7 +228,7 @@ class DeltaStream(Stream):
             The new state, the normalized input c (B, T, d), and what the next write gets.
         """
         read_weights = get_read_weights(read, state.stored)
-        heads = self.get_heads(next_write, read_weights)
+        projections = self.get_projections(next_write, read_weights)
         return_x_in = next_write is not None and self.branch_reads_x_in
         has_write = state.direction is not None
         # the state of the readout is not stored, because no later step reads it
@@ -258,10 +258,10 @@ class DeltaStream(Stream):
                 value_logit=state.value_logit,
                 read_weights=read_weights,
                 norm_weight=norm.weight,
-                gate_weight=heads.gate_weight,
-                gate_bias=heads.gate_bias,
-                value_weight=heads.value_weight,
-                value_bias=heads.value_bias,
+                gate_weight=projections.gate_weight,
+                gate_bias=projections.gate_bias,
+                value_weight=projections.value_weight,
+                value_bias=projections.value_bias,
                 k_eps=self.k_eps,
                 norm_eps=norm.eps,
                 value_form=self.value_form,
@@ -301,13 +301,15 @@ class DeltaStream(Stream):
             ),
         )
 
-    def get_heads(self, next_write: DeltaRewrite | None, read_weights: torch.Tensor) -> DeltaHeads:
-        """Return the heads of the next write that the kernel computes."""
-        heads = DeltaHeads()
+    def get_projections(
+        self, next_write: DeltaRewrite | None, read_weights: torch.Tensor
+    ) -> DeltaProjections:
+        """Return the projections of the next write that the kernel computes."""
+        projections = DeltaProjections()
         if next_write is None:
-            return heads
+            return projections
         if self.gate_is_linear:
-            heads = heads._replace(
+            projections = projections._replace(
                 gate_weight=next_write.beta.weight.view(-1), gate_bias=next_write.beta.bias
             )
         # the v-Map computes v from the sublayer's output
@@ -315,8 +317,10 @@ class DeltaStream(Stream):
             bias = next_write.v_proj.bias
             if bias is None:
                 bias = read_weights.new_zeros(len(next_write.v_proj.weight))
-            heads = heads._replace(value_weight=next_write.v_proj.weight, value_bias=bias)
-        return heads
+            projections = projections._replace(
+                value_weight=next_write.v_proj.weight, value_bias=bias
+            )
+        return projections
 
     def read(
         self, site: Site, state: DeltaState, cache: dict | None, positions: Positions

@@ -590,6 +590,8 @@ TITLES = {
     "study_effects": "Four columns lower the loss, and DDL's gated write to them raises it by more",
     "study_rates": "The best pair of rates for ddl_tc is one that its tuning did not try\n"
     "(nats above the minimum, with one seed)",
+    "study_registers": "On registers, erase does not lower the loss, but no arm learned to follow swaps\n"
+    "(a model that overlooks swaps gives 50% correct answers)",
 }
 
 

@@ -11,7 +11,7 @@ from in_process import call
 from torch import nn
 
 from model import MODEL_NAMES, model_class
-from model.parameters import Kind, rules_of
+from model.parameters import Kind, collect_rules
 from research.analysis import coordinates, transfer
 from research.analysis.coordinates import (
     ContributionRecorder,
@@ -57,11 +57,11 @@ def test_changes_are_level(case, optimizer_name):
 
 
 def wrong_rules(power: float):
-    """Return a `rules_of` in which the power of every learning rate in 1 / width is too high by `power`."""
+    """Return a `collect_rules` in which the power of every learning rate in 1 / width is too high by `power`."""
 
     def wrong_rules_of(model):
         rules = {}
-        for name, rule in rules_of(model).items():
+        for name, rule in collect_rules(model).items():
             adam, muon = rule.kind
             if muon is not None:
                 muon += power
@@ -79,7 +79,7 @@ WRONG += [(ATTENTION_OVER_CHANNELS, "adamw", power) for power in (-1, 1)]
 @pytest.mark.parametrize(("case", "optimizer_name", "power"), WRONG)
 def test_wrong_rates_are_noticed_in_either_direction(monkeypatch, case, optimizer_name, power):
     """At every parameter; a softmax over value channels has a wider bound, which a power of 1 exceeds."""
-    monkeypatch.setattr(optimizer, "rules_of", wrong_rules(power))
+    monkeypatch.setattr(optimizer, "collect_rules", wrong_rules(power))
     changes = measure_with_mup(case, optimizer_name, num_seeds=1)
     expected = {
         name
