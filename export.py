@@ -27,7 +27,7 @@ from data import tokenizer
 from huggingface import card
 from huggingface.flatten import collect_modeling_files
 from model.gpt import GPT
-from model.parameters import aliases
+from model.parameters import find_aliases
 from training import checkpoint, metrics
 from training.provenance import collect_provenance
 from utils import units
@@ -133,7 +133,7 @@ def make_json_files(
         "stem": model_name,
         "dtype": dtype,
         # transformers has one flag for all tied weights of a model
-        "tie_word_embeddings": bool(aliases(model)),
+        "tie_word_embeddings": bool(find_aliases(model)),
         **special_ids,
         **dataclasses.asdict(model.config),
     }
