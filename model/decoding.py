@@ -157,7 +157,7 @@ class Decoder:
 
         decoder = Decoder(model, batch_size=2, compiled=True)
         logits = decoder.prefill(pad_left(prompts))  # (2, T) -> (2, vocab_size)
-        logits = decoder.step(tokens)              # (2,) -> (2, vocab_size), any number of times
+        logits = decoder.step(tokens)                # (2,) -> (2, vocab_size), any number of times
 
     The weights, `model.stream` and autocast must stay what they were when the decoder was created.
     For bfloat16, call `round_matrices(model)` and run it under autocast; float32 weights would be

@@ -137,9 +137,9 @@ class Generation:
 
     Each step yields a list with a token id for each prompt, or None for one that has ended, by
     stop_token (which is not yielded) or by `stop(row)`. The iteration ends after max_new_tokens
-    steps, or when all prompts have ended. The tokens of a prompt
-    depend on it and its seed alone, not on the batch. When a text exceeds the length of the
-    decoder, its older half is dropped and the rest is read again.
+    steps, or when all prompts have ended. The tokens of a prompt depend on it and its seed alone,
+    not on the batch. When a text exceeds the length of the decoder, its older half is dropped and
+    the rest is read again.
 
     Args:
         decoder: a decoder of at least as many sequences as prompts

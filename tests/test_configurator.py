@@ -265,8 +265,8 @@ def test_an_option_with_one_dash_is_refused():
         configurator.split_arguments(["-steps=3"])
 
 
-def test_a_value_after_a_blank_is_refused():
-    with pytest.raises(ValueError, match=r"^--steps 3: give --steps=3, without a blank$"):
+def test_a_value_after_a_space_is_refused():
+    with pytest.raises(ValueError, match=r"^--steps 3: give --steps=3, without a space$"):
         configurator.split_arguments(["--steps", "3"])
 
 

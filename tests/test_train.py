@@ -639,10 +639,10 @@ def test_unchanged_code_is_not_noted(branch):
 
 
 def test_fewer_steps_than_a_run_has_leave_its_status_alone(branch):
-    before = (branch / "status.json").read_text()
+    status_before = (branch / "status.json").read_text()
     result = run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=3")
     assert "to continue training, give a larger --max_steps" in result.stdout.decode()
-    assert (branch / "status.json").read_text() == before
+    assert (branch / "status.json").read_text() == status_before
 
 
 def test_a_number_of_processes_that_cannot_resume_is_answered_with_one_that_can(
@@ -660,11 +660,18 @@ def test_a_time_limit_leaves_time_for_the_first_checkpoint(corpus, tmp_path, mon
     assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 1
 
 
+def test_a_gpu_machine_without_a_c_compiler_is_noted(corpus, tmp_path, monkeypatch):
+    config, model_config = configure(small_run(corpus, tmp_path / "run"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    _, _, notes = setup.build_model(config, model_config, torch.device("cuda"), on_meta=True)
+    assert any(note.startswith("no C compiler was found") for note in notes)
+
+
 # ---- branches ----
 
 
 def test_a_branch_is_restarted_by_the_command_that_began_it(finished_run, tmp_path):
-    """As torchrun and Slurm restart it."""
+    """torchrun and Slurm repeat the command of a run that has ended."""
     out = tmp_path / "branch"
     command = [
         f"--resume={checkpoint.find(finished_run.folder)}",

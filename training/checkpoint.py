@@ -318,6 +318,12 @@ def get_step(checkpoint: Path) -> int:
     return int(re.match(r"step_(\d+)", checkpoint.name)[1])
 
 
+def belongs_to(checkpoint: Path, run_folder: str | Path) -> bool:
+    """Return whether a checkpoint is one of a run's: <run>/checkpoints/step_00001000."""
+    # not resolved before: checkpoints/ may be a link to other storage
+    return checkpoint.absolute().parent.parent.resolve() == Path(run_folder).resolve()
+
+
 def find_latest(run_folder: Path, peers: Peers = ALONE) -> Path | None:
     """Return the latest valid checkpoint, None without any; damaged ones are reported.
 

@@ -353,12 +353,12 @@ class RunLog:
         """Log and print an evaluation, and update `state.best_val_loss`.
 
         Args:
-            is_full: whether it is the evaluation of the entire split after the last step, whose loss
-                cannot be compared with the earlier ones
             scores: "loss" and, for a task, "accuracy" and "exact_match" (`validation.evaluate`)
             bytes_per_token: mean size of a token; None if the corpus is not text
             num_sequences: how many sequences were evaluated
             split_size: number of sequences in the validation split
+            is_full: whether it is the evaluation of the entire split after the last step, whose loss
+                cannot be compared with the earlier ones
         """
         loss = scores["loss"]
         if not is_full:
