@@ -87,7 +87,8 @@ def declared_names() -> list[str]:
             classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
             bodies = (class_node.body for class_node in classes)
             for statement in itertools.chain.from_iterable(bodies):
-                if isinstance(statement, ast.AnnAssign):
+                # keys are lower case, unlike the attribute Config
+                if isinstance(statement, ast.AnnAssign) and statement.target.id.islower():
                     names.add(statement.target.id)
     return sorted(names)
 

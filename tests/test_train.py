@@ -693,6 +693,17 @@ def test_a_branch_has_no_records_of_an_earlier_run(finished_run, tmp_path):
     assert [record["step"] for record in read_step_records(out)] == [7]
 
 
+def test_a_config_file_as_an_option_is_answered_with_the_fix():
+    line = training_error("--config=config/demo_cpu.py")
+    assert "--config=config/demo_cpu.py: give the file without --config=" in line
+
+
+def test_a_misspelled_run_is_answered_with_the_nearest(finished_run):
+    misspelled = finished_run.folder.with_name("finishd")
+    line = one_line_error(call("sample.py", misspelled))
+    assert f"{misspelled} does not exist, did you mean finished? give a run folder" in line
+
+
 def test_auto_says_that_it_starts_a_new_run(corpus, tmp_path):
     result = run_train(*small_run(corpus, tmp_path / "run", resume="auto", max_steps=1))
     assert f"starting a new run, because {tmp_path / 'run'} has no checkpoint" in (

@@ -41,7 +41,7 @@ from model.parameters import find_aliases
 from training import sharded_checkpoint
 from training.peers import Peers
 from training.sharded_checkpoint import CheckpointShard
-from utils import files
+from utils import errors, files
 
 T = TypeVar("T")
 
@@ -392,7 +392,10 @@ def find(path: str | Path, peers: Peers = ALONE) -> Path:
         verify(path, peers)
         return path
     if not path.exists():
-        raise ValueError(f"{path} does not exist; give a run folder made by train.py")
+        suggestion = errors.suggest(path.name, [other.name for other in path.parent.glob("*")])
+        raise ValueError(
+            f"{path} does not exist{suggestion or ';'} give a run folder made by train.py"
+        )
     latest = find_latest(path, peers)
     if latest is not None:
         return latest
