@@ -54,10 +54,10 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
     return subprocess.CompletedProcess(argv, code, out.getvalue().encode(), err.getvalue().encode())
 
 
-def train_as_rank(
-    num_processes: int, rank: int, port: int, log: Path, arguments: list[str]
+def call_as_rank(
+    num_processes: int, script: str, rank: int, port: int, log: Path, arguments: list[str]
 ) -> None:
-    """Run train.py in this process as torchrun would start it, and end the process."""
+    """Call a script in this process as torchrun would start it, and end the process."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -65,19 +65,24 @@ def train_as_rank(
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
     )
-    result = call("train.py", *arguments)
+    result = call(script, *arguments)
     log.with_name(f"{log.name}_{rank}").write_bytes(result.stdout + result.stderr)
     sys.exit(result.returncode)
 
 
-def train_in_processes(num_processes: int, arguments: list[str], log: Path) -> str:
-    """Train on several ranks, which are forks of this process, and return what they printed."""
+def call_in_processes(num_processes: int, script: str, arguments: list[str], log: Path) -> str:
+    """Call a script on several ranks, which are forks of this process; return what they printed."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     torch.multiprocessing.start_processes(
-        functools.partial(train_as_rank, num_processes),
+        functools.partial(call_as_rank, num_processes, script),
         (port, log, arguments),
         nprocs=num_processes,
         start_method="fork",
     )
     return "".join(path.read_text() for path in log.parent.glob(f"{log.name}_*"))
+
+
+def train_in_processes(num_processes: int, arguments: list[str], log: Path) -> str:
+    """Train on several ranks, which are forks of this process, and return what they printed."""
+    return call_in_processes(num_processes, "train.py", arguments, log)

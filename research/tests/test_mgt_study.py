@@ -361,9 +361,9 @@ PAPER_RUNS = {
 def test_the_papers_sizes_are_ready(experiment, corpus, tmp_path):
     options = {"dataset": str(corpus)}
     if experiment == "depth":
-        options["parameters"] = "2000000"
         # as many depths as in the paper, but smaller: finding widths for 200 blocks takes a minute
-        options["num_hidden_layers"] = "2,3,4,5"
+        options["parameters"] = "60000"
+        options["num_hidden_layers"] = "1,2,3,4"
     if experiment == "copy":
         options["block_size"] = "256"
     num_runs, epochs = PAPER_RUNS[experiment]

@@ -71,7 +71,11 @@ def wrong_rules(power: float):
     return wrong_rules_of
 
 
-WRONG = [(case, "adamw", power) for case in CASES for power in (-0.5, 0.5)]
+WRONG = [
+    pytest.param(case, "adamw", power, marks=() if case in MODEL_NAMES else pytest.mark.slow)
+    for case in CASES
+    for power in (-0.5, 0.5)
+]
 WRONG += [(case, "muon", power) for case in ("gpt-mha-rope", V_MAP) for power in (-0.5, 0.5)]
 WRONG += [(ATTENTION_OVER_CHANNELS, "adamw", power) for power in (-1, 1)]
 
