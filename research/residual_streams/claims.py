@@ -8,7 +8,7 @@ import numpy as np
 
 from research import compare
 from research.residual_streams import single_rate, study, variance
-from research.residual_streams.streams import ARMS, BASELINE
+from research.residual_streams.streams import BASELINE
 
 SAVED_TOKENS = 0.05  # of claims 1 to 3
 # how much longer the longer rung is, in natural logarithms
@@ -196,17 +196,27 @@ def list_effects() -> dict[str, Weights]:
         **{("ddl_tc", "long"): 0.5, ("ddl_tc_no_erase", "long"): -0.5},
     }
     return {
-        "learned main gain": subtract("main_gain", BASELINE, "long"),
-        "convolution of the read": subtract("conv", BASELINE, "long"),
-        "convolution that starts as the identity": subtract("conv_identity", BASELINE, "long"),
-        "ddl_tc beside that convolution": subtract("ddl_tc", "conv_identity", "long"),
-        "four columns, beside the convolution": subtract("wide", "conv", "long"),
-        "gated write, at four columns": subtract("ddl_tc_no_erase", "wide", "long"),
-        "gated write, at one column": subtract("ddl_1_no_erase", BASELINE, "long"),
-        "erase, at four columns": subtract("ddl_tc", "ddl_tc_no_erase", "long"),
-        "erase, at one column": subtract("ddl_1", "ddl_1_no_erase", "long"),
-        "erase, mean of both": erase,
-        "CC and EC in place of TC": subtract("ddl_cc_ec", "ddl_tc", "long"),
+        "learned main gain: main_gain - additive": subtract("main_gain", BASELINE, "long"),
+        "convolution of the read: conv - additive": subtract("conv", BASELINE, "long"),
+        "convolution from the identity: conv_identity - additive": subtract(
+            "conv_identity", BASELINE, "long"
+        ),
+        "beside that convolution: ddl_tc - conv_identity": subtract(
+            "ddl_tc", "conv_identity", "long"
+        ),
+        "four columns: wide - conv": subtract("wide", "conv", "long"),
+        "DDL's write to four columns: ddl_tc_no_erase - wide": subtract(
+            "ddl_tc_no_erase", "wide", "long"
+        ),
+        "DDL's write to one column: ddl_1_no_erase - additive": subtract(
+            "ddl_1_no_erase", BASELINE, "long"
+        ),
+        "erase, four columns: ddl_tc - ddl_tc_no_erase": subtract(
+            "ddl_tc", "ddl_tc_no_erase", "long"
+        ),
+        "erase, one column: ddl_1 - ddl_1_no_erase": subtract("ddl_1", "ddl_1_no_erase", "long"),
+        "erase: mean of both": erase,
+        "CC and EC in place of TC: ddl_cc_ec - ddl_tc": subtract("ddl_cc_ec", "ddl_tc", "long"),
     }
 
 
@@ -269,30 +279,20 @@ def compare_at_equal_seconds(
     return losses.contrast({**weights, (BASELINE, "long"): -1.0})
 
 
-def compute_relative_speeds(rows: list[dict]) -> dict[str, float]:
-    """Return the median over rounds of each arm's tokens per second over the baseline's.
+def compute_relative_speeds(rows: list[dict]) -> dict[str, list[float]]:
+    """Return each arm's tokens per second over the baseline's in every round.
 
     Rounds in which the baseline is not measured yet are left out.
     """
-    rounds = {row["round"] for row in rows if row["arm"] == BASELINE}
-    speeds = {
-        (row["arm"], row["round"]): row["tokens_per_second"]
-        for row in rows
-        if row["round"] in rounds
+    baseline_speeds = {
+        row["round"]: row["tokens_per_second"] for row in rows if row["arm"] == BASELINE
     }
-    return {
-        arm: float(
-            np.median(
-                [
-                    speed / speeds[BASELINE, number]
-                    for (other, number), speed in speeds.items()
-                    if other == arm
-                ]
-            )
-        )
-        for arm in ARMS
-        if any(other == arm for other, _ in speeds)
-    }
+    relative_speeds: dict[str, list[float]] = {}
+    for row in rows:
+        if row["round"] in baseline_speeds:
+            ratio = row["tokens_per_second"] / baseline_speeds[row["round"]]
+            relative_speeds.setdefault(row["arm"], []).append(ratio)
+    return relative_speeds
 
 
 def list_sizes_below_chance(rows: list[dict], chance: float) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ ARMS: dict[str, dict[str, object]] = {
     "conv_identity": {"model": "conv-gpt-mha-rope", "conv_init": "identity"},
 }
 
+# Streams of other papers, which are part of no claim.
+PUBLISHED = ("gated_residual", "hc", "attn_res", "mudd")
 # Arms that are not in the plan, and are part of no claim.
 ADDED = ("conv_identity",)
 

@@ -27,7 +27,7 @@ from model import build
 from research import compare, plots
 from research.residual_streams import claims, rates, runner, single_rate, study, trigram
 from research.residual_streams.claims import Losses
-from research.residual_streams.streams import ARMS, BASELINE, TOLERANCE
+from research.residual_streams.streams import ARMS, BASELINE, PUBLISHED, TOLERANCE
 from research.rows import read_rows
 from training.provenance import collect_provenance, store_figures
 from training.settings import configure
@@ -38,11 +38,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CHANCE = float(np.log(8))  # the loss on registers of a model that knows nothing
+CORRECT_WITHOUT_SWAPS = (
+    50  # percent of the answers of a model that overlooks swaps (data/registers)
+)
 TOLERATED_LOSS = 0.05  # nats above the minimum, for the width of rates
 MAX_SHOWN_EXCESS = 0.3  # nats above the minimum that have the darkest color
 SEQ_LEN = 128
 BATCH_SIZE = study.TOKENS_PER_STEP // SEQ_LEN
 PROBLEMS = ("language", *single_rate.PROBLEMS)
+KIND_COLORS = {
+    BASELINE: plots.BASELINE_COLOR,
+    "controls": plots.COLORS[1],
+    "DDL": plots.COLORS[0],
+    "published streams": plots.COLORS[2],
+}
 
 
 # ---- what the tables show ----
@@ -118,8 +127,12 @@ def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
             **measure_size(arm),
             **summarize_tries(rows, arm),
             **summarize_checks(rows, arm),
-            "speed": relative_speeds.get(arm),
         }
+        if arm in relative_speeds:
+            speeds_of_rounds = relative_speeds[arm]
+            group["speed"] = float(np.median(speeds_of_rounds))
+            group["lowest_speed"] = min(speeds_of_rounds)
+            group["highest_speed"] = max(speeds_of_rounds)
         for rung in study.RUNGS:
             if (arm, rung) not in losses.runs:
                 continue
@@ -135,9 +148,10 @@ def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
                 group["first_half_difference"] = claims.describe(difference)
         if arm != BASELINE and "long_difference" in group:
             group["token_multiplier"] = claims.resample_token_multiplier(losses, arm)
-            if group["speed"] is not None:
-                at_equal_seconds = claims.compare_at_equal_seconds(losses, arm, group["speed"])
-                group["equal_seconds"] = claims.describe(at_equal_seconds)
+            for speed in ("speed", "lowest_speed", "highest_speed"):
+                if speed in group:
+                    difference = claims.compare_at_equal_seconds(losses, arm, group[speed])
+                    group[f"equal_seconds_at_{speed}"] = claims.describe(difference)
         groups.append(group)
     return groups
 
@@ -184,16 +198,18 @@ def summarize_erase(rows: list[dict]) -> list[dict]:
     return effects
 
 
-def measure_width(losses: Mapping[rates.Point, float], axis: int) -> float:
-    """Return over which factor of one rate the loss stays near the minimum.
+def measure_width(losses: Mapping[rates.Point, float], axis: int) -> dict[str, float | bool]:
+    """Measure over which factor of one rate the loss stays near the minimum.
 
     The best loss at each value of the rate counts, whatever the other rate is. Between values the
-    loss is linear in the logarithm of the rate. A width that reaches the edge of what was tried is
-    a lower limit.
+    loss is linear in the logarithm of the rate.
 
     Args:
         losses: by point
         axis: 0 for Muon's rate, 1 for AdamW's
+
+    Returns:
+        "factor", and "is_lower_limit": whether it reaches an edge of what was tried
     """
     best_by_power: dict[float, float] = {}
     for point, loss in losses.items():
@@ -202,7 +218,10 @@ def measure_width(losses: Mapping[rates.Point, float], axis: int) -> float:
     fine_powers = np.linspace(powers[0], powers[-1], 1001)
     fine_losses = np.interp(fine_powers, powers, [best_by_power[power] for power in powers])
     near = fine_powers[fine_losses <= min(best_by_power.values()) + TOLERATED_LOSS]
-    return float(2 ** (near[-1] - near[0]))
+    return {
+        "factor": float(2 ** (near[-1] - near[0])),
+        "is_lower_limit": bool(near[0] == powers[0] or near[-1] == powers[-1]),
+    }
 
 
 def summarize_tolerance(rows: list[dict]) -> list[dict]:
@@ -213,14 +232,17 @@ def summarize_tolerance(rows: list[dict]) -> list[dict]:
         corner_losses = study.select_losses(rows, arm, "short", "corner")
         if len(corner_losses) < len(rates.CORNERS):
             continue
-        losses.update(corner_losses)
+        all_losses = losses | corner_losses
         groups.append(
             {
                 "arm": arm,
-                "minimum": min(losses.values()),
-                "muon_width": measure_width(losses, 0),
-                "adamw_width": measure_width(losses, 1),
-                "points": [[*rates.to_rates(point), loss] for point, loss in losses.items()],
+                "minimum": min(all_losses.values()),
+                "muon_width": measure_width(all_losses, 0),
+                "adamw_width": measure_width(all_losses, 1),
+                "tries": [[*rates.to_rates(point), loss] for point, loss in losses.items()],
+                "corners": [
+                    [*rates.to_rates(point), loss] for point, loss in corner_losses.items()
+                ],
             }
         )
     return groups
@@ -308,6 +330,18 @@ def format_rates(muon_rate: float, adamw_rate: float, *, is_inside: bool) -> str
     return f"{muon_rate:.3g}, {adamw_rate:.3g}{edge}"
 
 
+def format_speed(group: dict) -> str | None:
+    """Format the speed over the baseline's: the median over rounds, and its range."""
+    if "speed" not in group:
+        return None
+    return f"{group['speed']:.2f} ({group['lowest_speed']:.2f} to {group['highest_speed']:.2f})"
+
+
+def format_width(width: Mapping[str, float | bool]) -> str:
+    """Format the factor of a rate, `≥ 4.0` if it reaches an edge of what was tried."""
+    return f"{'≥ ' if width['is_lower_limit'] else ''}{width['factor']:.1f}"
+
+
 def format_verdicts(verdicts: list[dict]) -> str:
     """Format the claims with their estimates and verdicts."""
     header = ("", "claim", "nats (95% interval)", "p (Holm)", "verdict")
@@ -340,8 +374,9 @@ def format_language(groups: list[dict]) -> str:
         "minus additive's, 3.3M",
         "the same on the first half",
         "token multiplier",
-        "speed",
+        "speed (lowest to highest of three)",
         "minus additive's, equal seconds",
+        "the same at the highest speed",
     )
     cells = []
     for group in groups:
@@ -367,8 +402,9 @@ def format_language(groups: list[dict]) -> str:
                 format_interval(group.get("long_difference")),
                 format_interval(group.get("first_half_difference")),
                 format_interval(group.get("token_multiplier"), ".2f"),
-                None if group["speed"] is None else f"{group['speed']:.2f}",
-                format_interval(group.get("equal_seconds")),
+                format_speed(group),
+                format_interval(group.get("equal_seconds_at_speed")),
+                format_interval(group.get("equal_seconds_at_highest_speed")),
             ]
         )
     return tables.format_markdown(header, cells)
@@ -403,7 +439,8 @@ def format_page(report: dict) -> str:
         "# The controlled comparison: all arms and claims",
         "Made by `research/residual_streams/study_report.py`; the same figures are in `study.json`, "
         "and the rules in `research/residual_streams/PLAN2.md`. Losses are nats per token, means "
-        "over seeds ± half their 95% interval (seeds).",
+        "over seeds ± half the width of their 95% interval (number of seeds). Intervals of "
+        "differences cover seeds and sequences.",
         "## Claims",
         format_verdicts(report["verdicts"]),
         "## Language",
@@ -440,8 +477,8 @@ def format_page(report: dict) -> str:
             [
                 f"`{group['arm']}`",
                 f"{group['minimum']:.3f}",
-                f"{group['muon_width']:.1f}",
-                f"{group['adamw_width']:.1f}",
+                format_width(group["muon_width"]),
+                format_width(group["adamw_width"]),
             ]
             for group in report["tolerance"]
         ]
@@ -471,47 +508,55 @@ def draw_interval(panel: "Axes", result: dict, height: float, color: str) -> Non
     panel.errorbar(result["mean"], height, xerr=[[below], [above]], fmt="o", color=color, capsize=3)
 
 
+def choose_kind(arm: str) -> str:
+    """Return the kind of an arm, which has a color of its own in the figure of losses."""
+    if arm == BASELINE:
+        return BASELINE
+    if arm.startswith("ddl"):
+        return "DDL"
+    return "published streams" if arm in PUBLISHED else "controls"
+
+
 def draw_losses(report: dict) -> "Figure":
-    """Draw the loss over tokens, and each arm's difference to the baseline at the longer rung."""
-    figure, [[curves, differences]] = plots.make_panels(1, 2, 3.4, list(ARMS))
+    """Draw losses over tokens, and each arm's difference to the baseline at both rungs."""
+    groups = [group for group in report["language"] if "short" in group]
+    figure, [[curves, *panels]] = plots.make_panels(1, 3, 3.4, [*KIND_COLORS, "trigram"])
     tokens = [steps * study.TOKENS_PER_STEP / 1e6 for steps in study.RUNGS.values()]
     entries = {}
-    trigrams = [report["trigrams"][rung] for rung in study.RUNGS]
-    (entries["trigram"],) = curves.plot(tokens, trigrams, color="gray", linestyle=":")
-    compared = []
-    for number, group in enumerate(report["language"]):
-        if "short" not in group or "long" not in group:
-            continue
-        is_baseline = group["arm"] == BASELINE
-        color = plots.BASELINE_COLOR if is_baseline else plots.PALETTE[number % len(plots.PALETTE)]
-        means = [group[rung]["mean"] for rung in study.RUNGS]
-        style = "-" if number <= len(plots.PALETTE) else "--"
-        (entries[group["arm"]],) = curves.plot(
-            tokens, means, style, color=color, marker="o", markersize=3
+    for group in groups:
+        kind = choose_kind(group["arm"])
+        means = [group[rung]["mean"] for rung in study.RUNGS if rung in group]
+        (entries[kind],) = curves.plot(
+            tokens[: len(means)], means, "o-", color=KIND_COLORS[kind], markersize=3
         )
-        if not is_baseline:
-            compared.append((group, color))
+    trigrams = [report["trigrams"][rung] for rung in study.RUNGS]
+    (entries["trigram"],) = curves.plot(tokens, trigrams, color="black", linestyle=":")
     curves.set(xscale="log", xlabel="training tokens (millions)")
     curves.set_xticks(tokens, [f"{value:.1f}" for value in tokens])
     curves.set_xticks([], minor=True)
     curves.set_ylabel("validation loss (nats; lower is better)")
-    for height, (group, color) in enumerate(reversed(compared)):
-        draw_interval(differences, group["long_difference"], height, color)
-    differences.set_yticks(range(len(compared)), [group["arm"] for group, _ in reversed(compared)])
-    differences.axvline(0, color="black", linewidth=0.8)
-    differences.set_xlabel(
-        "loss minus additive's at 3.3M tokens (nats; lower is better)", fontsize=8
-    )
+    compared = [group for group in reversed(groups) if group["arm"] != BASELINE]
+    for panel, rung, value in zip(panels, study.RUNGS, tokens, strict=True):
+        for height, group in enumerate(compared):
+            if f"{rung}_difference" in group:
+                color = KIND_COLORS[choose_kind(group["arm"])]
+                draw_interval(panel, group[f"{rung}_difference"], height, color)
+        panel.axvline(0, color="black", linewidth=0.8)
+        panel.set_ylim(-0.5, len(compared) - 0.5)
+        panel.set_yticks(range(len(compared)), [])
+        panel.set_xlabel(f"minus additive's loss\n(nats), {value:.1f}M tokens")
+    panels[0].set_yticks(range(len(compared)), [group["arm"] for group in compared])
     plots.add_legend(figure, entries)
     return figure
 
 
 def draw_effects(effects: Mapping[str, dict]) -> "Figure":
     """Draw what each part changes at the longer rung."""
-    figure, [[panel]] = plots.make_panels(1, 1, 2.8, [])
+    figure, [[panel]] = plots.make_panels(1, 1, 3.6, [])
     for height, effect in enumerate(reversed(effects.values())):
         draw_interval(panel, effect, height, plots.COLORS[0])
-    panel.set_yticks(range(len(effects)), list(reversed(effects)))
+    labels = [name.replace(": ", "\n") for name in reversed(effects)]
+    panel.set_yticks(range(len(effects)), labels, fontsize=8)
     panel.axvline(0, color="black", linewidth=0.8)
     panel.set_xlabel("change of the loss at 3.3M tokens (nats; lower is better)")
     return figure
@@ -521,30 +566,47 @@ def draw_tolerance(groups: list[dict]) -> "Figure":
     """Draw the loss at every pair of rates that was tried, a panel for each arm."""
     figure, [panels] = plots.make_panels(1, len(groups), 2.8, [], sharey="row", sharex="row")
     for panel, group in zip(panels, groups, strict=True):
-        excess = [loss - group["minimum"] for _, _, loss in group["points"]]
-        muon_rates = [point[0] for point in group["points"]]
-        adamw_rates = [point[1] for point in group["points"]]
-        panel.scatter(
-            muon_rates, adamw_rates, c=excess, cmap="Blues", vmin=0, vmax=MAX_SHOWN_EXCESS, s=260
-        )
-        for muon_rate, adamw_rate, value in zip(muon_rates, adamw_rates, excess, strict=True):
+        for kind, marker in (("tries", "o"), ("corners", "s")):
+            muon_rates, adamw_rates, losses = zip(*group[kind], strict=True)
+            panel.scatter(
+                muon_rates,
+                adamw_rates,
+                c=[loss - group["minimum"] for loss in losses],
+                cmap="Blues",
+                vmin=0,
+                vmax=MAX_SHOWN_EXCESS,
+                marker=marker,
+                edgecolors="black",
+                linewidths=0.5,
+                s=300,
+            )
+        points = group["tries"] + group["corners"]
+        for muon_rate, adamw_rate, loss in points:
+            excess = loss - group["minimum"]
             panel.annotate(
-                f"{value:.2f}",
+                f"{excess:.2f}",
                 (muon_rate, adamw_rate),
                 ha="center",
                 va="center",
-                color="white" if value > MAX_SHOWN_EXCESS / 2 else "black",
-                fontsize=6,
+                color="white" if excess > MAX_SHOWN_EXCESS / 2 else "black",
+                fontsize=7,
             )
         panel.set(xscale="log", yscale="log", xlabel="Muon's learning rate")
         panel.margins(0.25)
         panel.set_title(f"{group['arm']}: minimum {group['minimum']:.3f} nats", fontsize=8)
-        for axis, values in ((panel.xaxis, muon_rates), (panel.yaxis, adamw_rates)):
-            whole_steps = sorted(set(values))[::2] if len(set(values)) > 4 else sorted(set(values))
+        for number, axis in enumerate((panel.xaxis, panel.yaxis)):
+            values = sorted({point[number] for point in points})
+            whole_steps = values[::2] if len(values) > 4 else values
             axis.set_ticks(whole_steps, [f"{rate:.3g}" for rate in whole_steps])
             axis.set_ticks([], minor=True)
     panels[0].set_ylabel("AdamW's learning rate")
     return figure
+
+
+def describe_size(size: str) -> str:
+    """Return the width and the depth of the models of registers, `d = 16,\\n4 layers`."""
+    keys = single_rate.REGISTERS.sizes[size]
+    return f"d = {keys['hidden_size']},\n{keys['num_hidden_layers']} layers"
 
 
 def draw_registers(report: dict) -> "Figure":
@@ -569,29 +631,30 @@ def draw_registers(report: dict) -> "Figure":
             markersize=4,
             markerfacecolor=color if is_filled else "none",
         )
-    answers.axhline(100 / 8, color="gray", linewidth=0.8, linestyle=":")
-    answers.set_xticks(range(len(sizes)), sizes)
-    answers.set_ylabel("correct answers (%; dotted: chance)")
+    answers.axhline(100 / 8, color="black", linewidth=0.8, linestyle=":")
+    answers.axhline(CORRECT_WITHOUT_SWAPS, color="black", linewidth=0.8, linestyle="--")
+    answers.set_xticks(range(len(sizes)), [describe_size(size) for size in sizes])
+    answers.set_ylabel("correct answers (%)")
     results = report["erase_in_registers"]
     for height, result in enumerate(reversed(results)):
         color = plots.COLORS[0 if result["arm"] == "ddl_1" else 1]
         draw_interval(effects, result, height, color)
-    labels = [f"{result['size']}, {result['arm']}" for result in reversed(results)]
-    effects.set_yticks(range(len(results)), labels)
+    labels = [f"{result['arm']}\n{describe_size(result['size'])}" for result in reversed(results)]
+    effects.set_yticks(range(len(results)), [label.replace(",\n", ", ") for label in labels])
     effects.axvline(0, color="black", linewidth=0.8)
-    effects.set_xlabel("effect of erase on the loss (nats)")
+    effects.set_xlabel("loss with erase minus without\n(nats; lower is better)")
     plots.add_legend(figure, entries)
     return figure
 
 
 # The findings of the figures.
 TITLES = {
-    "study_losses": "DDL's lead after 0.8 million tokens is gone after 3.3 million",
-    "study_effects": "Four columns lower the loss, and DDL's gated write to them raises it by more",
-    "study_rates": "The best pair of rates for ddl_tc is one that its tuning did not try\n"
-    "(nats above the minimum, with one seed)",
-    "study_registers": "On registers, erase does not lower the loss, but no arm learned to follow swaps\n"
-    "(a model that overlooks swaps gives 50% correct answers)",
+    "study_losses": "The lead of DDL with four columns after 0.8 million tokens is gone after 3.3 million",
+    "study_effects": "DDL's write to four columns raises the loss; erase has no measurable effect",
+    "study_rates": "The best pair of rates for ddl_tc is one that its tuning did not try (square)\n"
+    "(nats above the minimum; 0.8 million tokens, first half of validation, one seed)",
+    "study_registers": "On registers, erase does not lower the loss, but no arm learned the task\n"
+    "(dashed: a model that overlooks swaps; dotted: chance)",
 }
 
 

@@ -144,7 +144,7 @@ def test_a_slower_arm_is_compared_after_fewer_tokens():
     assert contrast.mean == pytest.approx(0.5 * math.log(2) / claims.LOG_RUNGS)
 
 
-def test_relative_speeds_are_medians_over_rounds():
+def test_speeds_are_relative_to_the_baselines_in_the_same_round():
     speeds = {BASELINE: [100, 50, 100], "hc": [80, 50, 90]}
     rows = [
         {"arm": arm, "round": number, "tokens_per_second": speed}
@@ -153,7 +153,10 @@ def test_relative_speeds_are_medians_over_rounds():
     ]
     # a round in which the baseline is not measured yet
     rows.append({"arm": "hc", "round": 3, "tokens_per_second": 1000})
-    assert claims.compute_relative_speeds(rows) == {BASELINE: 1.0, "hc": 0.9}
+    assert claims.compute_relative_speeds(rows) == {
+        BASELINE: [1.0, 1.0, 1.0],
+        "hc": [0.8, 1.0, 0.9],
+    }
 
 
 def test_a_size_at_chance_decides_nothing():
@@ -169,7 +172,14 @@ def test_a_size_at_chance_decides_nothing():
 def test_the_width_of_rates_is_interpolated():
     losses = {(power, 0.0): 0.02 * power**2 for power in (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)}
     # 0.05 nats above 0 lie between the powers 1 (0.02) and 2 (0.08), in the middle
-    assert study_report.measure_width(losses, 0) == pytest.approx(2**3, rel=0.01)
+    width = study_report.measure_width(losses, 0)
+    assert width["factor"] == pytest.approx(2**3, rel=0.01)
+    assert study_report.format_width(width) == "8.0"
+
+
+def test_a_width_that_reaches_an_edge_of_the_rates_is_a_lower_limit():
+    losses = {(power, 0.0): 0.02 * power**2 for power in (-1.0, 0.0, 1.0, 2.0)}
+    assert study_report.format_width(study_report.measure_width(losses, 0)) == "≥ 5.7"
 
 
 # ---- statistics ----
