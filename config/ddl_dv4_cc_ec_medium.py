@@ -14,5 +14,6 @@ from config.ddl_dv4_cc_ec_small import *
 num_hidden_layers = 24
 num_attention_heads = 8
 hidden_size = 1024
-# On 1, 2, 4 or 8 GPUs, this divides the sequences of a step (480). It does not affect the result.
+# It divides the sequences per GPU on 1, 2, 4 or 8 GPUs (480 over their number), and changes the
+# result only by rounding.
 micro_batch_size = 10

@@ -7,7 +7,7 @@ publishes a loss of 3.1993 +- 0.0021 for the additive stream. The order of its t
 and its norms use an eps of 1e-6. Train this baseline to see how the losses of that repository
 compare with those of this one.
 
-    python data/fineweb_edu/prepare.py --sample=sample-10BT --max_tokens=1720000000
+    python data/fineweb_edu/prepare.py --sample=sample-10BT --max_tokens=1810000000
     torchrun --nproc_per_node=1 train.py config/factory_m_additive.py
 """
 

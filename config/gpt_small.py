@@ -12,9 +12,9 @@ num_hidden_layers = 12
 num_attention_heads = 6
 head_dim = 128
 hidden_size = 768
-# the paper scales its learning rates by width (muP)
-# relative to a width of 1,024, that of the medium size
+# As in the paper, learning rates scale with width (muP), relative to the medium size (1,024).
 mup = True
 
-# On 1, 2, 4 or 8 GPUs, this divides the sequences of a step (480). It does not affect the result.
+# It divides the sequences per GPU on 1, 2, 4 or 8 GPUs (480 over their number), and changes the
+# result only by rounding.
 micro_batch_size = 20

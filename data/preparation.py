@@ -10,7 +10,6 @@ written last: a folder with the first file and without the second is not a compl
 import argparse
 import dataclasses
 import errno
-import os
 import shutil
 import sys
 import time
@@ -30,7 +29,7 @@ from data.options import OptionParser
 from data.sources import Batch, PermanentSourceError
 from data.tokenizer_base import Tokenizer
 from model.options import collect_options, option
-from utils import errors, units
+from utils import errors, machine, units
 
 # values of --tokenizer; any other one names a tokenizer.json
 BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes")
@@ -61,7 +60,7 @@ class PreparationOptions:
     """Options that the scripts of all corpora share."""
 
     workers: int = option(
-        len(os.sched_getaffinity(0)),
+        machine.count_cores(),
         "number of threads (default: number of CPU cores)",
         low=1,
     )
@@ -235,7 +234,7 @@ def prepare(
     if args.verify:
         shards.verify(args.out, args.workers)
         return
-    check_eot_option(args)
+    check_tokenizer_options(args)
     args.out.mkdir(parents=True, exist_ok=True)
     with shards.lock_folder(args.out):
         Preparation(args, name, plan, extra or {}).run()
@@ -618,10 +617,11 @@ class Preparation:
         num_tokens = count_record_tokens(self.records)
         for split, use in (("train", "training"), ("val", "validation")):
             if split not in splits:
-                raise ValueError(
-                    f"{num_tokens:,} tokens leave nothing for {use}; give more text, or "
-                    f"--val_tokens below {num_tokens} and --overwrite"
-                )
+                if self.args.val_tokens is None:  # the script has no such option
+                    advice = "give more text, or a larger --max_tokens"
+                else:
+                    advice = f"give more text, or --val_tokens below {num_tokens} and --overwrite"
+                raise ValueError(f"{num_tokens:,} tokens leave nothing for {use}; {advice}")
         options = self.progress["options"]
         origin = options["plan"][-1]
         meta = tokenizer.meta_entries(self.encoding)
@@ -640,8 +640,15 @@ def is_own_tokenizer(name: str) -> bool:
     return name not in (*BUILT_IN_TOKENIZERS, *TASK_TOKENIZERS)
 
 
-def check_eot_option(args: argparse.Namespace) -> None:
-    """Raise ValueError if --eot_token has no effect."""
+def check_tokenizer_options(args: argparse.Namespace) -> None:
+    """Raise ValueError if --eot_token or --vocab_size has no effect."""
+    # scripts with a tokenizer of their own have no --vocab_size
+    is_chosen = args.tokenizer not in ("bpe", *TASK_TOKENIZERS)
+    if is_chosen and args.vocab_size != PreparationOptions.vocab_size:
+        raise ValueError(
+            f"--vocab_size={args.vocab_size} has no effect with --tokenizer={args.tokenizer}; add "
+            "--tokenizer=bpe, or omit it"
+        )
     if args.eot_token is not None and not is_own_tokenizer(args.tokenizer):
         raise ValueError(
             f"--eot_token={args.eot_token} has no effect with --tokenizer={args.tokenizer}; omit "
@@ -779,8 +786,8 @@ def adopt(args: argparse.Namespace) -> None:
     out = args.out
     folder = Path(args.pretokenized)
     is_local = folder.is_dir()
-    check_eot_option(args)
-    for name in ("source", "max_tokens", "val_tokens", "shard_tokens"):
+    check_tokenizer_options(args)
+    for name in ("source", "max_tokens", "val_tokens", "shard_tokens", "overwrite"):
         if getattr(args, name) != getattr(PreparationOptions, name, None):
             raise ValueError(f"--{name} has no effect on --pretokenized; omit it")
     if is_local:

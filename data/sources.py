@@ -321,10 +321,17 @@ def count_parquet_bytes(path: Path, column: str) -> int:
     """Return the uncompressed size of a column of a parquet file."""
     with open_parquet(path, path, column) as file:
         metadata = file.metadata
-        index = file.schema_arrow.names.index(column)
+        # row groups count the fields of a struct, each of which is a column of its own there
+        paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+        indices = [
+            index
+            for index, path in enumerate(paths)
+            if path == column or path.startswith(f"{column}.")
+        ]
         return sum(
             metadata.row_group(group).column(index).total_uncompressed_size
             for group in range(metadata.num_row_groups)
+            for index in indices
         )
 
 

@@ -100,7 +100,7 @@ class BytePairTokenizer(Tokenizer):
 
 
 def split_blanks(text: str) -> Iterator[str]:
-    """Yield a text in pieces, which is cut within runs of blanks that are too long for tiktoken."""
+    """Yield the text in pieces, cutting runs of whitespace that are too long for tiktoken."""
     if len(text) < MAX_BLANKS:
         yield text
         return

@@ -7,6 +7,7 @@ more bytes becomes one merge, of the two parts that the tokens before it make of
 The other functions read from any tokenizer.json what is needed without the library.
 """
 
+import functools
 import hashlib
 import re
 from itertools import pairwise
@@ -17,6 +18,7 @@ GPT2_SHA256 = "b7cc3f4d1607c17604556413145cd3ecef05b33f90bd8fe4f42b83260e2b290f"
 MAX_VOCAB = 2**24
 
 
+@functools.cache  # decoding a vocabulary asks for it at every token
 def printable_bytes() -> dict[str, int]:
     """Return the byte that each character of GPT-2's printable byte alphabet stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -49,7 +49,7 @@ from training import checkpoint, metrics, resume, stopping
 from training.provenance import store_figures
 from training.settings import configure, every_option, known_options
 from training.stopping import EXIT_CODE as STOPPED
-from utils import files, units
+from utils import files, machine, units
 from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -541,7 +541,7 @@ def make_environment(jobs: int, gpus: str | None = None) -> dict[str, str]:
     # torchrun ends its processes 30 s after it was told to end, too few for a large model
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110"}
     if jobs > 1:
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = machine.count_cores()
         environment["OMP_NUM_THREADS"] = str(max(num_cores // jobs, 1))
     environment.update(os.environ)
     if gpus is not None:

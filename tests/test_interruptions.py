@@ -327,6 +327,23 @@ def test_max_seconds_leaves_time_for_a_step_and_a_save(monkeypatch):
     assert stop.reason() == "max_seconds=10"
 
 
+def test_max_seconds_count_from_when_the_run_was_planned(monkeypatch):
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: 105.0)
+    assert stopping.Stop(10.0, start_time=96.0).reason() is None
+    assert stopping.Stop(10.0, start_time=95.0).reason() == "max_seconds=10"
+
+
+@pytest.mark.parametrize(("local_rank", "num_lines"), [("0", 1), ("3", 0)])
+def test_one_process_of_a_machine_says_that_a_signal_stops_the_run(
+    local_rank, num_lines, monkeypatch, capfd
+):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    stop = stopping.Stop(None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.reason() == "SIGTERM"
+    assert capfd.readouterr().err.count("the run stops after this step") == num_lines
+
+
 def test_a_run_without_max_seconds_has_no_reason_to_stop():
     assert stopping.Stop(None).reason() is None
 

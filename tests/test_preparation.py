@@ -627,6 +627,10 @@ MISTAKES = [
     ("--workers=0", "--workers=0: give 1 or more"),
     ("--shard_tokens=2147483648", "--shard_tokens=2147483648: give a number from 1 to 2147483647"),
     ("--tokenizer=bpe --vocab_size=256", "--vocab_size=256: give a number from 257 to 65536"),
+    (
+        "--vocab_size=300",
+        "--vocab_size=300 has no effect with --tokenizer=bytes; add --tokenizer=bpe",
+    ),
     ("--tokenizer=bpe --vocab_size=65537", "--vocab_size=65537: give a number from 257"),
     (
         "--tokenizer=words",

@@ -296,6 +296,14 @@ def test_text_bytes_of_parquet_are_about_those_of_the_text(tmp_path):
     assert num_bytes == pytest.approx(2 * sum(map(len, texts)), rel=0.1)
 
 
+def test_text_bytes_of_parquet_are_those_of_the_column_behind_a_struct(tmp_path):
+    texts = [f"document {number}" for number in range(100)]
+    table = pa.table({"meta": [{"url": "x" * 500, "date": "y"}] * 100, "text": texts})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    num_bytes = Files([str(tmp_path / "a.parquet")]).text_bytes()
+    assert num_bytes == pytest.approx(sum(len(text) + 4 for text in texts), rel=0.05)
+
+
 def test_text_bytes_of_texts_are_those_of_utf_8():
     assert Texts(["größe", "x"], "x").text_bytes() == 8
 

@@ -14,7 +14,7 @@ from model import build
 from model.gpt import GPT, GPTConfig
 from model.parameters import collect_rules, find_aliases, start_by_name
 from training.distributed import World
-from training.muon import count_rows
+from training.muon import get_own_rows
 
 
 def build_on_meta(name: str, model_config: GPTConfig) -> GPT:
@@ -94,13 +94,3 @@ def initialize(model: GPT, world: World, seed: int) -> None:
                 parameter.to_local().copy_(full_parameter[rows])
             else:
                 parameter.copy_(full_parameter)
-
-
-def get_own_rows(parameter: DTensor) -> slice:
-    """Return which rows of a parameter this rank has; FSDP2 cuts the first dimension."""
-    # the last dimension of a mesh is the one that shards; HSDP's first one has the copies
-    mesh = parameter.device_mesh
-    num_rows = count_rows(parameter.shape[0], mesh.size(-1))
-    own_index = mesh.get_local_rank(-1)
-    first_row = sum(num_rows[:own_index])
-    return slice(first_row, first_row + num_rows[own_index])

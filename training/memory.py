@@ -1,7 +1,7 @@
 """What a run needs, computed before it starts: parameters, memory, tokens, FLOPs and time.
 
-`least_memory` is a lower bound, which a run on a CPU cannot do without; `estimate_memory` is the
-expected peak of one process, on a CPU or a GPU. No tensor has data while they are computed.
+`least_memory` is a lower bound on the memory of a run on a CPU; `estimate_memory` is the expected
+peak of one process, on a CPU or a GPU. No tensor has data while they are computed.
 """
 
 import dataclasses
@@ -72,8 +72,8 @@ def build_without_memory(name: str, model_config: GPTConfig, num_layers: int) ->
 def count_parameters(name: str, model_config: GPTConfig, muon_only: bool = False) -> int:
     """Return the number of parameters of a model, or of those that Muon may train.
 
-    From MAX_COUNTED_BLOCKS blocks on it is extrapolated: each block then has as many parameters
-    more than the block before it as the third block has more than the second.
+    Above MAX_COUNTED_BLOCKS blocks it is extrapolated, assuming that the number of parameters of a
+    block is linear in its index.
     """
 
     def count(num_layers: int) -> int:
@@ -90,7 +90,7 @@ def count_parameters(name: str, model_config: GPTConfig, muon_only: bool = False
 
 
 def extrapolate(sizes: Sequence[float], num_steps: float) -> float:
-    """Return the size at some steps after the first of three, each step growing by the same more.
+    """Extrapolate three sizes at equal distances quadratically, to some steps after the first.
 
     Streams that read all earlier blocks grow in this way with depth.
     """
@@ -259,7 +259,7 @@ def count_one_block(config: TrainConfig, model_config: GPTConfig, device_type: s
 
 @dataclass(frozen=True)
 class LowerBound:
-    """What a process on a CPU cannot do without in a training step, as a function of its batch."""
+    """The least memory of a process on a CPU in a training step, as a function of its batch."""
 
     fixed: int  # the process, weights, gradients and the optimizer's state, in bytes
     bytes_per_sequence: int  # saved activations
@@ -311,7 +311,7 @@ def compute_lower_bound(config: TrainConfig, model_config: GPTConfig) -> LowerBo
 
 
 def least_memory(config: TrainConfig, model_config: GPTConfig) -> int:
-    """Return the bytes that one process on a CPU cannot do without in a training step.
+    """Return the least memory, in bytes, of one process on a CPU in a training step.
 
     Raises:
         ValueError: the model cannot be built
@@ -636,7 +636,7 @@ def describe_embedding(model: GPT) -> str:
 def describe_memory(
     config: TrainConfig, model_config: GPTConfig, device: torch.device
 ) -> list[str]:
-    """Return lines on the memory of one process, on the device and, if it is open, on a GPU.
+    """Return lines on the memory of one process, on the device and, if none was chosen, on a GPU.
 
     There is no estimate for an Apple GPU.
     """

@@ -62,8 +62,8 @@ def get_peak_memory(device: torch.device) -> int:
     """Return the peak memory so far in bytes: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # ru_maxrss is in KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
 
 
 def compute_nominal_flops_per_token(model: GPT) -> float:

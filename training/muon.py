@@ -53,8 +53,8 @@ class Muon(torch.optim.Muon):
                     "engine=fsdp shards some of the matrices that Muon trains and replicates "
                     "others; set rounded=True in the rules of all of them (model/parameters.py)"
                 )
-        # With HSDP, the ranks that shard one copy of the model share its matrices out, and every
-        # copy repeats their work: its rows would have to cross machines otherwise.
+        # With HSDP, the ranks of one copy of the model divide its matrices among themselves, and
+        # every copy repeats the work. Otherwise rows would be sent between machines.
         self.process_group = None
         if self.is_sharded:
             self.process_group = first_weight.device_mesh.get_group(mesh_dim=-1)
@@ -256,6 +256,16 @@ def count_rows(num_rows: int, num_ranks: int) -> list[int]:
     return [
         max(min(rows_per_rank, num_rows - rank * rows_per_rank), 0) for rank in range(num_ranks)
     ]
+
+
+def get_own_rows(parameter: DTensor) -> slice:
+    """Return which rows of a parameter this rank has; FSDP2 cuts the first dimension."""
+    # the last dimension of a mesh is the one that shards; HSDP's first one has the copies
+    mesh = parameter.device_mesh
+    num_rows = count_rows(parameter.shape[0], mesh.size(-1))
+    own_index = mesh.get_local_rank(-1)
+    first_row = sum(num_rows[:own_index])
+    return slice(first_row, first_row + num_rows[own_index])
 
 
 def run_overlapped(tasks: Iterator[Iterator[None]]) -> None:

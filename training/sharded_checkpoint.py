@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from model import weights as weight_files
-from training.muon import count_rows, local_tensor
+from training.muon import count_rows, get_own_rows, local_tensor
 
 # Sharded tensors are brought together in batches of about this many bytes, or one at a time if they
 # are larger. On a GPU a batch takes this much of its memory.
@@ -57,7 +57,7 @@ class CheckpointShard:
 
 
 def choose_writers(num_writers: int, world_size: int, shard_size: int | None) -> list[int]:
-    """Return the ranks that write checkpoints, evenly spaced, so that each node has its part.
+    """Return the ranks that write checkpoints, evenly spaced over one sharded copy of the model.
 
     Args:
         num_writers: how many to choose, at most
@@ -71,11 +71,15 @@ def choose_writers(num_writers: int, world_size: int, shard_size: int | None) ->
 
 
 def balance(sizes: dict[str, int], num_parts: int) -> dict[str, int]:
-    """Divide things into parts of about equal size; return the number of the part of each.
+    """Assign tensors to parts of about equal size, the largest first, each to the smallest part so far.
 
-    The largest goes first, to the part with the least. The result is the same on all ranks.
+    The result is the same on all ranks.
 
-    sizes: the size of each thing, in bytes
+    Args:
+        sizes: bytes of each tensor by name
+
+    Returns:
+        the number of the part of each tensor
     """
     # a heap of (bytes so far, number of the part)
     parts = [(0, index) for index in range(num_parts)]
@@ -244,15 +248,10 @@ def read_like(saved: SavedTensor | torch.Tensor, parameter: torch.Tensor) -> tor
     # always a copy, because what is read may be a view of the file
     if not saved.shape or not isinstance(parameter, DTensor):
         return saved[...].to(device, copy=True)
-    # the last dimension of a mesh is the one that shards; HSDP's first one has the copies
-    mesh = parameter.device_mesh
-    num_rows = count_rows(parameter.shape[0], mesh.size(-1))
-    own_index = mesh.get_local_rank(-1)
-    first_row = sum(num_rows[:own_index])
-    rows = saved[first_row : first_row + num_rows[own_index]]
+    rows = saved[get_own_rows(parameter)]
     return DTensor.from_local(
         rows.to(device, copy=True),
-        mesh,
+        parameter.device_mesh,
         parameter.placements,
         run_check=False,
         shape=parameter.shape,

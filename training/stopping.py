@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from utils import files
+from utils import files, machine
 
 EXIT_CODE = 75  # EX_TEMPFAIL: the run was stopped and saved, and can be resumed
 # A launcher may pass on a signal that its whole process group has received already. A second signal
@@ -29,9 +29,13 @@ class Stop:
     stops early enough for one more step and one more checkpoint, if they take as long as the last.
     """
 
-    def __init__(self, max_seconds: float | None):
-        """Start the clock, and take over SIGTERM, SIGINT and SIGHUP."""
-        self.start_time = time.monotonic()
+    def __init__(self, max_seconds: float | None, start_time: float | None = None):
+        """Take over SIGTERM, SIGINT and SIGHUP.
+
+        Args:
+            start_time: of max_seconds, as `time.monotonic()` gives it; None means now
+        """
+        self.start_time = time.monotonic() if start_time is None else start_time
         self.max_seconds = max_seconds
         self.signal_name: str | None = None  # the first signal; None until there is one
         self.signal_time = 0.0
@@ -55,8 +59,10 @@ class Stop:
                 "a second signal ends it at once without saving\n"
             )
             # not print: the signal may arrive within one, and print cannot be called within itself
-            with contextlib.suppress(OSError):
-                os.write(2, message.encode())
+            # once per machine, because torchrun passes the signal on to all of its processes
+            if machine.local_rank() == 0:
+                with contextlib.suppress(OSError):
+                    os.write(2, message.encode())
         elif signal_time - self.signal_time > DUPLICATE_SIGNAL_SECONDS:
             # no cleanup: whoever sends a second signal may have found that it hangs
             os._exit(128 + number)

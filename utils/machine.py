@@ -26,6 +26,13 @@ def num_machines() -> int:
     return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def can_compile(device_type: str = "cpu") -> bool:
     """Return whether torch.compile has what it needs: on a CPU a C++ compiler and Python.h."""
     if device_type != "cpu":
