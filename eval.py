@@ -28,7 +28,7 @@ if __name__ == "__main__":
 # isort: split
 import configurator
 from evaluation import comparison, published, subjects, tasks
-from evaluation.runner import Evaluation
+from evaluation.runner import Evaluation, read_entries
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed
@@ -39,7 +39,14 @@ TABLE_FORMATS = {
     "tex": comparison.format_latex,
     "csv": comparison.format_csv,
 }
-TASK_OPTIONS = ("shots", "include_path", "limit", "log_samples", "add_bos_token")
+TASK_OPTIONS = (
+    "shots",
+    "include_path",
+    "limit",
+    "log_samples",
+    "add_bos_token",
+    "retry_minutes",
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -101,9 +108,9 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--retry_minutes",
         type=float,
-        default=tasks.DEFAULT_RETRY_MINUTES,
-        help="number of minutes, 0 or more, to keep retrying for each task while the Hugging Face "
-        "Hub does not respond",
+        help="number of minutes, 0 or more, to keep retrying for each task if the Hugging Face Hub "
+        "stops responding; if it cannot be reached at the start, nothing is retried, and only "
+        f"cached datasets are used (default: {tasks.DEFAULT_RETRY_MINUTES:g})",
     )
     add(
         "--limit",
@@ -127,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the options, and turn args.tasks and args.shots into lists.
+    """Check the options, fill in a default, and turn args.tasks and args.shots into lists.
 
     Raises:
         ValueError: an option is out of range, or has no effect
@@ -136,11 +143,15 @@ def check(args: argparse.Namespace) -> None:
     if not args.tasks and args.val is None:
         raise ValueError("--tasks names no task; give at least one task, or --val")
     for name in TASK_OPTIONS:
-        if not args.tasks and getattr(args, name):
+        # the default of a flag is False, and that of any other option None
+        is_given = getattr(args, name) is not None and getattr(args, name) is not False
+        if is_given and not args.tasks:
             raise ValueError(
                 f"--{name} has no effect with --val alone, which evaluates no tasks; give --tasks "
                 f"as well, or omit --{name}"
             )
+    if args.retry_minutes is None:
+        args.retry_minutes = tasks.DEFAULT_RETRY_MINUTES
     shots = (args.shots or "0").split(",")
     if not all(number.isdecimal() for number in shots):
         raise ValueError(
@@ -175,16 +186,16 @@ def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[
     # a stored entry may have been computed under another label
     labels = {entry["weights"]: entry["label"] for entry in entries}
     by_cell = {
-        table_cell(entry): {**entry, "label": labels[entry["weights"]]}
+        get_table_cell(entry): {**entry, "label": labels[entry["weights"]]}
         for entry in stored_entries
         if entry["weights"] in labels
     }
     for entry in entries:
-        by_cell.pop(table_cell(entry), None)
+        by_cell.pop(get_table_cell(entry), None)
     return [*entries, *by_cell.values()]
 
 
-def table_cell(entry: dict) -> tuple[str, str, str]:
+def get_table_cell(entry: dict) -> tuple[str, str, str]:
     """Return the row, column and table of an entry, by which a later result replaces it."""
     return entry["weights"], entry["task"], make_title(entry)
 
@@ -249,7 +260,7 @@ def make_task_table(
             metrics[name] = metric
             if own_shots != entry["shots"]:
                 metrics[name] = f"{metric}, {own_shots}-shot"
-            values[name] = value, error
+            values[name] = comparison.Value(value, error)
     rows = []
     for weights, values in values_by_weights.items():
         # entries with the same title have the same number of shots
@@ -343,7 +354,8 @@ def main() -> None:
 
         failures = [*missing_tasks, *evaluation.failures]
         if world.is_main:
-            report(entries, evaluation.entries, papers, out)
+            # with the entries that other calls have stored meanwhile
+            report(entries, read_entries(out), papers, out)
             for failure in failures:
                 print(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
     distributed.stop(world)

@@ -11,7 +11,6 @@ not depend on the batch they are generated in. The generation speed is printed o
 """
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -29,13 +28,16 @@ import configurator
 from data.tokenizer import Tokenizer, encode_prompt
 from model import kernels
 from model.decoding import Decoder, round_matrices
-from model.generation import Sampling, generate_text
+from model.generation import Piece, Sampling, generate_text, note_truncation
 from model.gpt import GPT
 from training.checkpoint import load_model
 from training.distributed import computes_in_bfloat16, pick_device
 from utils import machine
 
 RULE = "-" * 80
+DEFAULT_BATCH_SIZE = 16
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
 LABELS_NOTE = (
     "note: this model was trained on labels, not on text; its first new token is the answer to the "
     "last token of the prompt, and later tokens are meaningless, so give --max_new_tokens=1 "
@@ -67,7 +69,8 @@ def parse_arguments() -> argparse.Namespace:
         "--max_new_tokens",
         type=int,
         default=300,
-        help="maximum number of tokens to generate for each sample, 1 or more",
+        help="maximum number of tokens to generate for each sample, 1 or more; a text longer than "
+        "block_size loses its older part as context",
     )
     add(
         "--temperature",
@@ -118,8 +121,8 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--batch_size",
         type=int,
-        default=16,
-        help="maximum number of sequences to generate together, 1 or more",
+        help="maximum number of sequences to generate together, 1 or more (default: "
+        f"{DEFAULT_BATCH_SIZE})",
     )
     add(
         "--interactive",
@@ -134,14 +137,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     add(
         "--host",
-        default="127.0.0.1",
-        help="address that --serve listens on; the default can only be reached from this machine",
+        help="address that --serve listens on; the default can only be reached from this machine "
+        f"(default: {DEFAULT_HOST})",
     )
     add(
         "--port",
         type=int,
-        default=8000,
-        help="port that --serve listens on, 0 to 65535; 0 chooses a free port",
+        help="port that --serve listens on, 0 to 65535; 0 chooses a free port (default: "
+        f"{DEFAULT_PORT})",
     )
     add(
         "--device",
@@ -169,11 +172,19 @@ def parse_arguments() -> argparse.Namespace:
 def check(args: argparse.Namespace) -> Sampling:
     """Check the options, and return those that say how a token is sampled.
 
-    Line breaks take the place of \\n in args.stop.
+    Line breaks take the place of \\n in args.stop, and options that only some modes take get their
+    defaults.
 
     Raises:
         ValueError: an option is out of range, or contradicts another one
     """
+    check_mode(args)
+    if args.batch_size is None:
+        args.batch_size = DEFAULT_BATCH_SIZE
+    if args.host is None:
+        args.host = DEFAULT_HOST
+    if args.port is None:
+        args.port = DEFAULT_PORT
     for name in ("num_samples", "batch_size", "max_new_tokens"):
         value = getattr(args, name)
         if value < 1:
@@ -184,7 +195,6 @@ def check(args: argparse.Namespace) -> Sampling:
         raise ValueError(f"--port={args.port}: give a port from 1 to 65535, or 0 for any free port")
     if "" in args.stop:
         raise ValueError("--stop is an empty string: give one character or more, or omit --stop")
-    check_mode(args)
     args.stop = [text.replace("\\n", "\n") for text in args.stop]
     return Sampling(
         repetition_penalty=args.repetition_penalty,
@@ -207,6 +217,15 @@ def check_mode(args: argparse.Namespace) -> None:
             f"--num_samples={args.num_samples} has no effect with --serve and --interactive, "
             "which generate one sample at a time; omit it"
         )
+    if (args.serve or args.interactive) and args.batch_size is not None:
+        raise ValueError(
+            f"--batch_size={args.batch_size} has no effect with --serve and --interactive, which "
+            "generate one sample at a time; omit it"
+        )
+    for name in ("host", "port"):
+        value = getattr(args, name)
+        if value is not None and not args.serve:
+            raise ValueError(f"--{name}={value} has no effect without --serve; omit it")
     if args.serve and args.compile == "True":
         raise ValueError(
             "--compile=True has no effect with --serve, which records statistics of the residual "
@@ -277,13 +296,7 @@ def sample(
     """Generate and print args.num_samples samples of each prompt."""
     ids_of_prompt = {prompt: encode_prompt(tokenizer, prompt) for prompt in prompts}
     longest_prompt = max(len(ids) for ids in ids_of_prompt.values())
-    block_size = model.config.block_size
-    if longest_prompt > block_size:
-        print(
-            f"note: the longest prompt has {longest_prompt} tokens, of which the model reads the "
-            f"last {block_size} (block_size)",
-            file=sys.stderr,
-        )
+    note_truncation(longest_prompt, model.config.block_size)
     # a sample depends on its prompt and seed alone, so batches may mix prompts
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
     batch_size = min(len(jobs), args.batch_size)
@@ -321,7 +334,7 @@ def sample(
     )
 
 
-def print_samples(prompts: list[str], pieces: Iterable[tuple[int, str | None, int]]) -> int:
+def print_samples(prompts: list[str], pieces: Iterable[Piece]) -> int:
     """Print each prompt with its continuation, in the order of the prompts.
 
     All samples of a batch grow at the same time, but only one can be printed at a time. The pieces
@@ -354,8 +367,7 @@ def print_samples(prompts: list[str], pieces: Iterable[tuple[int, str | None, in
 
 
 def main() -> None:
-    # A closed pipe, as in `sample.py RUN | head`, ends the script without a traceback.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    errors.end_quietly_on_closed_pipe()
     args = parse_arguments()
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
         sampling = check(args)

@@ -7,8 +7,8 @@ once, and then what each request has after it.
 from dataclasses import dataclass
 from itertools import takewhile
 
-# A request joins a group only if this fraction of reading it alone is saved, because the second
-# forward pass has a cost of its own.
+# A request joins a group only if this saves at least this fraction of its own tokens, because the
+# second forward pass has a cost of its own.
 MIN_SAVED_FRACTION = 0.25
 # Number of token positions in a batch, with padding, so that a batch of long sequences fits into
 # memory.

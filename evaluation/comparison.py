@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from evaluation.tasks import PAPER_METRICS
 from utils import tables
-
-# a result and its standard error, None if it has none
-Value = tuple[float, float | None]
 
 STANDARD_ERROR_NOTE = "± is lm-eval's standard error over the items of a task."
 AVERAGE_NOTE = "The standard error of the average assumes that the tasks are independent."
@@ -27,6 +25,13 @@ VALIDATION_COLUMNS = {
 PAPER_VALIDATION_METRICS = {"val_loss": "val_loss", "val_perplexity": "val_ppl"}
 
 
+class Value(NamedTuple):
+    """A result."""
+
+    value: float
+    standard_error: float | None = None
+
+
 @dataclass
 class Row:
     """The results of a model, by column, beside the paper's."""
@@ -40,7 +45,7 @@ class Row:
     def differences(self) -> dict[str, Value]:
         """Return the model's results minus the paper's, in the columns that both have."""
         return {
-            column: (value - self.paper[column], error)
+            column: Value(value - self.paper[column], error)
             for column, (value, error) in self.values.items()
             if column in self.paper
         }
@@ -64,7 +69,7 @@ class Table:
         for row in self.rows:
             formatted.append([row.label, *self.format_values(row.values)])
             if row.paper.keys() & self.columns.keys():
-                paper = {column: (value, None) for column, value in row.paper.items()}
+                paper = {column: Value(value) for column, value in row.paper.items()}
                 differences = self.format_values(row.differences(), sign="+")
                 formatted.append(["published", *self.format_values(paper)])
                 formatted.append(["difference", *differences])
@@ -84,13 +89,12 @@ def compute_average(values: dict[str, Value]) -> dict[str, Value]:
     """Return {"average": the mean over the paper's eight tasks}; {} if one of them is missing."""
     if not PAPER_METRICS.keys() <= values.keys():
         return {}
-    task_values = [values[task][0] for task in PAPER_METRICS]
-    task_errors = [values[task][1] for task in PAPER_METRICS]
+    task_values, task_errors = zip(*(values[task] for task in PAPER_METRICS), strict=True)
     num_tasks = len(task_values)
     error = None
     if None not in task_errors:
         error = math.sqrt(sum(task_error * task_error for task_error in task_errors)) / num_tasks
-    return {"average": (sum(task_values) / num_tasks, error)}
+    return {"average": Value(sum(task_values) / num_tasks, error)}
 
 
 def make_task_row(
@@ -124,7 +128,7 @@ def make_validation_row(label: str, record: dict, paper: dict[str, float], remar
     Args:
         record: as in metrics.jsonl
     """
-    values = {column: (record[column], None) for column in VALIDATION_COLUMNS if column in record}
+    values = {column: Value(record[column]) for column in VALIDATION_COLUMNS if column in record}
     published = {}
     if paper:
         published = {column: paper[name] for column, name in PAPER_VALIDATION_METRICS.items()}

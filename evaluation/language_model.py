@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
@@ -64,6 +64,17 @@ class PromptBatch(NamedTuple):
     prompts: list[list[int]]  # their tokens
     settings: GenerationSettings
     shared_decoder: SharedDecoder | None  # None for a decoder of its own, which is not compiled
+
+
+class Reading(NamedTuple):
+    """A request, and which of its tokens a row of a forward pass reads."""
+
+    request: Request
+    row: int  # of the batch
+
+    # index of the request's token that column 0 of the row reads; negative if the row is padded on
+    # the left
+    first: int
 
 
 class LanguageModel(TemplateLM):
@@ -180,10 +191,12 @@ class LanguageModel(TemplateLM):
         prefixes = [group.requests[0].tokens[: group.prefix_len] for group in batch]
         if batch[0].suffix_len == 0:
             hidden = self.model.hidden(self.pad_right(prefixes))
-            positions = [
-                (row, 0, request) for row, group in enumerate(batch) for request in group.requests
+            readings = [
+                Reading(request, row, first=0)
+                for row, group in enumerate(batch)
+                for request in group.requests
             ]
-            self.add_scores(hidden, positions, sums)
+            self.add_scores(hidden, readings, sums)
             return
 
         # The prefixes are padded on the left, so that all of them end at the same position, where
@@ -193,30 +206,25 @@ class LanguageModel(TemplateLM):
         ids = pad_left(prefixes, self.world.device)
         cache = self.model.new_cache(longest_prefix + longest_suffix)
         hidden = self.model.hidden(ids, cache, cache.reserve(ids))
-        positions = [
-            (row, group.prefix_len - longest_prefix, request)
+        readings = [
+            Reading(request, row, first=group.prefix_len - longest_prefix)
             for row, group in enumerate(batch)
             for request in group.requests
         ]
-        self.add_scores(hidden, positions, sums)
+        self.add_scores(hidden, readings, sums)
 
         # Each request that has a suffix continues from a copy of the cache of its prefix.
-        with_suffix = [
-            (row, group.prefix_len, request)
-            for row, group in enumerate(batch)
-            for request in group.requests
-            if request.num_read > group.prefix_len
-        ]
-        rows = torch.tensor([row for row, _, _ in with_suffix], device=self.world.device)
-        cache = cache.select(rows)
-        ids = self.pad_right(
-            [request.tokens[prefix_len:-1] for _, prefix_len, request in with_suffix]
-        )
+        prefix_rows: list[int] = []
+        readings = []
+        for prefix_row, group in enumerate(batch):
+            for request in group.requests:
+                if request.num_read > group.prefix_len:
+                    readings.append(Reading(request, row=len(readings), first=group.prefix_len))
+                    prefix_rows.append(prefix_row)
+        cache = cache.select(torch.tensor(prefix_rows, device=self.world.device))
+        ids = self.pad_right([reading.request.tokens[reading.first : -1] for reading in readings])
         hidden = self.model.hidden(ids, cache, cache.reserve(ids))
-        positions = [
-            (row, prefix_len, request) for row, (_, prefix_len, request) in enumerate(with_suffix)
-        ]
-        self.add_scores(hidden, positions, sums)
+        self.add_scores(hidden, readings, sums)
 
     def pad_right(self, sequences: list[list[int]]) -> torch.Tensor:
         """Return token ids int64 (B, T).
@@ -230,15 +238,15 @@ class LanguageModel(TemplateLM):
     def add_scores(
         self,
         hidden: torch.Tensor,
-        positions: list[tuple[int, int, Request]],
+        readings: list[Reading],
         sums: torch.Tensor,
     ) -> None:
         """Add the scores of those scored tokens that are predicted by `hidden` to `sums`.
 
         Args:
             hidden: the normalized readout (B, T, d)
-            positions: (row of the batch, index of the request's token that column 0 of this row has
-                read, request); the index is negative if the row is padded on the left
+            readings: the requests that the rows of `hidden` have read, several for a row if they
+                share it
             sums: float64 (2, number of requests)
         """
         seq_len = hidden.shape[1]
@@ -246,7 +254,7 @@ class LanguageModel(TemplateLM):
         places: list[int] = []
         targets: list[int] = []
         request_indices: list[int] = []
-        for row, first, request in positions:
+        for request, row, first in readings:
             # the logits at tokens begin to end - 1 predict the tokens after them
             begin = max(request.num_read - request.num_scored, first)
             end = max(min(request.num_read, first + seq_len), begin)
@@ -287,10 +295,10 @@ class LanguageModel(TemplateLM):
         text_indices = []
         for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            for window in utils.get_rolling_token_windows(
+            for window in get_rolling_token_windows(
                 tokens, self.prefix_token_id, self.max_length, 1
             ):
-                context, continuation = utils.make_disjoint_window(window)
+                context, continuation = make_disjoint_window(window)
                 windows.append((None, context, continuation))
                 text_indices.append(index)
         scores = self._loglikelihood_tokens(windows, disable_tqdm)
@@ -314,12 +322,13 @@ class LanguageModel(TemplateLM):
             indices_by_settings.setdefault(key, []).append(index)
         batches = []
         for indices in indices_by_settings.values():
-            settings = generation_settings(requests[indices[0]].args[1])
+            settings = read_generation_settings(requests[indices[0]].args[1])
             max_context = self.max_length - settings.max_new_tokens
             if max_context < 1:
                 raise ValueError(
-                    f"max_gen_toks={settings.max_new_tokens} leaves no room for a context in "
-                    f"block_size={self.max_length}"
+                    f"the task generates up to {settings.max_new_tokens} tokens, but the model's "
+                    f"block_size is {self.max_length}; set max_gen_toks below {self.max_length} in "
+                    "the generation_kwargs of a task file of your own (--include_path)"
                 )
             prompts = {}
             for index in indices:
@@ -389,7 +398,7 @@ class LanguageModel(TemplateLM):
         return texts
 
 
-def generation_settings(generation_kwargs: dict) -> GenerationSettings:
+def read_generation_settings(generation_kwargs: dict) -> GenerationSettings:
     """Convert the generation_kwargs of a task.
 
     Raises:

@@ -64,6 +64,9 @@ class Published:
     # the corpus that it was trained on, as in state.json
     corpus: dict | None = None
 
+    # name of the dataset of the paper's recipe
+    recipe_dataset: str = ""
+
     def beside(
         self, label: str, shots: int | str, *more_differences: str
     ) -> tuple[dict[str, float], str]:
@@ -94,10 +97,15 @@ class Published:
 
     def beside_validation(self, label: str, entry: dict) -> tuple[dict[str, float], str]:
         """Return what `beside` does for an entry of the validation split in results.json."""
-        is_known = self.corpus is not None
-        if is_known and not is_same_corpus(self.corpus, entry["settings"]["corpus"]):
+        if self.corpus is not None:
+            if is_same_corpus(self.corpus, entry["settings"]["corpus"]):
+                return self.beside(label, "")
             return self.beside(label, "", "validated on a corpus other than the training corpus")
-        return self.beside(label, "")
+        # entries of earlier versions do not have it
+        dataset = entry.get("dataset", self.recipe_dataset)
+        if dataset == self.recipe_dataset:
+            return self.beside(label, "")
+        return self.beside(label, "", f"validated on {dataset} (paper: {self.recipe_dataset})")
 
 
 @cache
@@ -130,7 +138,12 @@ def find(variant: str, model_config: GPTConfig, state: dict | None = None) -> Pu
     if state is None:
         differences = find_differences(asdict(model_config), config_file, variant)
         return Published(
-            results, description, config_file, tuple(differences), is_training_known=False
+            results,
+            description,
+            config_file,
+            tuple(differences),
+            is_training_known=False,
+            recipe_dataset=read_recipe(config_file, variant)["dataset"],
         )
     settings = resume.saved_settings(state)
     differences = find_differences(settings, config_file, variant)
@@ -147,6 +160,15 @@ def find_size(model_config: GPTConfig) -> str | None:
     return None
 
 
+def read_recipe(config_file: str, variant: str) -> dict[str, object]:
+    """Return all settings of a recipe: those of its config file, and the defaults of the others."""
+    options = collect_options(TrainConfig, model_class(variant).Config)
+    return {
+        **{name: option.default for name, option in options.items()},
+        **configurator.read_config_file(str(ROOT / config_file)),
+    }
+
+
 def find_differences(settings: dict[str, object], config_file: str, variant: str) -> list[str]:
     """Return the settings that differ from a recipe, as `learning_rate=0.002 (paper: 0.001)`.
 
@@ -155,10 +177,7 @@ def find_differences(settings: dict[str, object], config_file: str, variant: str
         config_file: the recipe, whose other settings are the defaults
     """
     options = collect_options(TrainConfig, model_class(variant).Config)
-    recipe = {
-        **{name: option.default for name, option in options.items()},
-        **configurator.read_config_file(str(ROOT / config_file)),
-    }
+    recipe = read_recipe(config_file, variant)
     differences = []
     for name, option in options.items():
         if option.changeable and name not in CHANGEABLE_KEYS_OF_RECIPE:
@@ -168,7 +187,8 @@ def find_differences(settings: dict[str, object], config_file: str, variant: str
         value = settings[name]
         if name == "dataset":  # the same data may lie in another folder
             value = Path(value).name
-        # has_effect looks at keys of the model alone, for the recipe as for the settings
+        # An exported folder has only settings of the model, so the recipe fills in the others before
+        # has_effect reads them.
         if value != recipe[name] and option.has_effect({**recipe, **settings}):
             differences.append(f"{name}={value} (paper: {recipe[name]})")
     return differences

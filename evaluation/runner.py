@@ -45,7 +45,7 @@ class Evaluation:
         log_samples: write every item with its results to a file
 
     Attributes:
-        entries: the entries of results.json
+        entries: the entries of results.json at the start, and those that were added since
         failures: a message for each task whose evaluation failed
     """
 
@@ -100,7 +100,7 @@ class Evaluation:
         return entry, None
 
     def store(self, entry: dict, results: dict, start: float, line: str) -> dict:
-        """Add results and their origin to an entry; the main process stores and reports it.
+        """Add results and their provenance to an entry; the main process stores and reports it.
 
         Args:
             start: time.perf_counter() when the evaluation started
@@ -108,13 +108,13 @@ class Evaluation:
         """
         seconds = time.perf_counter() - start
         complete_entry = {**entry, **results, "seconds": seconds, **collect_provenance()}
+        # Entries that another call has written to results.json meanwhile are not added, because
+        # all processes must skip the same evaluations.
+        self.entries = replace_entry(self.entries, complete_entry)
         if self.world.is_main:
-            self.entries = add_entry(self.out, complete_entry)
+            add_entry(self.out, complete_entry)
             duration = units.format_duration(seconds)
             print(f"{entry['label']}: {line} in {duration}", flush=True)
-        else:
-            # every process skips the same evaluations if the same weights are given twice
-            self.entries = [*self.entries, complete_entry]
         return complete_entry
 
     def evaluate_validation(self, subject: Subject, model: GPT, corpus: Corpus) -> dict:
@@ -122,7 +122,7 @@ class Evaluation:
         settings = {"corpus": corpus.identity}
         entry, stored_entry = self.start_entry(subject, "validation", None, settings)
         if stored_entry is not None:
-            return with_label_of(stored_entry, entry)
+            return relabel_entry(stored_entry, entry)
         start = time.perf_counter()
         block_size = model.config.block_size
         layout = SequenceLayout.from_meta(corpus.meta)
@@ -168,12 +168,16 @@ class Evaluation:
             for task in loaded_tasks:
                 try:
                     entries.append(self.evaluate_task(subject, language_model, task, num_shots))
-                # A full disk, a full memory and a lost process end the evaluation.
-                except (OSError, MemoryError, RuntimeError):
+                # A full memory and a lost process end the evaluation.
+                except (MemoryError, RuntimeError):
                     raise
                 # The code and templates of a task may raise any other error. The other tasks are
                 # evaluated nevertheless.
                 except Exception as error:
+                    # A full disk ends the evaluation as well. An OSError that the operating system
+                    # has not raised has no number, such as that of a file missing on the Hub.
+                    if isinstance(error, OSError) and error.errno is not None:
+                        raise
                     cause = str(error)
                     if not isinstance(error, ValueError):
                         cause = f"{type(error).__name__}: {error}"
@@ -201,7 +205,7 @@ class Evaluation:
             for each_task in task.tasks.values():
                 each_task.build_all_requests(limit=self.limit)
             if stored_entry["digest"] == tasks.compute_digest(task):
-                return with_label_of(stored_entry, entry)
+                return relabel_entry(stored_entry, entry)
         start = time.perf_counter()
         results = tasks.evaluate(
             language_model,
@@ -211,7 +215,7 @@ class Evaluation:
             limit=self.limit,
             standard_errors=self.world.is_main,
         )
-        # the samples of each task are in a file with this name, with the task's name for TASK
+        # file name of the samples; TASK stands for the name of each task
         samples_name = None
         if self.log_samples and self.world.is_main:
             # in the format of lm-eval's file names
@@ -253,7 +257,7 @@ def read_entries(out: Path) -> list[dict]:
     return files.read_json(path).get("entries", []) if path.exists() else []
 
 
-def with_label_of(stored_entry: dict, entry: dict) -> dict:
+def relabel_entry(stored_entry: dict, entry: dict) -> dict:
     """Return a stored entry under the label and folder that its model has now."""
     return {**stored_entry, "label": entry["label"], "folder": entry["folder"]}
 
@@ -263,15 +267,19 @@ def has_same_key(first: dict, second: dict) -> bool:
     return all(first[key] == second[key] for key in KEYS)
 
 
-def add_entry(out: Path, entry: dict) -> list[dict]:
-    """Add an entry to results.json, in place of any with the same key, and return all entries."""
+def replace_entry(entries: list[dict], entry: dict) -> list[dict]:
+    """Return the entries with a new one at the end, in place of any with the same key."""
+    other_entries = [other for other in entries if not has_same_key(other, entry)]
+    return [*other_entries, entry]
+
+
+def add_entry(out: Path, entry: dict) -> None:
+    """Add an entry to results.json, in place of any with the same key."""
     # another call may write to the same file, and the entries of both must stay
     with files.lock_file(out / ".lock", wait=True):
-        entries = [other for other in read_entries(out) if not has_same_key(other, entry)]
-        entries.append(entry)
+        entries = replace_entry(read_entries(out), entry)
         text = json.dumps({"entries": entries}, indent=1) + "\n"
         files.write_text(out / "results.json", text)
-    return entries
 
 
 def write_samples(path: Path, samples: list[dict]) -> None:

@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,14 @@ import jinja2
 import numpy as np
 import torch
 
-from data.hub import RetriesExhausted, check_retry_minutes, is_not_found, retry
+from data.hub import (
+    RetriesExhausted,
+    check_retry_minutes,
+    has_cause,
+    is_not_found,
+    retry,
+    transient_types,
+)
 from training import distributed
 from training.distributed import World
 from utils import errors, machine
@@ -100,14 +108,17 @@ def import_lm_eval() -> ModuleType:
     return lm_eval
 
 
-def go_offline_without_a_hub() -> None:
+def go_offline_without_a_hub() -> bool:
     """Try to reach the Hugging Face Hub once; if it cannot be reached, use cached datasets only.
 
     Otherwise `datasets` would try for 23 seconds for each task. It must be called before `datasets`
     is imported, which then reads the environment variable.
+
+    Returns:
+        Whether the Hub cannot be reached; False if the user has forbidden to try.
     """
     if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE"):
-        return
+        return False
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(hub, timeout=5).close()
@@ -115,6 +126,8 @@ def go_offline_without_a_hub() -> None:
         pass  # the hub responds; its failure may be temporary
     except (OSError, ValueError):
         os.environ["HF_HUB_OFFLINE"] = "1"
+        return True
+    return False
 
 
 def load_all(
@@ -138,27 +151,36 @@ def load_all(
         ValueError: there is no such task or folder, or lm-eval is not installed
     """
     check_retry_minutes(retry_minutes)
-    go_offline_without_a_hub()
+    is_hub_missing = go_offline_without_a_hub()
     # a download may take longer than the timeout of the usual group
     group = distributed.patient_group() if world.world_size > 1 else None
     loaded: list[LoadedTask] = []
     messages: list[str] = []
     if world.is_main:
-        loaded, messages = load(names, find(names, include_path), retry_minutes)
+        task_manager = make_task_manager(names, include_path)
+        if is_hub_missing:
+            print(
+                "note: the Hugging Face Hub cannot be reached, so only datasets in the local cache "
+                "are used",
+                file=sys.stderr,
+            )
+        loaded, messages = load(names, task_manager, retry_minutes)
     if group is not None:
         loaded_names = [[task.name for task in loaded]]
         torch.distributed.broadcast_object_list(loaded_names, group=group)
         if not world.is_main:
-            loaded, messages = load(loaded_names[0], find(names, include_path), retry_minutes)
+            task_manager = make_task_manager(names, include_path)
+            loaded, messages = load(loaded_names[0], task_manager, retry_minutes)
         torch.distributed.barrier(group)
     return loaded, messages
 
 
-def find(names: list[str], include_path: str | None) -> "TaskManager":
+def make_task_manager(names: list[str], include_path: str | None) -> "TaskManager":
     """Return a task manager of lm-eval that knows the names.
 
     Raises:
-        ValueError: there is no such task or folder, or lm-eval is not installed
+        ValueError: there is no such task or folder, a file in the folder is damaged, or lm-eval is
+            not installed
     """
     if include_path is not None and not os.path.isdir(include_path):
         raise ValueError(f"--include_path={include_path}: there is no such folder")
@@ -172,8 +194,25 @@ def find(names: list[str], include_path: str | None) -> "TaskManager":
     for name in names:
         if name not in manager.all_tasks:
             suggestion = errors.suggest(name, manager.all_tasks)
-            raise ValueError(f"--tasks: lm-eval has no task {name}{suggestion}")
+            if include_path is None:
+                raise ValueError(f"--tasks: lm-eval has no task {name}{suggestion}")
+            check_task_files(include_path)
+            raise ValueError(
+                f"--tasks: neither lm-eval nor --include_path={include_path} has a task "
+                f"{name}{suggestion}"
+            )
     return manager
+
+
+def check_task_files(folder: str) -> None:
+    """Raise ValueError if a task file cannot be parsed; lm-eval skips such a file silently."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    for file in sorted(Path(folder).rglob("*.yaml")):
+        try:
+            load_yaml(file, resolve_func=False)
+        except Exception as error:  # those of the YAML parser, and of files that are included
+            raise ValueError(f"{file} cannot be read ({error}); correct it") from error
 
 
 def load(
@@ -204,17 +243,24 @@ def load(
 def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str:
     """Say which task is skipped, why, and what to do about it, in one line."""
     cause = " ".join(f"{type(error).__name__}: {error}".split())
-    if len(cause) > 160:
-        cause = f"{cause[:157]}..."
+    short_cause = cause if len(cause) <= 160 else f"{cause[:157]}..."
     # lm-eval renders the first item when it loads a task
     if isinstance(error, TEMPLATE_ERRORS):
-        return f"task {name} is skipped: its file does not fit its dataset ({cause}); correct it"
+        return (
+            f"task {name} is skipped: its file does not fit its dataset ({short_cause}); correct it"
+        )
+    # the end of the following two may say what to do, so they are not shortened
+    if isinstance(error, ImportError):
+        return f"task {name} is skipped: its code needs a package that is missing ({cause})"
+    is_retried = isinstance(error, RetriesExhausted)
+    if not (is_retried or is_not_found(error) or is_connection_error(error)):
+        return f"task {name} is skipped: it cannot be loaded ({cause})"
     config = getattr(manager.task_index.get(name), "cfg", None) or {}
     dataset = " ".join(
         str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key)
     )
     advice = "connect to the Hugging Face Hub once, or set HF_HOME to a folder that has the dataset"
-    if isinstance(error, RetriesExhausted):
+    if is_retried:
         advice = "rerun the same command later; it evaluates only what is missing"
     elif is_not_found(error):
         advice = (
@@ -222,9 +268,15 @@ def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str
             "`hf auth login`"
         )
     return (
-        f"task {name} is skipped: its dataset {dataset or '(unknown)'} cannot be loaded ({cause}); "
-        f"{advice}"
+        f"task {name} is skipped: its dataset {dataset or '(unknown)'} cannot be loaded "
+        f"({short_cause}); {advice}"
     )
+
+
+def is_connection_error(error: Exception) -> bool:
+    """Return whether a connection failed, or was not allowed although the cache lacks the dataset."""
+    # `datasets` reports the latter in the text alone if it has cached a part of the dataset
+    return has_cause(error, *transient_types()) or "Couldn't find cache for" in str(error)
 
 
 # ---- evaluation ----
@@ -268,7 +320,7 @@ def evaluate(
 
 
 def compute_digest(task: LoadedTask) -> str:
-    """Return the SHA-256 of what is asked and what is right: settings of tasks, and requests."""
+    """Return a SHA-256 digest of the task settings, the prompts and the reference answers."""
     sha256 = hashlib.sha256()
     for name, each_task in sorted(task.tasks.items()):
         sha256.update(f"{name} {each_task.VERSION}".encode())

@@ -127,8 +127,9 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
         raise ValueError(
-            "the vocabulary of this model cannot be resized, because unused ids follow those of the "
-            "tokenizer"
+            "the vocabulary of this model cannot be resized: its embedding has "
+            f"{self.config.vocab_size} rows, and those beyond the tokenizer's tokens are free for "
+            "new ones"
         )
 
     def forward(

@@ -137,7 +137,7 @@ def detect_release(name: str, tensor: torch.Tensor) -> Literal["current", "older
 
 
 def is_current_release(tensors: Tensors) -> bool:
-    """Return whether weights, of which meta tensors suffice, are those of the current release.
+    """Return whether the weights are of the current release. Tensors on the meta device suffice.
 
     Raises:
         ValueError: some are of the current release, and others of the older one
@@ -244,7 +244,7 @@ def check_convolution(
 
 
 def convert_weights(tensors: Tensors, model: GPT) -> Tensors:
-    """Return the tensors of a folder as the model has them: renamed, and folded if its reads are.
+    """Rename a folder's tensors to the model's names, and fold CC reads if the model's are folded.
 
     Raises:
         ValueError: the tensors are of two releases, or the two tensors of a pair do not fit

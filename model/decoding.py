@@ -1,7 +1,7 @@
 """Decoding token by token: the cache of a model, and a decoder that repeats one step.
 
-All that a step uses has a fixed shape and address, and the position is a number on the device, so
-that a step that is compiled or captured once serves all positions.
+Every tensor that a step uses has a fixed shape and address, and the position is a number on the
+device, so that a step that is compiled or captured once serves all positions.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class Cache:
         position: num_tokens on the device, int64 (1,)
         start: number of NO_TOKEN to the left of each sequence, int64 (B, 1); None before the first
             call
-        padded: whether there are any
+        padded: whether any sequence has NO_TOKEN to its left
         blocks: a dict of tensors for each block, and a last one for the expander and the readout.
             The first call creates the tensors, for its batch size and dtypes; later calls write into
             them, except for those in `Folded`.

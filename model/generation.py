@@ -2,6 +2,7 @@
 
 import codecs
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -70,7 +71,7 @@ class Sampling:
             )
 
 
-def probabilities(
+def compute_probabilities(
     logits: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the probabilities of the tokens that may be sampled, up to a factor.
@@ -119,7 +120,7 @@ def sample(
         tokens = logits.argmax(-1)  # the index of a NaN, if there is one
         is_nan = logits.gather(-1, tokens[:, None]).squeeze(-1).isnan()
         return torch.where(is_nan, logits.shape[-1], tokens)
-    p, tokens = probabilities(logits, sampling)
+    p, tokens = compute_probabilities(logits, sampling)
     # Inverse transform sampling: take the first token whose cumulative probability exceeds a point
     # below their sum. As uniform < 1, also after rounding, it never has probability 0.
     cumulative = p.cumsum(-1)
@@ -328,10 +329,10 @@ def generate_text(
         raise ValueError("an empty stop string would stop every text at once; omit it")
     generation = Generation(
         decoder,
-        prompts,
-        max_new_tokens,
-        sampling,
-        seeds,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seeds=seeds,
         stop_token=tokenizer.eot_token,
         vocab_size=tokenizer.n_vocab,
     )
@@ -344,12 +345,23 @@ def generate_text(
             if token is None or text.stopped:
                 generation.stop(row)
                 del texts[row]
-                yield from end_of_text(row, text)
+                yield from end_text(row, text)
     for row, text in texts.items():
-        yield from end_of_text(row, text)
+        yield from end_text(row, text)
 
 
-def end_of_text(row: int, text: Text) -> Iterator[Piece]:
+def note_truncation(num_tokens: int, block_size: int) -> None:
+    """Print a note if the longest prompt, of `num_tokens` tokens, is longer than block_size."""
+    if num_tokens > block_size:
+        print(
+            f"note: the longest prompt has {num_tokens} tokens, of which the model reads the last "
+            f"{block_size} (block_size)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def end_text(row: int, text: Text) -> Iterator[Piece]:
     """Yield the text that was kept back, and the end."""
     yield Piece(row, text.end(), num_tokens=0)
     yield Piece(row, None, num_tokens=0)

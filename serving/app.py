@@ -35,7 +35,8 @@ try:
     from starlette.types import Receive, Scope, Send
 except ImportError as error:
     raise ValueError(
-        "the page needs the fastapi and uvicorn packages: pip install fastapi uvicorn"
+        f"the page needs the fastapi and uvicorn packages, which cannot be imported ({error}): pip "
+        "install fastapi uvicorn"
     ) from error
 
 from data.tokenizer import Tokenizer, encode_prompt
@@ -69,6 +70,9 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)] = ""
+
+    # The server reads the keys down to `stop` only if a request has them, so their defaults here
+    # never apply. They make the keys optional.
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 1
     repetition_penalty: float = 1.0
     temperature: float = 1.0
@@ -76,7 +80,8 @@ class Request(BaseModel):
     top_p: float = 1.0
     min_p: float = 0.0
     stop: Annotated[list[StopString], Field(max_length=8)] = []
-    # JavaScript represents whole numbers exactly up to this limit
+
+    # None takes the next seed. JavaScript represents whole numbers exactly up to this limit
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
 
 

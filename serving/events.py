@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 class StatisticInfo(NamedTuple):
-    """What a write says of a statistic, apart from its values."""
+    """The declared properties of a statistic: its range, and whether it is a gate."""
 
     range: tuple[float, float] | None  # the declared range
     is_ddl_gate: bool
@@ -36,7 +36,7 @@ class StatisticsRecorder(ObservedStream):
 
     Attributes:
         values: by statistic and site, the values (B, T) of each pass since the last `take_last`
-        info: by statistic, what the sites that report it say of it
+        info: for each statistic, the distinct declarations of the sites that report it
     """
 
     def __init__(self):
@@ -94,8 +94,8 @@ def describe_statistics(model: GPT) -> list[dict]:
 
     Returns:
         For each statistic its "name"; its "sites" in the order of a forward pass (`0 attn`, `0
-        mlp`, ...); its "range" as the writes declare it, or None; and "gate", whether it is a
-        gate of a delta rewrite, with which 0 keeps, 1 overwrites and 2 reflects.
+        mlp`, ...); its "range" as the writes declare it, or None; and "gate", which is true for the
+        gate of a delta rewrite (0 keeps the state, 1 overwrites it, 2 reflects it).
     """
     recorder = StatisticsRecorder()
     with model.through(recorder):
@@ -120,7 +120,7 @@ def describe_statistics(model: GPT) -> list[dict]:
 
 
 class Pieces:
-    """Divides a text into tokens, of which each has the text that it adds.
+    """Split a growing text into pieces, one per token, each with the text that its token adds.
 
     A token that ends within a character is sent together with the token that completes the
     character. Generated tokens are held back while a stop string may begin in them.
@@ -219,12 +219,12 @@ def generate_events(
     decoder = Decoder(model, 1, min(len(prompt) + max_new_tokens, model.config.block_size))
     generation = Generation(
         decoder,
-        [prompt],
-        max_new_tokens + 1,
-        sampling,
-        [seed],
-        tokenizer.eot_token,
-        tokenizer.n_vocab,
+        prompts=[prompt],
+        max_new_tokens=max_new_tokens + 1,
+        sampling=sampling,
+        seeds=[seed],
+        stop_token=tokenizer.eot_token,
+        vocab_size=tokenizer.n_vocab,
     )
     pieces = Pieces(tokenizer, stop)
     num_new_tokens = 0

@@ -65,11 +65,12 @@ class Guard:
         """Return the refusal of a request; None if it is allowed."""
         host = headers.get("host", "")
         if not is_own_host(host, self.host):
-            return Refusal(
-                403,
-                f"this server does not answer to the name {host!r}; open the address that it has "
-                "printed",
-            )
+            advice = "open the address that it has printed"
+            if self.host in WILDCARD_ADDRESSES:
+                advice = (
+                    "open it by the numeric address of its machine, such as http://192.0.2.1:8000"
+                )
+            return Refusal(403, f"this server does not answer to the name {host!r}; {advice}")
         # browsers send this header with every request of a script on another website
         if "origin" in headers and headers["origin"].partition("//")[2] != host:
             return Refusal(403, "this server does not answer requests from other websites")

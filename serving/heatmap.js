@@ -2,7 +2,7 @@
 // again when that scrolls, so that a long text does not need a large canvas.
 
 const COLUMN = 14; // pixels, as all sizes here
-const LABELS = 64; // height of the tokens' names above the columns
+export const LABELS = 64; // height of the tokens' names above the columns
 
 // Return the five colors --<name>-0 to --<name>-4 of the style sheet, [r, g, b] each.
 function stops(name) {
@@ -34,8 +34,8 @@ export class Colors {
   }
 }
 
-// Return the colors of a statistic. The gate's show its regimes, from 0 to 2. If numbers can be negative, 0 is the white in
-// the middle; otherwise the colors go from the smallest number to the largest. range is the declared one, or null.
+// Return the colors of a statistic. The gate's show its regimes, from 0 to 2. If numbers can be negative, 0 has the neutral
+// color in the middle; otherwise the colors go from the smallest number to the largest. range is the declared one, or null.
 export function colorsOf({ gate, range }, values) {
   if (gate) return new Colors();
   const [low, high] = range ?? values.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
@@ -52,9 +52,9 @@ export function shown(value) {
 // Fill the legend: #lowest, #middle, #highest and the stripe #scale.
 export function describeColors(colors, gate) {
   const text = (id, value) => (document.getElementById(id).textContent = value);
-  text("lowest", gate ? "0: keeps the state" : shown(colors.lowest));
-  text("highest", gate ? "2: reflects it" : shown(colors.highest));
-  text("middle", gate ? "1 (white): replaces what it holds along k" : colors.name === "gate" ? "0" : "");
+  text("lowest", gate ? "0 keeps the state" : shown(colors.lowest));
+  text("highest", gate ? "2 reflects it" : shown(colors.highest));
+  text("middle", gate ? "1 replaces its component along k" : colors.name === "gate" ? "0" : "");
   const stops = [0, 1, 2, 3, 4].map((i) => `var(--${colors.name}-${i})`);
   document.getElementById("scale").style.background = `linear-gradient(to right, ${stops.join(", ")})`;
 }

@@ -1,7 +1,7 @@
 // The page: sends the form to POST /generate, and shows the tokens as they arrive, with their statistics as colors of the
 // text and in a heat map. Everything from the server is inserted as text, never as HTML.
 
-import { Colors, HeatMap, colorsOf, describeColors, placeTip, shown } from "./heatmap.js";
+import { Colors, HeatMap, LABELS, colorsOf, describeColors, placeTip, shown } from "./heatmap.js";
 
 const $ = (id) => document.getElementById(id);
 const tokens = []; // as the server sends them, with `rows` (mean, then each site's number) and `span`, their text
@@ -11,6 +11,7 @@ let statistic = null; // of model.statistics: the one that is shown
 let rowNames = []; // of the heat map
 let tint = 0; // the row that colors the text
 let running = null; // an AbortController while text is generated
+const PROCESSING = "Processing the prompt…"; // the status until the first token
 const SUBLAYERS = { attn: "attention", mlp: "MLP" };
 
 function element(tag, text, properties = {}) {
@@ -19,7 +20,7 @@ function element(tag, text, properties = {}) {
 
 // --- the model ---------------------------------------------------------------------------------------------------
 
-async function describe() {
+async function loadModel() {
   model = await (await fetch("/model")).json();
   const facts = [
     ["parameters", model.parameters.toLocaleString("en")],
@@ -66,9 +67,9 @@ function choose(name) {
   color();
 }
 
-// A number for each row; null for the last token of a text, which no pass has read, and for a number that is not finite.
+// A number for each row; null for a number that is not finite.
 function rowsOf(token) {
-  const values = token.statistics[statistic.name] ?? statistic.sites.map(() => null);
+  const values = token.statistics[statistic.name];
   const mean = values.includes(null) ? null : values.reduce((a, b) => a + b) / values.length;
   return values.length > 1 ? [mean, ...values] : values;
 }
@@ -82,7 +83,7 @@ function color() {
 }
 
 function setUpRows() {
-  $("sites").style.paddingTop = "64px";
+  $("sites").style.paddingTop = `${LABELS}px`;
   $("sites").replaceChildren(
     ...rowNames.map((name, row) => {
       const button = element("button", name, { type: "button", title: `color the text by ${rowTitle(row)}` });
@@ -213,7 +214,6 @@ async function generate() {
     const headers = { "content-type": "application/json" };
     const response = await fetch("/generate", { method: "POST", headers, body, signal: running.signal });
     if (!response.ok) throw new Error((await response.json()).message);
-    clear();
     await follow(response);
   } catch (error) {
     if (error.name === "AbortError") stopped();
@@ -229,7 +229,11 @@ async function follow(response) {
   let [made, seed, ended] = [0, null, false];
   for await (const event of lines(response)) {
     if (event.message) throw new Error(event.message);
-    if (event.seed !== undefined) seed = event.seed;
+    if (event.seed !== undefined) {
+      // a busy server sends no seed, and the text that is shown stays
+      clear();
+      seed = event.seed;
+    }
     if (event.tokens) {
       addTokens(event.tokens);
       made += event.tokens.filter((token) => !token.prompt).length;
@@ -249,14 +253,15 @@ function say(made, seconds, seed, end) {
 }
 
 function stopped() {
-  $("status").textContent = [$("status").textContent, "stopped"].filter(Boolean).join(" · ");
+  const status = $("status").textContent;
+  $("status").textContent = status === PROCESSING ? "stopped" : `${status} · stopped`;
 }
 
 function setRunning(on) {
   $("generate").disabled = on;
   $("stop").disabled = !on;
   document.body.classList.toggle("running", on);
-  if (on) $("status").textContent = "Processing the prompt…";
+  if (on) $("status").textContent = PROCESSING;
 }
 
 function stop() {
@@ -278,4 +283,4 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   map.redraw();
 });
 
-describe().catch(() => fail("The server does not respond; see its terminal."));
+loadModel().catch(() => fail("The server does not respond; see its terminal."));

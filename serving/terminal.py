@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import configurator
 from data.tokenizer import Tokenizer, encode_prompt
 from model.decoding import Decoder
-from model.generation import Sampling, generate_text
+from model.generation import Sampling, generate_text, note_truncation
 from model.options import collect_options, option
 
 HELP = """Type a prompt, and the model continues it. End a line with \\ to continue on the next line.
@@ -67,8 +67,9 @@ class Settings(Sampling):
                 f"/{command} is not a command; the commands are /KEY=VALUE, /help and /quit"
             )
         options = collect_options(Settings)
-        configurator.check_names([key], options, prefix="/")
-        return dataclasses.replace(self, **{key: configurator.parse(options[key], value)})
+        configurator.check_names([f"/{key}"], [f"/{name}" for name in options])
+        new_value = configurator.parse(options[key], value, prefix="/")
+        return dataclasses.replace(self, **{key: new_value})
 
 
 def read_prompt() -> str | None:
@@ -84,12 +85,11 @@ def read_prompt() -> str | None:
     return "\n".join(line.removesuffix("\\") for line in lines)
 
 
-def generate(decoder: Decoder, tokenizer: Tokenizer, text: str, settings: Settings) -> str:
-    """Print the continuation of a text as it is generated, and return it.
+def generate(decoder: Decoder, tokenizer: Tokenizer, prompt: list[int], settings: Settings) -> str:
+    """Print the continuation of a prompt as it is generated, and return it.
 
     Ctrl+C ends it. The speed is printed on stderr.
     """
-    prompt = encode_prompt(tokenizer, text)
     continuation = ""
     num_tokens = 0
     start = time.perf_counter()
@@ -121,6 +121,7 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, settings: Settings) -> None
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401
         print(settings.format_help())
+    block_size = decoder.model.config.block_size
     text = ""
     while True:
         try:
@@ -132,12 +133,13 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, settings: Settings) -> None
             elif line.startswith("/") and not line.startswith("//"):
                 settings = settings.change(line[1:])
             else:
-                # an empty line continues the last text
-                if line:
-                    text = line
+                # an empty line continues the last text, which a prompt with a mistake leaves as it is
+                prompt = encode_prompt(tokenizer, line or text)
+                text = line or text
+                note_truncation(len(prompt), block_size)
                 # the output has the whole text, as that of sample.py without --interactive
                 print(text, end="", flush=True)
-                text += generate(decoder, tokenizer, text, settings)
+                text += generate(decoder, tokenizer, prompt, settings)
                 settings = dataclasses.replace(settings, seed=settings.seed + 1)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)

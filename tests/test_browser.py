@@ -88,6 +88,12 @@ def sent(address, **body):
         return [token for line in response for token in json.loads(line).get("tokens", ())]
 
 
+def test_the_legend_names_what_a_gate_does(page):
+    assert text(page, "lowest") == "0 keeps the state"
+    assert text(page, "middle") == "1 replaces its component along k"
+    assert text(page, "highest") == "2 reflects it"
+
+
 def test_fields_start_as_on_the_command_line(page):
     values = {
         e.get_attribute("name"): e.get_attribute("value")
@@ -271,8 +277,24 @@ def test_stop_and_busy(chromium, monkeypatch):
         request = urllib.request.Request(f"{address}/generate", body, headers)
         with urllib.request.urlopen(request, timeout=30) as other:
             other.readline()
+            shown_text = content(chromium)
             run(chromium)
             assert text(chromium, "error").startswith("busy: another text is being generated")
+            assert content(chromium) == shown_text
+
+
+def test_stopping_before_the_first_token(chromium):
+    model = build("DDL-gpt-mha-rope", **SMALL)
+    model.ln_f.register_forward_hook(lambda *_: time.sleep(1))
+    with browser.serve_model(model, byte_tokenizer()) as address:
+        chromium.get(address)
+        wait_for(lambda: chromium.find_elements("css selector", "#sites button"))
+        fill(chromium, prompt="ab")
+        chromium.find_element("id", "generate").click()
+        assert text(chromium, "status") == "Processing the prompt…"
+        chromium.find_element("id", "stop").click()
+        wait_for(lambda: text(chromium, "status") != "Processing the prompt…")
+        assert text(chromium, "status") == "stopped"
 
 
 def test_mistakes_are_shown_and_go_away(page):

@@ -36,7 +36,7 @@ from lm_eval.tasks import TaskManager
 
 import export
 from evaluation import batches, comparison, published, runner, subjects, tasks
-from evaluation.language_model import LanguageModel, generation_settings
+from evaluation.language_model import LanguageModel, read_generation_settings
 from training import checkpoint
 from training.checkpoint import load_model
 from training.distributed import World
@@ -467,6 +467,13 @@ def test_an_error_of_one_process_ends_the_task_in_all(monkeypatch):
         model_of_two.generate_until(requests)
 
 
+def test_a_task_that_generates_more_than_block_size_is_refused():
+    request = generation_request("a", {"until": "x"})
+    message = r"generates up to 256 tokens, .* block_size is 40; set max_gen_toks below 40 in"
+    with pytest.raises(ValueError, match=message):
+        language_model(build_generating_model()).generate_until([request])
+
+
 def test_many_batches_share_one_compiled_decoder(monkeypatch):
     """The decoder has the size of the largest batch, and generates what each batch's own does."""
     model = build_generating_model()
@@ -489,7 +496,7 @@ def test_many_batches_share_one_compiled_decoder(monkeypatch):
 
 
 def test_settings_of_sampling_are_read():
-    sampling, stop, max_new_tokens = generation_settings(
+    sampling, stop, max_new_tokens = read_generation_settings(
         {"until": "x", "do_sample": True, "temperature": 0.7, "top_p": 0.9}
     )
     assert sampling.temperature == 0.7
@@ -500,16 +507,16 @@ def test_settings_of_sampling_are_read():
 
 def test_generation_without_do_sample_is_greedy():
     settings = {"do_sample": False, "temperature": 0.7, "max_gen_toks": 3}
-    assert generation_settings(settings)[0].temperature == 0
+    assert read_generation_settings(settings)[0].temperature == 0
 
 
 def test_an_empty_stop_string_is_ignored():
-    assert generation_settings({"until": [""], "top_k": 0})[1] == []
+    assert read_generation_settings({"until": [""], "top_k": 0})[1] == []
 
 
 def test_unsupported_generation_settings_are_refused():
     with pytest.raises(ValueError, match="num_beams is not supported"):
-        generation_settings({"num_beams": 4})
+        read_generation_settings({"num_beams": 4})
 
 
 # ---- the command ----
@@ -785,6 +792,11 @@ def test_other_settings_are_evaluated_beside_the_first(evaluation, options):
     assert evaluation.calls == BOTH_TASKS
 
 
+def read_own_tasks(include_path, **_):
+    """Read no task of lm-eval's own thousands of files, which takes seconds."""
+    return TaskManager(include_path=include_path, include_defaults=False)
+
+
 def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
     run, folder, tmp_path
 ):
@@ -799,7 +811,8 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
         env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""},
     )
     assert result.returncode == 3
-    [line] = result.stderr.decode().strip().splitlines()
+    note, line = result.stderr.decode().strip().splitlines()
+    assert note.startswith("note: the Hugging Face Hub cannot be reached, so only datasets in the")
     for part in ("task absent", "nobody/has_this", "HF_HOME"):
         assert part in line
     assert "questions (acc_norm)" in result.stdout.decode()
@@ -809,7 +822,7 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ("--tasks=question --include_path=TASKS", "no task question | did you mean questions?"),
+        ("--tasks=question --include_path=TASKS", "has a task question, did you mean questions?"),
         ("--tasks=questions --include_path=nowhere", "--include_path=nowhere | no such folder"),
         ("--tasks=questions --shots=1,x", "--shots=1,x | 0,1"),
         ("--tasks=,", "--tasks | --val"),
@@ -819,6 +832,7 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
         ("--tasks=questions --limit=0", "--limit=0 | 1 or more"),
         ("--val --limit=3", "--limit has no effect with --val alone"),
         ("--val --shots=1", "--shots has no effect with --val alone"),
+        ("--val --retry_minutes=0", "--retry_minutes has no effect with --val alone"),
     ],
 )
 def test_mistakes_end_in_one_line_before_any_work(
@@ -830,10 +844,6 @@ def test_mistakes_end_in_one_line_before_any_work(
     (tmp_path / "meta.json").write_text(json.dumps(tokenizer.meta_entries(other)))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(other)))
     arguments = arguments.replace("TASKS", str(folder)).replace("OTHER", str(tmp_path)).split()
-
-    def read_own_tasks(include_path, **_):
-        """Read no task of lm-eval's own thousands of files, which takes seconds."""
-        return TaskManager(include_path=include_path, include_defaults=False)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", read_own_tasks)
     code, _, error = run_eval(run, *arguments, f"--out={tmp_path / 'out'}")
@@ -926,6 +936,66 @@ def test_a_task_that_fails_is_named_and_the_others_are_evaluated(
     [line] = error.strip().splitlines()
     assert f"task faulty{message}" in line
     assert list(read_entries(out)) == [("gaps", 0)]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            f"raise ModuleNotFoundError('{'a' * 200}; pip install antlr4')",
+            "its code needs a package that is missing (ModuleNotFoundError: aaa",
+        ),
+        (
+            f"raise ValueError('{'a' * 200}; pip install antlr4')",
+            "it cannot be loaded (ValueError: aaa",
+        ),
+    ],
+)
+def test_a_task_whose_code_fails_is_not_blamed_on_its_dataset(run, tmp_path, code, message):
+    files = lm_eval_tasks.write_tasks(tmp_path, 3)
+    (files / "gaps.py").write_text(code)
+    code, _, error = run_eval(
+        run, "--tasks=gaps,questions", f"--include_path={files}", f"--out={tmp_path / 'out'}"
+    )
+    assert code == 3
+    [line] = error.strip().splitlines()
+    assert f"task gaps is skipped: {message}" in line
+    assert line.endswith("a; pip install antlr4)")
+    assert list(read_entries(tmp_path / "out")) == [("questions", 0)]
+
+
+def test_a_task_file_that_cannot_be_parsed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", read_own_tasks)
+    (tmp_path / "mine.yaml").write_text("task: mine\nmetric_list: [{metric: acc}\n")
+    with pytest.raises(ValueError, match=r"mine\.yaml cannot be read \((.|\n)*line 3") as error:
+        tasks.make_task_manager(["mine"], str(tmp_path))
+    assert "has a task" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("raised_error", "expected_code"),
+    [
+        (FileNotFoundError("Couldn't find a module script"), 3),
+        (OSError(errno.ENOSPC, "No space left on device"), 2),
+    ],
+)
+def test_only_an_error_of_the_operating_system_ends_the_evaluation(
+    run, folder, tmp_path, monkeypatch, raised_error, expected_code
+):
+    evaluate = tasks.evaluate
+
+    def fail_on_gaps(language_model, task, *arguments, **options):
+        if task.name == "gaps":
+            raise raised_error
+        return evaluate(language_model, task, *arguments, **options)
+
+    monkeypatch.setattr(tasks, "evaluate", fail_on_gaps)
+    arguments = ("--tasks=gaps,questions", f"--include_path={folder}", "--limit=2")
+    code, _, error = run_eval(run, *arguments, f"--out={tmp_path}")
+    assert code == expected_code
+    [line] = error.strip().splitlines()
+    assert raised_error.args[-1] in line
+    assert (tmp_path / "results.json").exists() == (expected_code == 3)
 
 
 def test_a_template_that_does_not_fit_a_later_item_fails_its_task_alone(run, tmp_path):
@@ -1033,6 +1103,25 @@ def test_results_with_other_settings_are_another_table(write_tables, tmp_path):
     assert markdown.startswith("### 0-shot, float32, only the first 2 items\n")
     assert figure in markdown.partition("### 0-shot, float32\n")[2]
     assert num_csv_lines == 1 + 2 + 3 + 1
+
+
+def test_what_another_call_stores_meanwhile_is_not_reused(tmp_path):
+    """Of several processes, only the main one could read it, and it would skip what others do."""
+    evaluation = runner.Evaluation(
+        ALONE,
+        tmp_path,
+        dtype="float32",
+        batch_size=None,
+        shots=[0],
+        add_bos_token=False,
+        limit=None,
+        log_samples=False,
+    )
+    entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}, "label": "run"}
+    runner.add_entry(tmp_path, {**entry, "task": "b"})
+    evaluation.store(entry, {}, 0.0, "acc 1.00")
+    assert [entry["task"] for entry in evaluation.entries] == ["a"]
+    assert [entry["task"] for entry in runner.read_entries(tmp_path)] == ["b", "a"]
 
 
 def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
@@ -1226,7 +1315,7 @@ def test_a_task_that_is_defined_without_examples_stays_so(tmp_path):
 
 @pytest.mark.slow
 def test_lm_eval_has_the_papers_tasks_and_metrics():
-    manager = tasks.find(list(tasks.PAPER_METRICS), None)
+    manager = tasks.make_task_manager(list(tasks.PAPER_METRICS), None)
     for name, metric in tasks.PAPER_METRICS.items():
         metrics = manager.task_index[name].cfg["metric_list"]
         assert metric in [settings["metric"] for settings in metrics]

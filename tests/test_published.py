@@ -135,6 +135,27 @@ def test_another_validation_corpus_is_named():
     assert "validated on a corpus other than" in beside_validation("run", other_corpus)[1]
 
 
+@pytest.mark.parametrize(
+    ("dataset", "difference"),
+    [
+        ("fineweb_edu", None),
+        ("openwebtext", "validated on openwebtext (paper: fineweb_edu)"),
+    ],
+)
+def test_another_validation_corpus_of_an_exported_folder_is_named(dataset, difference):
+    run, model = configure(["config/ddl_dv4_small.py"])
+    entry = {"settings": {"corpus": CORPUS}, "dataset": dataset}
+    row, remark = published.find(run.model, model).beside_validation("exported", entry)
+    assert row["val_loss"] == 2.83545
+    expected = "It is not known how exported was trained."
+    if difference is not None:
+        expected = (
+            "Settings of exported that differ from the paper's (config/ddl_dv4_small.py): "
+            f"{difference}. {expected}"
+        )
+    assert remark == expected
+
+
 # ---- in the tables of eval.py ----
 
 

@@ -84,6 +84,11 @@ def test_several_samples_differ(run):
         (["--interactive", "--stop=a", "--stop=b"], "--interactive takes only one --stop"),
         (["--serve", "--num_samples=2"], "--num_samples=2 has no effect with --serve and"),
         (["--serve", "--compile=True"], "--compile=True has no effect with --serve"),
+        (["--serve", "--batch_size=4"], "--batch_size=4 has no effect with --serve and"),
+        (["--interactive", "--batch_size=4"], "--batch_size=4 has no effect with --serve and"),
+        (["--host=0.0.0.0"], "--host=0.0.0.0 has no effect without --serve"),
+        (["--interactive", "--port=8001"], "--port=8001 has no effect without --serve"),
+        (["--serve", "--port=70000"], "--port=70000: give a port from 1 to 65535"),
     ],
 )
 def test_mistakes_end_in_one_line(run, arguments, message):
@@ -146,6 +151,7 @@ def f(x):
 class A\\
 
 /top_k=0
+/top_k=x
 /stop=
 /stop
 /sead=1
@@ -170,9 +176,44 @@ def test_a_conversation(run):
     errors = [line for line in result.stderr.decode().splitlines() if line.startswith("error:")]
     assert errors == [
         "error: top_k=0: give 1 or more",
+        "error: /top_k=x: give a whole number or None",
         "error: an empty stop string would end every text at once; give /stop=None to have no "
         "stop string",
         "error: /stop is not a command; the commands are /KEY=VALUE, /help and /quit",
-        "error: unknown key /sead, did you mean seed?",
+        "error: unknown key /sead, did you mean /seed?",
     ]
     assert result.stderr.decode().count(" tokens/s") == 4
+
+
+def converse(run, *lines: str) -> tuple[str, str]:
+    """Return the output and the errors of a conversation in which each text has one more token."""
+    options = ("--interactive", "--max_new_tokens=1", "--temperature=0")
+    result = call("sample.py", run, *options, stdin="\n".join(lines).encode())
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode(), result.stderr.decode()
+
+
+def test_a_refused_prompt_is_not_shown(run):
+    output, errors = converse(run, "a<|im_start|>b")
+    assert output == ""
+    assert errors.startswith("error: the prompt has the special token <|im_start|>")
+
+
+def test_a_refused_prompt_leaves_the_last_text(run):
+    continued = converse(run, "def f", "")
+    output, _ = converse(run, "def f", "a<|im_start|>b", "")
+    assert output == continued[0]
+
+
+NOTE = "note: the longest prompt has 21 tokens, of which the model reads the last 16 (block_size)\n"
+
+
+def test_a_prompt_that_is_longer_than_block_size_is_noted(run):
+    result = call("sample.py", run, f"--prompt={'a' * 20}", "--max_new_tokens=1")
+    assert result.stderr.decode().startswith(NOTE)
+
+
+def test_a_prompt_that_is_longer_than_block_size_is_noted_in_a_conversation(run):
+    _, errors = converse(run, "a" * 20, "a")
+    assert errors.startswith(NOTE)
+    assert errors.count("note:") == 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import importlib
 import json
 import random
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 from browser import serve_model, serve_run
 from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
+from starlette.datastructures import Headers
 
 from data.tokenizer import byte_tokenizer, train_byte_pairs
 from model import MODEL_NAMES, build
@@ -29,7 +32,7 @@ from model.generation import Sampling, Text
 from model.gpt import GPT, Stream
 from serving import app as serving_app
 from serving.events import Pieces, describe_statistics, generate_events
-from serving.guard import is_own_host
+from serving.guard import Guard, is_own_host
 from training.checkpoint import load_model
 from training.residual_statistics import ObservedStream
 
@@ -595,6 +598,27 @@ def test_a_server_on_all_interfaces_has_no_other_name():
 @pytest.mark.parametrize("header", ["", "evil.example", "10.1.2.3", "localhost.evil.example"])
 def test_a_server_on_one_address_has_no_other_name(header):
     assert not is_own_host(header, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("bound_host", "advice"),
+    [
+        ("127.0.0.1", "open the address that it has printed"),
+        ("0.0.0.0", "numeric address of its machine, such as http://192.0.2.1:8000"),
+    ],
+)
+def test_the_refusal_of_another_name_says_which_address_to_open(bound_host, advice):
+    guard = Guard(None, bound_host)
+    refusal = guard.find_refusal("GET", Headers({"host": "box.example:8000"}))
+    assert refusal.status == 403
+    assert advice in refusal.message
+
+
+def test_a_package_that_the_server_lacks_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi", None)  # importing it raises an ImportError
+    monkeypatch.delitem(sys.modules, "serving.app")
+    with pytest.raises(ValueError, match=r"cannot be imported \(.*\bfastapi\b.*\): pip install"):
+        importlib.import_module("serving.app")
 
 
 class Slow:
