@@ -133,6 +133,7 @@ def make_parser(
         fixed: values of options that the script does not have
     """
     parser = OptionParser(doc, collect_options(*option_classes), fixed)
+    parser.set_defaults(fixed=frozenset(fixed or {}))  # names of options that it does not have
     parser.add_argument(
         "--out",
         type=Path,
@@ -641,14 +642,15 @@ def is_own_tokenizer(name: str) -> bool:
 
 
 def check_tokenizer_options(args: argparse.Namespace) -> None:
-    """Raise ValueError if --eot_token or --vocab_size has no effect."""
-    # scripts with a tokenizer of their own have no --vocab_size
-    is_chosen = args.tokenizer not in ("bpe", *TASK_TOKENIZERS)
-    if is_chosen and args.vocab_size != PreparationOptions.vocab_size:
-        raise ValueError(
-            f"--vocab_size={args.vocab_size} has no effect with --tokenizer={args.tokenizer}; add "
-            "--tokenizer=bpe, or omit it"
-        )
+    """Raise ValueError if an option of other tokenizers is given."""
+    for name in ("vocab_size", "tokenizer_bytes"):
+        value = getattr(args, name)
+        is_given = name not in args.fixed and value != getattr(PreparationOptions, name)
+        if is_given and args.tokenizer != "bpe":
+            raise ValueError(
+                f"--{name}={value} has no effect with --tokenizer={args.tokenizer}; add "
+                "--tokenizer=bpe, or omit it"
+            )
     if args.eot_token is not None and not is_own_tokenizer(args.tokenizer):
         raise ValueError(
             f"--eot_token={args.eot_token} has no effect with --tokenizer={args.tokenizer}; omit "

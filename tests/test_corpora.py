@@ -270,17 +270,17 @@ def test_text_may_keep_duplicates(notes, ordered_notes, tmp_path, prepare):
 
 
 @pytest.mark.parametrize(
-    ("val_share", "kind", "bytes_per_token"), [(0.02, "bytes", 1), (0.3, "bpe", 4)]
+    ("val_share", "options", "bytes_per_token"),
+    [(0.02, ["--tokenizer=bytes"], 1), (0.3, ["--tokenizer=bpe", "--vocab_size=257"], 4)],
 )
 def test_text_holds_out_a_share_of_the_tokens(
-    notes, tmp_path, prepare, val_share, kind, bytes_per_token
+    notes, tmp_path, prepare, val_share, options, bytes_per_token
 ):
     """The number of tokens is estimated from the size of the files."""
     corpus = prepare(
         "text",
         tmp_path / "out",
-        f"--tokenizer={kind}",
-        "--vocab_size=257",
+        *options,
         "--source",
         notes.root,
         f"--val_share={val_share}",
