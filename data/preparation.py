@@ -618,11 +618,14 @@ class Preparation:
         num_tokens = count_record_tokens(self.records)
         for split, use in (("train", "training"), ("val", "validation")):
             if split not in splits:
-                if self.args.val_tokens is None:  # the script has no such option
-                    advice = "give more text, or a larger --max_tokens"
-                else:
-                    advice = f"give more text, or --val_tokens below {num_tokens} and --overwrite"
-                raise ValueError(f"{num_tokens:,} tokens leave nothing for {use}; {advice}")
+                if "val_tokens" in self.args.fixed:
+                    raise ValueError(
+                        f"{num_tokens:,} tokens leave nothing for {use}; give a larger --max_tokens"
+                    )
+                raise ValueError(
+                    f"{num_tokens:,} tokens leave nothing for {use}; give more text, or "
+                    f"--val_tokens below {num_tokens} and --overwrite"
+                )
         options = self.progress["options"]
         origin = options["plan"][-1]
         meta = tokenizer.meta_entries(self.encoding)

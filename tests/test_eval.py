@@ -1106,7 +1106,7 @@ def test_results_with_other_settings_are_another_table(write_tables, tmp_path):
 
 
 def test_what_another_call_stores_meanwhile_is_not_reused(tmp_path):
-    """Of several processes, only the main one could read it, and it would skip what others do."""
+    """The main process alone would know of it, and would skip what the others evaluate."""
     evaluation = runner.Evaluation(
         ALONE,
         tmp_path,

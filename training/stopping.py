@@ -58,9 +58,10 @@ class Stop:
                 f"{self.signal_name}: the run stops after this step and saves a checkpoint; "
                 "a second signal ends it at once without saving\n"
             )
-            # not print: the signal may arrive within one, and print cannot be called within itself
-            # once per machine, because torchrun passes the signal on to all of its processes
+            # torchrun passes the signal on to all processes of a machine; one of them says so
             if machine.local_rank() == 0:
+                # not print: the signal may arrive within one, and print cannot be called within
+                # itself
                 with contextlib.suppress(OSError):
                     os.write(2, message.encode())
         elif signal_time - self.signal_time > DUPLICATE_SIGNAL_SECONDS:
