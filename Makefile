@@ -11,6 +11,8 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
+# Compiling all modules to bytecode would take 40 seconds; Python compiles those that are imported.
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 CONFIG ?= config/demo_cpu.py
 ARGS ?=
 CORPUS := data/python_stdlib/meta.json
@@ -57,12 +59,12 @@ format: .venv/installed-dev
 	  || { echo "needs Python 3.11 to 3.13, found $$($(PYTHON) -V): make PYTHON=python3.12 ..."; exit 1; }
 	@echo "installing requirements.txt into .venv (about two minutes)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP_INSTALL) -r requirements.txt
 	@touch $@
 
 .venv/installed-dev: requirements-dev.txt .venv/installed
 	@echo "installing requirements-dev.txt into .venv"
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(PIP_INSTALL) -r requirements-dev.txt
 	@touch $@
 
 $(CORPUS): .venv/installed data/python_stdlib/prepare.py

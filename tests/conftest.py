@@ -8,6 +8,7 @@ from helpers import (  # noqa: F401
     collect_ignore,
     corpus,
     example_streams,
+    pytest_collection_finish,
     pytest_report_header,
     server,
 )

@@ -27,9 +27,10 @@ from training import optimizer
 CASES = coordinates.list_cases()
 V_MAP = "DDL-vdim1-gpt-mha-rope+ddl_map=v"
 ATTENTION_OVER_CHANNELS = "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention"
-# With other settings, Muon trains the same matrices as with a model's default settings.
-MUON = [
-    pytest.param(case, "muon", marks=() if case in MODEL_NAMES else pytest.mark.slow)
+# Cases with other settings than a model's default ones are slow tests.
+LEVEL = [
+    pytest.param(case, optimizer_name, marks=() if case in MODEL_NAMES else pytest.mark.slow)
+    for optimizer_name in ("adamw", "muon")
     for case in CASES
 ]
 # A slope of one seed has a standard deviation of 0.08 where a direction is normalized. The first three
@@ -50,7 +51,7 @@ def measure_with_mup(case: str, optimizer_name: str = "adamw", num_seeds: int = 
     )
 
 
-@pytest.mark.parametrize(("case", "optimizer_name"), [(case, "adamw") for case in CASES] + MUON)
+@pytest.mark.parametrize(("case", "optimizer_name"), LEVEL)
 def test_changes_are_level(case, optimizer_name):
     changes = measure_with_mup(case, optimizer_name, SEEDS.get(case, 3))
     assert find_not_level(changes) == {}
