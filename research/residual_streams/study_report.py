@@ -57,18 +57,20 @@ KIND_COLORS = {
 # ---- what the tables show ----
 
 
-def compute_trigrams() -> dict[str, float]:
-    """Return the loss of a trigram at each rung, scored on the half that is reported.
+def compute_trigrams() -> dict[str, dict[str, float]]:
+    """Return the loss of a trigram at each rung on each half of the validation split.
 
     It is counted on the tokens that runs with seed 0 see.
     """
     corpus = open_corpus(study.DATASET)
-    scored = trigram.read_validation_windows(corpus, SEQ_LEN, "second")
     losses = {}
     for rung, steps in study.RUNGS.items():
         windows = trigram.read_training_windows(corpus, SEQ_LEN, BATCH_SIZE, 0, steps)
         model = trigram.Trigram(windows, corpus.meta["vocab_size"])
-        losses[rung] = float(model.losses(scored).mean())
+        losses[rung] = {}
+        for half in ("first", "second"):
+            scored = trigram.read_validation_windows(corpus, SEQ_LEN, half)
+            losses[rung][half] = float(model.losses(scored).mean())
     return losses
 
 
@@ -263,7 +265,9 @@ def count_missing(rows: dict[str, list[dict]], speeds: list[dict]) -> dict[str, 
     return missing
 
 
-def summarize(rows: dict[str, list[dict]], speeds: list[dict], trigrams: dict[str, float]) -> dict:
+def summarize(
+    rows: dict[str, list[dict]], speeds: list[dict], trigrams: dict[str, dict[str, float]]
+) -> dict:
     """Return everything that the tables and figures show."""
     missing = count_missing(rows, speeds)
     sizes = ()
@@ -445,7 +449,9 @@ def format_page(report: dict) -> str:
         format_verdicts(report["verdicts"]),
         "## Language",
         "Trigram on the same tokens: "
-        + ", ".join(f"{loss:.3f} ({rung})" for rung, loss in report["trigrams"].items())
+        + ", ".join(
+            f"{losses['second']:.3f} ({rung})" for rung, losses in report["trigrams"].items()
+        )
         + ".",
         format_language(report["language"]),
     ]
@@ -529,7 +535,7 @@ def draw_losses(report: dict) -> "Figure":
         (entries[kind],) = curves.plot(
             tokens[: len(means)], means, "o-", color=KIND_COLORS[kind], markersize=3
         )
-    trigrams = [report["trigrams"][rung] for rung in study.RUNGS]
+    trigrams = [report["trigrams"][rung]["second"] for rung in study.RUNGS]
     (entries["trigram"],) = curves.plot(tokens, trigrams, color="black", linestyle=":")
     curves.set(xscale="log", xlabel="training tokens (millions)")
     curves.set_xticks(tokens, [f"{value:.1f}" for value in tokens])
@@ -550,19 +556,26 @@ def draw_losses(report: dict) -> "Figure":
     return figure
 
 
-def draw_effects(effects: Mapping[str, dict]) -> "Figure":
-    """Draw what each part changes at the longer rung."""
+def draw_effects(effects: Mapping[str, dict], trigram_difference: float) -> "Figure":
+    """Draw what each part changes at the longer rung.
+
+    `trigram_difference` is the loss of a trigram minus the baseline's. It is too large for the
+    axis, so it stands below it.
+    """
     figure, [[panel]] = plots.make_panels(1, 1, 3.6, [])
     for height, effect in enumerate(reversed(effects.values())):
         draw_interval(panel, effect, height, plots.COLORS[0])
     labels = [name.replace(": ", "\n") for name in reversed(effects)]
     panel.set_yticks(range(len(effects)), labels, fontsize=8)
     panel.axvline(0, color="black", linewidth=0.8)
-    panel.set_xlabel("change of the loss at 3.3M tokens (nats; lower is better)")
+    panel.set_xlabel(
+        "change of the loss at 3.3M tokens (nats; lower is better)\n"
+        f"a trigram instead of additive: {trigram_difference:+.3f}"
+    )
     return figure
 
 
-def draw_tolerance(groups: list[dict]) -> "Figure":
+def draw_tolerance(groups: list[dict], trigram_loss: float) -> "Figure":
     """Draw the loss at every pair of rates that was tried, a panel for each arm."""
     figure, [panels] = plots.make_panels(1, len(groups), 2.8, [], sharey="row", sharex="row")
     for panel, group in zip(panels, groups, strict=True):
@@ -593,7 +606,10 @@ def draw_tolerance(groups: list[dict]) -> "Figure":
             )
         panel.set(xscale="log", yscale="log", xlabel="Muon's learning rate")
         panel.margins(0.25)
-        panel.set_title(f"{group['arm']}: minimum {group['minimum']:.3f} nats", fontsize=8)
+        panel.set_title(
+            f"{group['arm']}: minimum {group['minimum']:.3f} nats (trigram: {trigram_loss:.3f})",
+            fontsize=8,
+        )
         for number, axis in enumerate((panel.xaxis, panel.yaxis)):
             values = sorted({point[number] for point in points})
             whole_steps = values[::2] if len(values) > 4 else values
@@ -663,9 +679,12 @@ def save_figures(report: dict, results: Path) -> None:
     figures = {}
     if has_language_verdicts(report):
         figures["study_losses"] = draw_losses(report)
-        figures["study_effects"] = draw_effects(report["effects"])
+        [additive] = [group for group in report["language"] if group["arm"] == BASELINE]
+        trigram_difference = report["trigrams"]["long"]["second"] - additive["long"]["mean"]
+        figures["study_effects"] = draw_effects(report["effects"], trigram_difference)
     if report["tolerance"]:
-        figures["study_rates"] = draw_tolerance(report["tolerance"])
+        trigram_loss = report["trigrams"]["short"]["first"]
+        figures["study_rates"] = draw_tolerance(report["tolerance"], trigram_loss)
     if report["erase_in_registers"]:
         figures["study_registers"] = draw_registers(report)
     for name, figure in figures.items():

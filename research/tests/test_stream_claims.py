@@ -199,6 +199,9 @@ def test_the_contrast_is_that_of_a_mixed_model():
 
 # ---- the report ----
 
+# losses of a trigram on both halves of the validation split
+TRIGRAMS = {"short": {"first": 4.6, "second": 3.9}, "long": {"first": 4.2, "second": 3.6}}
+
 
 def make_rows() -> dict[str, list[dict]]:
     """Return rows of all runs of the comparison, with made-up losses."""
@@ -226,7 +229,7 @@ def make_rows() -> dict[str, list[dict]]:
 
 def test_the_report_of_finished_runs_has_every_table_and_figure(tmp_path):
     speeds = [{"arm": arm, "round": 0, "tokens_per_second": 1e4} for arm in ARMS]
-    report = study_report.summarize(make_rows(), speeds, {"short": 3.9, "long": 3.6})
+    report = study_report.summarize(make_rows(), speeds, TRIGRAMS)
     missing = {command for command, number in report["missing"].items() if number}
     assert missing == {"study.py speed", "study.py again"}
     assert len(report["tolerance"]) == 2
@@ -246,7 +249,7 @@ def test_the_report_of_finished_runs_has_every_table_and_figure(tmp_path):
 
 def test_the_report_of_a_study_that_has_begun_says_what_is_missing():
     rows = {name: [] for name in study_report.PROBLEMS}
-    report = study_report.summarize(rows, [], {"short": 3.9, "long": 3.6})
+    report = study_report.summarize(rows, [], TRIGRAMS)
     page = study_report.format_page(report)
     assert page.count("**not run**") == 9
     num_tries = rates.NUM_TRIES
@@ -255,10 +258,10 @@ def test_the_report_of_a_study_that_has_begun_says_what_is_missing():
 
 def test_registers_are_judged_when_all_of_their_runs_are_finished():
     rows = make_rows()
-    report = study_report.summarize(rows, [], {"short": 3.9, "long": 3.6})
+    report = study_report.summarize(rows, [], TRIGRAMS)
     assert report["verdicts"][8]["verdict"] != "not run"
     rows["registers"] = [row for row in rows["registers"] if row["size"] != "deep"]
-    report = study_report.summarize(rows, [], {"short": 3.9, "long": 3.6})
+    report = study_report.summarize(rows, [], TRIGRAMS)
     assert report["verdicts"][8]["verdict"] == "not run"
 
 
@@ -283,7 +286,7 @@ def test_figures_of_the_longer_rung_wait_for_all_of_its_runs(tmp_path):
     rows["language"] = [
         row for row in rows["language"] if (row["arm"], row["rung"]) != ("wide", "long")
     ]
-    report = study_report.summarize(rows, [], {"short": 3.9, "long": 3.6})
+    report = study_report.summarize(rows, [], TRIGRAMS)
     assert report["missing"]["study.py long"] > 0
     study_report.save_figures(report, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"study_rates.png", "study_registers.png"}
