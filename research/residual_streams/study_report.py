@@ -160,6 +160,7 @@ def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
 
 def summarize_problem(rows: list[dict], problem: single_rate.Problem) -> list[dict]:
     """Return the rate, the loss and the accuracy of every arm at every size of a problem."""
+    losses = Losses.from_rows(rows, "size")
     groups = []
     for size in problem.sizes:
         for arm in problem.seeds:
@@ -184,6 +185,10 @@ def summarize_problem(rows: list[dict], problem: single_rate.Problem) -> list[di
             if "val_accuracy" in reported[0]:
                 accuracies = [row["val_accuracy"] for row in reported]
                 group["val_accuracy"] = compare.summarize(accuracies)
+            if arm != BASELINE:
+                difference = losses.contrast(claims.subtract(arm, BASELINE, size))
+                if difference is not None:
+                    group["difference"] = claims.describe(difference)
             groups.append(group)
     return groups
 
@@ -416,7 +421,7 @@ def format_language(groups: list[dict]) -> str:
 
 def format_groups(groups: list[dict]) -> str:
     """Format the runs with a single rate."""
-    header = ("problem", "size", "arm", "rate", "loss", "correct answers (%)")
+    header = ("problem", "size", "arm", "rate", "loss", "minus additive's", "correct answers (%)")
     cells = []
     for group in groups:
         edge = "" if group["is_inside"] else " (edge)"
@@ -431,6 +436,7 @@ def format_groups(groups: list[dict]) -> str:
                 f"`{group['arm']}`",
                 f"{group['learning_rate']:.3g}{edge}",
                 format_mean(group["val_loss"]),
+                format_interval(group.get("difference")),
                 accuracy,
             ]
         )
