@@ -69,8 +69,8 @@ def parse_arguments() -> argparse.Namespace:
         "--max_new_tokens",
         type=int,
         default=300,
-        help="maximum number of tokens to generate for each sample, 1 or more; a text longer than "
-        "block_size loses its older part as context",
+        help="maximum number of tokens to generate for each sample, 1 or more; the model "
+        "reads only the last block_size tokens of a longer text",
     )
     add(
         "--temperature",
@@ -296,7 +296,7 @@ def sample(
     """Generate and print args.num_samples samples of each prompt."""
     ids_of_prompt = {prompt: encode_prompt(tokenizer, prompt) for prompt in prompts}
     longest_prompt = max(len(ids) for ids in ids_of_prompt.values())
-    note_truncation(longest_prompt, model.config.block_size)
+    note_truncation("the longest prompt", longest_prompt, model.config.block_size)
     # a sample depends on its prompt and seed alone, so batches may mix prompts
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
     batch_size = min(len(jobs), args.batch_size)

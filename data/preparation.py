@@ -779,6 +779,17 @@ def read_first_bytes(source: Source, num_bytes: int) -> Iterator[str]:
 # ---- existing shards ----
 
 
+UNUSED_WITH_EXISTING_SHARDS = (
+    "source",
+    "max_tokens",
+    "val_tokens",
+    "shard_tokens",
+    "overwrite",
+    "vocab_size",
+    "tokenizer_bytes",
+)
+
+
 def adopt(args: argparse.Namespace) -> None:
     """Make existing shards in llm.c's formats the corpus in args.out.
 
@@ -791,10 +802,10 @@ def adopt(args: argparse.Namespace) -> None:
     out = args.out
     folder = Path(args.pretokenized)
     is_local = folder.is_dir()
-    check_tokenizer_options(args)
-    for name in ("source", "max_tokens", "val_tokens", "shard_tokens", "overwrite"):
+    for name in UNUSED_WITH_EXISTING_SHARDS:
         if getattr(args, name) != getattr(PreparationOptions, name, None):
             raise ValueError(f"--{name} has no effect on --pretokenized; omit it")
+    check_tokenizer_options(args)
     if is_local:
         hub.check_unused(args, "a folder of shards")
     if args.tokenizer in ("bpe", "bytes"):

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
     from evaluation.language_model import LanguageModel
 
+# in which lm-eval does not look for task files
+SKIPPED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}
+
 # The metric that the paper reports for each task, in the order of its tables.
 PAPER_METRICS = {
     "arc_challenge": "acc_norm",
@@ -196,23 +199,28 @@ def make_task_manager(names: list[str], include_path: str | None) -> "TaskManage
             suggestion = errors.suggest(name, manager.all_tasks)
             if include_path is None:
                 raise ValueError(f"--tasks: lm-eval has no task {name}{suggestion}")
-            check_task_files(include_path)
             raise ValueError(
                 f"--tasks: neither lm-eval nor --include_path={include_path} has a task "
-                f"{name}{suggestion}"
+                f"{name}{suggestion}{describe_damaged_file(include_path)}"
             )
     return manager
 
 
-def check_task_files(folder: str) -> None:
-    """Raise ValueError if a task file cannot be parsed; lm-eval skips such a file silently."""
+def describe_damaged_file(folder: str) -> str:
+    """Return the end of an error message: which task file cannot be parsed, "" if all can be.
+
+    lm-eval silently skips such a file, and all files in some folders.
+    """
     from lm_eval.tasks._yaml_loader import load_yaml
 
     for file in sorted(Path(folder).rglob("*.yaml")):
+        if SKIPPED_FOLDERS & set(file.parts):
+            continue
         try:
             load_yaml(file, resolve_func=False)
         except Exception as error:  # those of the YAML parser, and of files that are included
-            raise ValueError(f"{file} cannot be read ({error}); correct it") from error
+            return f"; {file} cannot be read ({error})"
+    return ""
 
 
 def load(
@@ -251,7 +259,7 @@ def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str
         )
     # the end of the following two may say what to do, so they are not shortened
     if isinstance(error, ImportError):
-        return f"task {name} is skipped: its code needs a package that is missing ({cause})"
+        return f"task {name} is skipped: its code cannot be imported ({cause})"
     is_retried = isinstance(error, RetriesExhausted)
     if not (is_retried or is_not_found(error) or is_connection_error(error)):
         return f"task {name} is skipped: it cannot be loaded ({cause})"

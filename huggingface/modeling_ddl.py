@@ -127,9 +127,8 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
         raise ValueError(
-            "the vocabulary of this model cannot be resized: its embedding has "
-            f"{self.config.vocab_size} rows, and those beyond the tokenizer's tokens are free for "
-            "new ones"
+            "the vocabulary of this model cannot be resized; its embedding has "
+            f"{self.config.vocab_size} rows"
         )
 
     def forward(

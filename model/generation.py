@@ -350,11 +350,15 @@ def generate_text(
         yield from end_text(row, text)
 
 
-def note_truncation(num_tokens: int, block_size: int) -> None:
-    """Print a note if the longest prompt, of `num_tokens` tokens, is longer than block_size."""
+def note_truncation(name: str, num_tokens: int, block_size: int) -> None:
+    """Print a note if a prompt, of `num_tokens` tokens, is longer than block_size.
+
+    Args:
+        name: what the note calls the prompt
+    """
     if num_tokens > block_size:
         print(
-            f"note: the longest prompt has {num_tokens} tokens, of which the model reads the last "
+            f"note: {name} has {num_tokens} tokens, of which the model reads the last "
             f"{block_size} (block_size)",
             file=sys.stderr,
             flush=True,

@@ -81,7 +81,7 @@ class Request(BaseModel):
     min_p: float = 0.0
     stop: Annotated[list[StopString], Field(max_length=8)] = []
 
-    # None takes the next seed. JavaScript represents whole numbers exactly up to this limit
+    # None takes the next seed. JavaScript represents whole numbers exactly up to this limit.
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
 
 

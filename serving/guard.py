@@ -67,9 +67,7 @@ class Guard:
         if not is_own_host(host, self.host):
             advice = "open the address that it has printed"
             if self.host in WILDCARD_ADDRESSES:
-                advice = (
-                    "open it by the numeric address of its machine, such as http://192.0.2.1:8000"
-                )
+                advice = "open it by the numeric address of its machine, such as 192.0.2.1"
             return Refusal(403, f"this server does not answer to the name {host!r}; {advice}")
         # browsers send this header with every request of a script on another website
         if "origin" in headers and headers["origin"].partition("//")[2] != host:

@@ -136,7 +136,8 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, settings: Settings) -> None
                 # an empty line continues the last text, which a prompt with a mistake leaves as it is
                 prompt = encode_prompt(tokenizer, line or text)
                 text = line or text
-                note_truncation(len(prompt), block_size)
+                if line:
+                    note_truncation("the prompt", len(prompt), block_size)
                 # the output has the whole text, as that of sample.py without --interactive
                 print(text, end="", flush=True)
                 text += generate(decoder, tokenizer, prompt, settings)

@@ -943,7 +943,7 @@ def test_a_task_that_fails_is_named_and_the_others_are_evaluated(
     [
         (
             f"raise ModuleNotFoundError('{'a' * 200}; pip install antlr4')",
-            "its code needs a package that is missing (ModuleNotFoundError: aaa",
+            "its code cannot be imported (ModuleNotFoundError: aaa",
         ),
         (
             f"raise ValueError('{'a' * 200}; pip install antlr4')",
@@ -969,7 +969,15 @@ def test_a_task_file_that_cannot_be_parsed_is_named(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("task: mine\nmetric_list: [{metric: acc}\n")
     with pytest.raises(ValueError, match=r"mine\.yaml cannot be read \((.|\n)*line 3") as error:
         tasks.make_task_manager(["mine"], str(tmp_path))
-    assert "has a task" not in str(error.value)
+    assert "has a task mine;" in str(error.value)
+
+
+def test_a_copy_that_lm_eval_does_not_read_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", read_own_tasks)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "mine.yaml").write_text("[")
+    with pytest.raises(ValueError, match=r"has a task mine$"):
+        tasks.make_task_manager(["mine"], str(tmp_path))
 
 
 @pytest.mark.parametrize(

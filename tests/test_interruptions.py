@@ -327,7 +327,7 @@ def test_max_seconds_leaves_time_for_a_step_and_a_save(monkeypatch):
     assert stop.reason() == "max_seconds=10"
 
 
-def test_max_seconds_count_from_when_the_run_was_planned(monkeypatch):
+def test_max_seconds_count_from_the_given_time(monkeypatch):
     monkeypatch.setattr(stopping.time, "monotonic", lambda: 105.0)
     assert stopping.Stop(10.0, start_time=96.0).reason() is None
     assert stopping.Stop(10.0, start_time=95.0).reason() == "max_seconds=10"

@@ -819,7 +819,14 @@ def test_a_corpus_that_was_prepared_from_documents_is_refused(foreign_folder):
 
 
 @pytest.mark.parametrize(
-    "option", ["--max_tokens=100", "--val_tokens=50", "--shard_tokens=50", "--source=*.parquet"]
+    "option",
+    [
+        "--max_tokens=100",
+        "--val_tokens=50",
+        "--shard_tokens=50",
+        "--source=*.parquet",
+        "--vocab_size=5000",
+    ],
 )
 def test_an_option_that_existing_shards_do_not_have_is_refused(foreign_folder, tmp_path, option):
     out = tmp_path / "out"

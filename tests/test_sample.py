@@ -205,15 +205,15 @@ def test_a_refused_prompt_leaves_the_last_text(run):
     assert output == continued[0]
 
 
-NOTE = "note: the longest prompt has 21 tokens, of which the model reads the last 16 (block_size)\n"
+NOTE = "has 21 tokens, of which the model reads the last 16 (block_size)\n"
 
 
 def test_a_prompt_that_is_longer_than_block_size_is_noted(run):
     result = call("sample.py", run, f"--prompt={'a' * 20}", "--max_new_tokens=1")
-    assert result.stderr.decode().startswith(NOTE)
+    assert result.stderr.decode().startswith(f"note: the longest prompt {NOTE}")
 
 
 def test_a_prompt_that_is_longer_than_block_size_is_noted_in_a_conversation(run):
-    _, errors = converse(run, "a" * 20, "a")
-    assert errors.startswith(NOTE)
+    _, errors = converse(run, "a" * 20, "", "a")
+    assert errors.startswith(f"note: the prompt {NOTE}")
     assert errors.count("note:") == 1

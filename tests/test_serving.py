@@ -604,7 +604,7 @@ def test_a_server_on_one_address_has_no_other_name(header):
     ("bound_host", "advice"),
     [
         ("127.0.0.1", "open the address that it has printed"),
-        ("0.0.0.0", "numeric address of its machine, such as http://192.0.2.1:8000"),
+        ("0.0.0.0", "numeric address of its machine, such as 192.0.2.1"),
     ],
 )
 def test_the_refusal_of_another_name_says_which_address_to_open(bound_host, advice):

@@ -33,7 +33,8 @@ class Stop:
         """Take over SIGTERM, SIGINT and SIGHUP.
 
         Args:
-            start_time: of max_seconds, as `time.monotonic()` gives it; None means now
+            max_seconds: the time limit; None means that there is none
+            start_time: when it begins, in seconds of `time.monotonic()`; None means now
         """
         self.start_time = time.monotonic() if start_time is None else start_time
         self.max_seconds = max_seconds

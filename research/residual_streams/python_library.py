@@ -138,6 +138,12 @@ def main() -> None:
         library = Path(sysconfig.get_path("stdlib"))
         documents = read_documents(library)
         splits = split_documents(documents, args.val_share)
+        for split, documents_of_split in splits.items():
+            if not documents_of_split:
+                raise ValueError(
+                    f"--val_share={args.val_share} leaves no file of {library} for {split}; give "
+                    "another share, or run this script with a full Python installation"
+                )
         num_left_out = len(documents) - len(splits["val"]) - len(splits["train"])
         num_bytes = sum(document.num_bytes for document in documents)
         print(

@@ -449,8 +449,8 @@ def format_page(report: dict) -> str:
         "# The controlled comparison: all arms and claims",
         "Made by `research/residual_streams/study_report.py`; the same figures are in `study.json`, "
         "and the rules in `research/residual_streams/PLAN2.md`. Losses are nats per token, means "
-        "over seeds ± half the width of their 95% interval (number of seeds). Intervals of "
-        "differences cover seeds and sequences.",
+        "over seeds ± half the width of their 95% interval (number of seeds). Differences are over "
+        "the seeds that both arms have, and their intervals cover seeds and sequences.",
         "## Claims",
         format_verdicts(report["verdicts"]),
         "## Language",
@@ -565,8 +565,8 @@ def draw_losses(report: dict) -> "Figure":
 def draw_effects(effects: Mapping[str, dict], trigram_difference: float) -> "Figure":
     """Draw what each part changes at the longer rung.
 
-    `trigram_difference` is the loss of a trigram minus the baseline's. It is too large for the
-    axis, so it stands below it.
+    Args:
+        trigram_difference: the loss of a trigram minus the baseline's, too large for the axis
     """
     figure, [[panel]] = plots.make_panels(1, 1, 3.6, [])
     for height, effect in enumerate(reversed(effects.values())):

@@ -93,5 +93,10 @@ def test_a_prepared_corpus_is_verified(library, tmp_path):
     assert result.returncode == 0
 
 
+def test_a_share_that_leaves_a_split_without_files_is_refused(library, tmp_path):
+    result = call(SCRIPT, f"--out={tmp_path / 'out'}", "--val_share=0.99")
+    assert "--val_share=0.99 leaves no file of" in one_line_error(result)
+
+
 def test_an_unknown_option_is_one_line():
     assert "unknown option --vall_share" in one_line_error(call(SCRIPT, "--vall_share=0.1"))

@@ -247,6 +247,35 @@ def test_the_report_of_finished_runs_has_every_table_and_figure(tmp_path):
     }
 
 
+def test_figures_name_the_loss_of_the_trigram(monkeypatch, tmp_path):
+    figures = {}
+    monkeypatch.setattr(
+        study_report.plots, "save", lambda figure, path: figures.update({path.stem: figure})
+    )
+    report = study_report.summarize(make_rows(), [], TRIGRAMS)
+    study_report.save_figures(report, tmp_path)
+    [effects] = figures["study_effects"].axes
+    [additive] = [group for group in report["language"] if group["arm"] == BASELINE]
+    difference = TRIGRAMS["long"]["second"] - additive["long"]["mean"]
+    assert effects.get_xlabel().endswith(f"{difference:+.3f}")
+    for panel in figures["study_rates"].axes:
+        assert panel.get_title().endswith("(trigram: 4.600)")
+
+
+def test_differences_of_a_problem_are_over_the_seeds_that_both_arms_have():
+    rows = make_rows()["registers"]
+    means = {BASELINE: [], "ddl_1": []}
+    for row in rows:
+        if row["seed"] > 2:
+            row["group_losses"] = [100.0] * 6
+        elif (row["arm"] in means, row["size"], row["phase"]) == (True, "base", "report"):
+            means[row["arm"]].append(np.mean(row["group_losses"]))
+    groups = study_report.summarize_problem(rows, single_rate.REGISTERS)
+    [group] = [group for group in groups if (group["arm"], group["size"]) == ("ddl_1", "base")]
+    expected = np.mean(means["ddl_1"]) - np.mean(means[BASELINE])
+    assert group["difference"]["mean"] == pytest.approx(expected)
+
+
 def test_the_report_of_a_study_that_has_begun_says_what_is_missing():
     rows = {name: [] for name in study_report.PROBLEMS}
     report = study_report.summarize(rows, [], TRIGRAMS)
