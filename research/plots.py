@@ -426,9 +426,17 @@ def render_images(figure: "Figure") -> dict[str, bytes]:
 
 
 def save(figure: "Figure", out: Path) -> None:
-    """Write a figure in the format of its suffix; at no time is an incomplete file at the path."""
+    """Write a figure in the format of its suffix; at no time is an incomplete file at the path.
+
+    A PNG file has a palette of 256 colors, which makes it a third as large.
+    """
     with files.atomic_path(out) as temporary:
         figure.savefig(temporary, dpi=200, format=out.suffix[1:])
+        if out.suffix == ".png":
+            image_module = errors.import_optional("PIL.Image", "a figure")
+            image = image_module.open(temporary).convert("RGB")
+            palette_image = image.quantize(256, dither=image_module.Dither.NONE)
+            palette_image.save(temporary, format="png", optimize=True)
 
 
 def use_plain_numbers(axis: "Axis", label_minor_ticks: bool = True) -> None:
