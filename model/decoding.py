@@ -186,9 +186,10 @@ class Decoder:
         self.prepared_step: Callable[[], torch.Tensor] | None = None
         if compiled:
             with torch.no_grad():
-                self.prepared_step = (
-                    self.capture_step() if self.token.is_cuda else self.compile_step()
-                )
+                if self.token.is_cuda:
+                    self.prepared_step = self.capture_step()
+                else:
+                    self.prepared_step = self.compile_step()
 
     def logits(self, ids: torch.Tensor, num_attended: int) -> torch.Tensor:
         """Return the logits (B, vocab_size) after the last of ids (B, T).

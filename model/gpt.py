@@ -145,8 +145,9 @@ class GPTConfig:
     num_hidden_layers_base: int | None = option(
         None,
         "base depth of depth scaling, which multiplies each sublayer's update of the residual "
-        "state by num_hidden_layers_base / num_hidden_layers, so that hyperparameters tuned at "
-        "this depth transfer to other depths (default: no depth scaling)",
+        "state by num_hidden_layers_base / num_hidden_layers and initializes output matrices as at "
+        "this depth, so that hyperparameters tuned at it transfer to other depths (default: no "
+        "depth scaling)",
         low=1,
     )
     residual_branch_mult: float | None = option(
@@ -279,9 +280,9 @@ class GPT(nn.Module):
             write = type(site.write)
             if not takes_branch_mult(write):
                 raise ValueError(
-                    f"residual_branch_mult={self.config.branch_mult:g} has no effect on this model, "
+                    "residual_branch_mult and num_hidden_layers_base have no effect on this model, "
                     f"whose write ({getattr(site.write, '__name__', write.__name__)}) does not "
-                    "apply it; omit residual_branch_mult and num_hidden_layers_base"
+                    f"multiply its update (by {self.config.branch_mult:g}); omit them"
                 )
 
     def reset_rope(self) -> None:
@@ -534,7 +535,7 @@ class GPT(nn.Module):
             ids: token ids (B, T), int64
             targets: ids of the next tokens (B, T), int64; -1 is ignored
             cache: a cache of `new_cache`, whose tokens ids continue; the first call may have padding
-                at the left (see `padded`). Only the output layer then has a gradient.
+                at the left (see `pad_left` in model/decoding.py). Only the output layer then has a gradient.
             return_logits: whether to return the logits in addition to the loss
 
         Returns:

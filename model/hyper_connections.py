@@ -284,7 +284,9 @@ class MixAndAdd(nn.Module):
         mixed = sum(mix[..., i, :, None] * streams[:, :, i, None] for i in range(self.num_streams))
         if self.rounded:
             # DeepSeek-V4 mixes by a matrix product, which adds up in fp32 and rounds its result
-            mixed, write, h = (term.to(state.dtype) for term in (mixed, write, h))
+            mixed = mixed.to(state.dtype)
+            write = write.to(state.dtype)
+            h = h.to(state.dtype)
         return (mixed + write[..., None] * h.unsqueeze(2)).to(state.dtype)
 
     def statistics(

@@ -232,19 +232,26 @@ class DeltaConfig(GPTConfig):
         return 1 / self.num_hidden_layers if self.ddl_beta_init == "1/L" else self.ddl_beta_init
 
     def notes(self) -> list[str]:
-        """Return a warning if the first gradient is likely to be too large to train."""
+        """Return warnings about equal value channels and about a first gradient that is too large."""
+        notes = []
+        if self.ddl_value_channels > 1 and self.constant_value is not None:
+            notes.append(
+                "every value channel gets the same update, so the channels differ only as far as "
+                "the embedding convolution (EC) makes them, and without one they remain equal; "
+                "--ddl_value_channels=1 is a similar model at less cost"
+            )
         # The erase bounds the state, so each sublayer changes a constant fraction of it, and these
         # changes multiply over depth. The factor 0.4 was measured (docs/variants.md).
         num_sublayers = 2 * self.num_hidden_layers
         beta = self.branch_mult * self.beta_start
         growth = 0.4 * num_sublayers * beta / math.sqrt(self.hidden_size)
-        if growth <= 3 or not self.erases:
-            return []
-        return [
-            f"with ddl_beta_init={self.ddl_beta_init}, the first gradient of "
-            f"{self.num_hidden_layers} blocks of width {self.hidden_size} may be about "
-            f"e^{growth:.0f} times too large to train; try --ddl_beta_init=1/L"
-        ]
+        if growth > 3 and self.erases:
+            notes.append(
+                f"with ddl_beta_init={self.ddl_beta_init}, the first gradient of "
+                f"{self.num_hidden_layers} blocks of width {self.hidden_size} may be about "
+                f"e^{growth:.0f} times too large to train; try --ddl_beta_init=1/L"
+            )
+        return notes
 
     @property
     def k_guard(self) -> float:

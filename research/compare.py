@@ -200,12 +200,17 @@ def judge_differences(
 ) -> list[str]:
     """Return the verdicts on several differences, corrected for their number.
 
-    At most 5% of studies have a false "better" or "worse" among all of their verdicts.
+    At most 5% of studies have a false "better" or "worse" among all of their verdicts. Differences
+    of a single value, which are always undecided, do not count.
     """
-    p_values = [difference.compute_p_value(margin) for difference in differences]
+    p_values = [
+        difference.compute_p_value(margin) for difference in differences if difference.n > 1
+    ]
+    corrected_p_values = iter(correct_p_values(p_values))
     verdicts = []
-    for difference, corrected in zip(differences, correct_p_values(p_values)):
+    for difference in differences:
         verdict = judge_difference(difference, margin, lower_is_better)
+        corrected = next(corrected_p_values) if difference.n > 1 else 1.0
         if verdict in ("better", "worse") and corrected >= SIGNIFICANCE_LEVEL:
             verdict = "undecided"
         verdicts.append(verdict)
@@ -441,20 +446,40 @@ def name_groups(runs: list[Run], keys: Sequence[str] = ()) -> list[str]:
     """
     if keys:
         return [" ".join(describe_setting(run, key) for key in keys) for run in runs]
+    runs_by_model: dict[str | None, list[Run]] = {}
+    for run in runs:
+        runs_by_model.setdefault(run.model_name, []).append(run)
+    differing_keys = {
+        model_name: find_differing_keys(same_model)
+        for model_name, same_model in runs_by_model.items()
+    }
     names = []
     for run in runs:
-        same_model = [other for other in runs if other.model_name == run.model_name]
         parts = [run.model_name or run.name]
-        for key in sorted(run.settings, key=get_label_position):
-            value = run.settings[key]
-            values = [other.settings[key] for other in same_model if key in other.settings]
-            if key not in ("model", "seed") and any(other != value for other in values):
-                parts.append(f"{key}={value}")
-        digests = {get_corpus_digest(other) for other in same_model}
+        parts += [
+            f"{key}={run.settings[key]}"
+            for key in differing_keys[run.model_name]
+            if key in run.settings
+        ]
+        digests = {get_corpus_digest(other) for other in runs_by_model[run.model_name]}
         if get_corpus_digest(run) and len(digests) > 1:
             parts.append(f"corpus={get_corpus_digest(run)}")
         names.append(" ".join(parts))
     return names
+
+
+def find_differing_keys(runs: list[Run]) -> list[str]:
+    """Return the keys, other than the seed, in which runs of a model that have them differ."""
+    values_by_key: dict[str, list] = {}
+    for run in runs:
+        for key, value in run.settings.items():
+            values_by_key.setdefault(key, []).append(value)
+    differing_keys = [
+        key
+        for key, values in values_by_key.items()
+        if key not in ("model", "seed") and any(value != values[0] for value in values)
+    ]
+    return sorted(differing_keys, key=get_label_position)
 
 
 def describe_setting(run: Run, key: str) -> str:
@@ -541,19 +566,25 @@ def find_baseline(groups: list[Group], against: str) -> Group:
     Raises:
         ValueError: there is no such group, or there are several
     """
-    candidates = [group for group in groups if against in (group.name, group.model_name)]
-    if not candidates:
-        folder_name = Path(against).name
-        for group in groups:
-            if any(against == run.name or folder_name == run.path.name for run in group.runs):
-                candidates.append(group)
+    candidates: list[Group] = []
+    for matches in (
+        lambda group: against in (group.name, group.model_name),
+        lambda group: any(is_run_at(run, against) for run in group.runs),
+        lambda group: any(Path(against).name == run.path.name for run in group.runs),
+    ):
+        candidates = candidates or [group for group in groups if matches(group)]
     if len(candidates) != 1:
         names = ", ".join(group.name for group in candidates or groups)
         raise ValueError(
             f"--against={against}: {len(candidates) or 'none'} of the rows match: give one of "
-            f"{names}, or one run"
+            f"{names}, or the path of a run"
         )
     return candidates[0]
+
+
+def is_run_at(run: Run, name_or_path: str) -> bool:
+    """Return whether a run has this name or this path."""
+    return name_or_path == run.name or Path(name_or_path).resolve() == run.path.resolve()
 
 
 def choose_metric(groups: list[Group]) -> str:
@@ -679,7 +710,10 @@ def explain_unpaired(group: Group, baseline: Group) -> str:
     ]
     if any(order != orders[0] for order in orders):
         return "the data came in another order"
-    return "" if set(group.seeds) & set(baseline.seeds) else "no seed in common"
+    shared_seeds = set(group.seeds) & set(baseline.seeds) - {None}
+    if len(shared_seeds) == 1 and min(len(group.runs), len(baseline.runs)) > 1:
+        return "one seed in common"  # a single pair has no interval
+    return "" if shared_seeds else "no seed in common"
 
 
 def compare_by_sequence(run: Run, baseline: Run) -> Estimate:

@@ -202,10 +202,14 @@ def print_table(args: Namespace) -> None:
 
 
 def print_sequence_differences(groups: list[compare.Group], args: Namespace) -> None:
-    """Print differences over the sequences of losses.npz, between runs of the same seed."""
+    """Print differences over the sequences of losses.npz, between runs of the same seed.
+
+    Runs without such a partner are named.
+    """
     baseline_group = compare.find_baseline(groups, args.against)
     baseline_by_seed = {run.seed: run for run in baseline_group.runs}
     rows = []
+    lines = []
     for group in groups:
         if group is baseline_group:
             continue
@@ -214,12 +218,15 @@ def print_sequence_differences(groups: list[compare.Group], args: Namespace) -> 
                 baseline = baseline_by_seed[run.seed]
                 difference = compare.compare_by_sequence(run, baseline)
                 rows.append([run.name, baseline.name, difference.format("+.4f")])
+            else:
+                lines.append(f"{run.name}: no run of the baseline has its seed")
     header = [
         "run",
         "baseline",
         "loss minus the baseline's (nats per token), mean over sequences (their number)",
     ]
     print(f"\n{format_markdown(header, rows)}")
+    print("".join(f"\n{line}" for line in lines), end="")
 
 
 def list_group_keys(args: Namespace) -> list[str]:

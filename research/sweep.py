@@ -71,7 +71,9 @@ class SweepConfig:
         None,
         "folder of the sweep (default: sweeps/<name of the config file>)",
     )
-    metric: str = option(
+    metric: Literal[
+        "val_loss", "val_perplexity", "val_bits_per_byte", "val_accuracy", "val_exact_match"
+    ] = option(
         "val_loss",
         "score of the final evaluation that plot.png shows",
     )
@@ -162,7 +164,8 @@ def read_arguments(argv: list[str]) -> SweepArguments:
                 f"--{key} is set by sweep.py for every cell: omit it; --out=FOLDER is the sweep's "
                 "folder"
             )
-        if "," in text or RANGE.fullmatch(text):
+        # the tags of one run are separated by commas
+        if key != "wandb_tags" and ("," in text or RANGE.fullmatch(text)):
             swept[key] = expand_values(key, text)
         else:
             fixed[key] = text
@@ -319,7 +322,7 @@ def check_no_cell_is_running(cells: list[Cell]) -> None:
     if title_by_process:
         processes = ", ".join(f"{pid} ({title})" for pid, title in title_by_process.items())
         raise ValueError(
-            f"cells of a sweep that was killed are still running, as processes {processes}: wait "
+            f"cells of this sweep are running already, as processes {processes}: wait "
             "for them, or end them with kill"
         )
 
@@ -508,12 +511,12 @@ def run_cells(
     runner = CellRunner(cells, sweep, on_end)
     with ThreadPoolExecutor(sweep.jobs) as pool:
         list(pool.map(runner.run, cells))  # raises the first exception of a thread
+    for log, line in runner.error_by_log.items():
+        print(f"failed: {log}: {line}", file=sys.stderr)
     if runner.is_stopped:
         signal_name = f" by {runner.signals[-1].name}" if runner.signals else ""
         print(f"stopped{signal_name}; to resume: {resume_command}", flush=True)
         return 128 + runner.signals[-1] if runner.signals else STOPPED
-    for log, line in runner.error_by_log.items():
-        print(f"failed: {log}: {line}", file=sys.stderr)
     return 1 if runner.error_by_log else 0
 
 
@@ -608,12 +611,16 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     finished = []
     unfinished_lines = []
     for cell in cells:
-        if read_final_evaluation(cell):
+        evaluation = read_final_evaluation(cell)
+        if evaluation and not math.isfinite(evaluation["val_loss"]):
+            unfinished_lines.append(f"diverged: `{cell.folder.name}`, its loss is not finite")
+        elif evaluation:
             finished.append(cell)
         else:
             steps = f"{find_saved_step(cell)} of {cell.settings['max_steps']}"
             unfinished_lines.append(f"not finished: `{cell.folder.name}`, {steps} steps saved")
-    loaded, _ = runs.load([cell.folder for cell in finished])
+    loaded, error_lines = runs.load([cell.folder for cell in finished])
+    unfinished_lines += error_lines
     groups = compare.group_runs(loaded)
     table = tables.make_loss_table(groups)
     grid = format_markdown(table.header, table.rows)
@@ -634,14 +641,16 @@ def plot_metric(
 
     The key is the first with numbers, otherwise the first.
 
+    Groups whose evaluations lack the metric are left out.
+
     Raises:
-        ValueError: a group does not have the metric
+        ValueError: no group has the metric
     """
     estimates = [group.estimate(metric) for group in groups]
-    if None in estimates:
-        evaluation = groups[0].runs[0].final_evaluation
-        metric_names = ", ".join(key for key in evaluation if key.startswith("val_"))
-        raise ValueError(f"metric={metric} is in no final evaluation: give one of {metric_names}")
+    if not any(estimates):
+        raise ValueError(f"--metric={metric}: no final evaluation has it; omit it")
+    group_values = [values for values, estimate in zip(group_values, estimates) if estimate]
+    estimates = [estimate for estimate in estimates if estimate]
 
     keys = [key for key in group_values[0] if key != "seed"]
     numeric_keys = [

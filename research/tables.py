@@ -77,10 +77,14 @@ class Table:
 
 
 def format_steps(group: Group) -> str:
-    """Return the number of steps that all runs of a group have done: 800, or 25 of 800."""
-    step = min(run.step for run in group.runs)
+    """Return the step of a group's last evaluation: 800, or 25 of 800.
+
+    Without an evaluation it is the step that all of its runs have reached.
+    """
+    reached_step = min(run.step for run in group.runs)
+    step = reached_step if group.step is None else int(group.step)
     for run in group.runs:
-        if run.finished is False:
+        if "max_steps" in run.settings and (run.finished is False or step < reached_step):
             return f"{step:,} of {run.settings['max_steps']:,}"
     return f"{step:,}"
 
@@ -286,7 +290,10 @@ def format_difference(comparison: Comparison) -> str | None:
     text = f"{estimate.mean:+.{digits}f}"
     if estimate.n > 1:
         text += f" ± {estimate.half_width:.{digits}f}"
-    return text if comparison.paired else f"{text} unpaired"
+    if not comparison.paired:
+        return f"{text} unpaired"
+    has_unpaired_runs = estimate.n < len(comparison.group.runs)
+    return f"{text} ({describe_sample(comparison)})" if has_unpaired_runs else text
 
 
 def describe_sample(comparison: Comparison) -> str | None:

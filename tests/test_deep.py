@@ -54,8 +54,9 @@ STREAMS = [
 )
 def test_a_depth_at_which_gradients_explode_is_noted(settings, is_noted):
     config = model_class(CC).Config(**{"num_hidden_layers": 200, "hidden_size": 32, **settings})
-    assert all("--ddl_beta_init=1/L" in note for note in config.notes())
-    assert bool(config.notes()) is is_noted
+    notes = [note for note in config.notes() if "first gradient" in note]
+    assert all("--ddl_beta_init=1/L" in note for note in notes)
+    assert bool(notes) is is_noted
 
 
 @pytest.mark.slow
@@ -75,3 +76,10 @@ def test_200_blocks_train_without_warm_up(model_name, changes, corpus, tmp_path)
     assert all(math.isfinite(record["grad_norm"]) for record in steps)
     assert losses[0] == pytest.approx(math.log(260), abs=0.3)
     assert max(losses[-5:]) < losses[0] - 0.2
+
+
+@pytest.mark.parametrize("keys", [{"ddl_update": "erase_only"}, {"ddl_v_constant": True}])
+def test_value_channels_that_get_the_same_update_are_noted(keys):
+    [note] = model_class("DDL-gpt-mha-rope").Config(**keys).notes()
+    assert "every value channel gets the same update" in note
+    assert model_class("DDL-vdim1-gpt-mha-rope").Config(**keys).notes() == []

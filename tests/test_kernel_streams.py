@@ -109,6 +109,12 @@ def test_a_factor_above_1_is_not_fused():
     assert "residual_branch_mult=1.5 has no fused kernel" in kernels.use(model, "auto", "cuda")
 
 
+def test_a_write_with_a_factor_of_its_own_uses_plain_operations():
+    model = tiny("gpt-mha-rope")
+    model.transformer.h[1].sites[0].write.branch_mult = 0.5
+    assert "branch_mult of its own" in kernels.choose_form(model).reason
+
+
 def test_an_own_erase_gate_is_not_fused():
     reason = kernels.use(tiny(CC, ddl_erase_gate="own"), "auto", "cuda")
     assert reason == "ddl_erase_gate=own has no fused kernel (ddl_erase_gate=shared has one)"

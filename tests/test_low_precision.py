@@ -8,7 +8,8 @@ import torch
 from models import INPUTS, PAPER, TINY
 
 from model import build
-from model.gpt import GPT
+from model.block import Add
+from model.gpt import GPT, GPTConfig
 from training.residual_statistics import ObservedStream
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -222,3 +223,9 @@ def test_a_float32_state_has_smaller_errors(model_name):
             logits, _ = run_autocast(rebuild(default, model_name, state_dtype), ids)
             errors[state_dtype] += relative_error(logits, exact)
     assert errors["float32"] < 0.95 * errors["bfloat16"]
+
+
+def test_an_addition_keeps_the_dtype_of_the_state():
+    add = Add(GPTConfig())
+    state = torch.zeros(1, 1, 4, dtype=torch.bfloat16)
+    assert add(state, torch.ones(1, 1, 4), None, None).dtype == torch.bfloat16

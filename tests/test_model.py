@@ -742,7 +742,7 @@ WITHOUT_BRANCH_MULT = {
 
 @pytest.mark.parametrize("model_name", sorted(WITHOUT_BRANCH_MULT))
 def test_a_model_whose_write_does_not_apply_branch_mult_refuses_it(model_name):
-    with pytest.raises(ValueError, match="has no effect on this model, whose write"):
+    with pytest.raises(ValueError, match="have no effect on this model, whose write"):
         build_tiny(model_name, residual_branch_mult=0.5)
 
 

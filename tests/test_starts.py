@@ -170,7 +170,7 @@ def test_a_depth_base_divides_the_initial_outputs_by_itself(init, divisor):
 def test_streams_without_a_factor_refuse_it(model_name):
     with pytest.raises(
         ValueError,
-        match=r"residual_branch_mult=0.5 has no effect on this model, whose write \(\w+\) does not",
+        match=r"have no effect on this model, whose write \(\w+\) does not multiply its update \(by 0.5",
     ):
         build(model_name, num_hidden_layers_base=6, hidden_size=16, head_dim=4, **FEW_TOKENS)
 

@@ -163,6 +163,11 @@ def reason_site_is_plain(site: Site, config: GPTConfig) -> str | None:
             f"the write {write.__name__} {place} has other options than the model, and therefore "
             "no fused kernel"
         )
+    if getattr(site.write, "branch_mult", config.branch_mult) != config.branch_mult:
+        return (
+            f"the write {write.__name__} {place} has a branch_mult of its own, and therefore no "
+            "fused kernel"
+        )
     return None
 
 

@@ -274,7 +274,7 @@ def format_table(rows: list[dict]) -> str:
 # quantity -> label and scale of its panel
 PANELS = {
     "loss": ("loss (nats)", "log"),
-    "kl": ("KL divergence from the final prediction (nats)", "symlog"),
+    "kl": ("KL(final ‖ this depth) (nats)", "symlog"),
     "agrees": ("fraction that agrees with the final prediction", "linear"),
     "overwritten": ("fraction that the site changes", "linear"),
     "settled": ("fraction that no longer changes", "linear"),

@@ -1,5 +1,6 @@
 """Means over seeds, intervals and verdicts agree with scipy and simulation; groups and pairs of runs."""
 
+import json
 import math
 
 import numpy as np
@@ -365,3 +366,49 @@ def test_pairs_over_validation_sequences_are_of_the_same_sequences(tmp_path):
         "--by_sequence",
     )
     assert estimate.format("+.4f") in result.stdout.decode()
+
+
+def test_the_baseline_is_the_run_at_the_path_even_if_others_have_its_folders_name(tmp_path):
+    for setting, value in (("additive", 1e-3), ("TC", 2e-3)):
+        for seed in (0, 1):
+            write_run(tmp_path / setting / f"seed={seed}", seed=seed, learning_rate=value)
+    groups = compare.group_runs(load(tmp_path))
+    baseline = compare.find_baseline(groups, str(tmp_path / "TC" / "seed=0"))
+    assert {run.path.parent.name for run in baseline.runs} == {"TC"}
+    with pytest.raises(ValueError, match="2 of the rows match"):
+        compare.find_baseline(groups, "elsewhere/seed=0")
+
+
+def test_groups_that_share_one_of_several_seeds_are_compared_without_pairs(tmp_path):
+    for seed in (0, 1, 2):
+        write_run(tmp_path / f"a{seed}", seed=seed, learning_rate=1e-3, val=2 + 0.1 * seed)
+        write_run(tmp_path / f"b{seed}", seed=seed + 2, learning_rate=2e-3, val=3 + 0.1 * seed)
+    first, second = compare.group_runs(load(tmp_path))
+    [comparison] = compare.compare_groups([first, second], first, "val_loss")
+    assert (comparison.paired, comparison.reason) == (False, "one seed in common")
+    assert tables.format_difference(comparison).endswith("unpaired")
+
+
+def test_a_difference_says_from_how_many_of_the_runs_it_is(tmp_path):
+    for seed in (0, 1, 2):
+        write_run(tmp_path / f"a{seed}", seed=seed, learning_rate=1e-3, val=2 + 0.1 * seed)
+        write_run(tmp_path / f"b{seed}", seed=seed + 1, learning_rate=2e-3, val=3 + 0.2 * seed)
+    first, second = compare.group_runs(load(tmp_path))
+    [comparison] = compare.compare_groups([first, second], first, "val_loss")
+    assert tables.format_difference(comparison).endswith("(2 pairs)")
+
+
+def test_differences_of_single_runs_do_not_weaken_the_verdict_on_others():
+    several = estimate_paired_difference(A, B)
+    single = estimate_paired_difference([1.0], [2.0])
+    assert several.compute_p_value() > 0.05 / 5
+    assert compare.judge_differences([several, *[single] * 4])[0] == "better"
+
+
+def test_the_column_of_steps_has_the_step_of_the_loss_beside_it(tmp_path):
+    path = write_run(tmp_path / "run") / "metrics.jsonl"
+    *lines, last = path.read_text().splitlines()
+    record = json.loads(last)
+    path.write_text("\n".join([*lines, json.dumps({**record, "val_loss": math.nan})]) + "\n")
+    [group] = compare.group_runs(load(tmp_path))
+    assert tables.format_steps(group) == "2 of 4"

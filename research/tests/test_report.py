@@ -651,7 +651,7 @@ def test_the_folder_and_what_is_missing_in_it(tmp_path):
     text = (out / "report.md").read_text()
     cells = [[c.strip() for c in row.split("|")[1:-1]] for row in text.splitlines() if "|" in row]
     rows = {row[0]: row for row in reversed(cells)}
-    assert rows[DDL][3] == f"25 of {STEPS}"
+    assert rows[DDL][3] == f"20 of {STEPS}"
     assert rows[f"{DDL}-CC"][3:5] == [f"6 of {STEPS}", "not evaluated"]
     assert rows["f_&_g"][2:4] == ["1", str(STEPS)]
     assert "different texts or tokens (gpt2, bytes" in text

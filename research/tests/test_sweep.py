@@ -187,6 +187,7 @@ MISTAKES = [
     ({"seed": "0"}, "nothing to sweep"),
     ({"seed": "0,1", "out_dir": "runs/a"}, "--out_dir is set by sweep.py"),
     ({"seed": "0,1", "mode": "remote"}, "mode='remote': give"),
+    ({"seed": "0,1", "metric": "val_los"}, "metric='val_los': give"),
     ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell require each other"),
     ({"seed": "0,1", "mode": "cell", "index": 2}, "index=2: there are 2 cells, give 0 to 1"),
     ({"seed": "0,1", "nproc_per_node": 0}, "nproc_per_node=0"),
@@ -229,7 +230,7 @@ def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
     )
     process.start()
     wait_for(lambda: checkpoint.list_checkpoints(cells[1].folder))
-    with pytest.raises(ValueError, match=r"still running, .* \(seed=1\): wait for them, or end"):
+    with pytest.raises(ValueError, match=r"running already, .* \(seed=1\): wait for them, or end"):
         run(*arguments)  # as if the sweep alone had been killed
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
@@ -542,8 +543,25 @@ def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
     assert capsys.readouterr().out == text
     assert text.count("not finished: `ddl_value_channels=1,optimizer=muon,seed=") == 3
     assert "`ddl_value_channels=4,optimizer=muon,seed=2`, 0 of 6 steps saved" in text
-    with pytest.raises(ValueError, match=r"metric=val_los is in no final evaluation: .*val_loss"):
-        run(*partly_finished, "--mode=table", "--metric=val_los")
+    with pytest.raises(ValueError, match=r"--metric=val_accuracy: no final evaluation has it"):
+        run(*partly_finished, "--mode=table", "--metric=val_accuracy")
+
+
+def test_a_diverged_cell_is_named_and_in_no_mean(partly_finished, tmp_path, run):
+    first, *_ = make_cells(*partly_finished)
+    finish(first, val_loss=math.nan)
+    assert run(*partly_finished, "--mode=table") == 0
+    text = (tmp_path / "table.md").read_text()
+    assert f"diverged: `{first.folder.name}`, its loss is not finite" in text
+    stored = json.loads((tmp_path / "table.json").read_text())
+    assert stored["groups"][0]["seeds"] == [1, 2]
+
+
+def test_tags_of_a_run_are_not_swept(corpus, tmp_path):
+    arguments = grid(corpus, tmp_path, seed="0,1", wandb_tags="a,b", wandb_log=True)
+    cells = make_cells(*arguments)
+    assert [cell.values for cell in cells] == [{"seed": 0}, {"seed": 1}]
+    assert {cell.settings["wandb_tags"] for cell in cells} == {"a,b"}
 
 
 def draw(monkeypatch, run, arguments):

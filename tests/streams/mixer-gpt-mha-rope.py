@@ -1,4 +1,4 @@
-"""No attention: a causal convolution over tokens stands at its site."""
+"""No attention: a causal convolution over tokens takes the place of attention."""
 
 from dataclasses import replace
 
