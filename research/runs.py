@@ -6,6 +6,7 @@ as a prefix (`totals.tokens`, `machine.machine`). A cell is text or JSON, and em
 not known.
 """
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -23,7 +24,7 @@ import torch
 from evaluation.published import Published
 from evaluation.published import find as find_published
 from model import build, model_class
-from training import checkpoint
+from training import checkpoint, resume
 from utils import errors, files
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ HIDDEN_SETTINGS = {
     "wandb_tags",
     "wandb_run_name",
     "tensorboard",
+    "max_epochs",
 }
 # the keys of an entry of eval.py that reports need
 ACCURACY_KEYS = (
@@ -292,17 +294,14 @@ def read_run(folder: Path) -> Run:
     accuracy = []
     if checkpoint_folder is not None:
         accuracy = read_accuracy(folder, checkpoint_folder, notes)
-    settings = {**state.get("run_config", {}), **state.get("model_config", {})}
-    if "dataset" in settings:
-        # a copy on other storage is the same corpus, which `corpus` identifies
-        settings["dataset"] = Path(settings["dataset"]).name
+    settings = read_settings(state)
     machine = state.get("trained_on")
     steps = make_frame(training_records, (*COMMON_COLUMNS, *TRAINING_COLUMNS))
     return Run(
         name=folder.resolve().name,
         path=folder,
         model_name=state.get("model"),
-        settings={key: value for key, value in settings.items() if key not in HIDDEN_SETTINGS},
+        settings=settings,
         seed=settings.get("seed"),
         parameters=parameters,
         corpus=state.get("corpus", {}),
@@ -319,6 +318,25 @@ def read_run(folder: Path) -> Run:
         step=records[-1]["step"],
         totals=compute_totals(steps),
     )
+
+
+def read_settings(state: dict) -> dict[str, object]:
+    """Return the settings of a run that say what it computed, in the names of today.
+
+    Keys that were added after the run was saved have the value that reproduces it, so that it is
+    in a group with later runs. A run of a model that is not in this repository keeps its own keys.
+
+    Args:
+        state: state.json of the run; empty if it has none
+    """
+    settings = {**state.get("run_config", {}), **state.get("model_config", {})}
+    if state:
+        with contextlib.suppress(ValueError):
+            settings = resume.saved_settings(state)
+    if "dataset" in settings:
+        # a copy on other storage is the same corpus, which `corpus` identifies
+        settings["dataset"] = Path(settings["dataset"]).name
+    return {key: value for key, value in settings.items() if key not in HIDDEN_SETTINGS}
 
 
 def read_records(path: Path) -> tuple[list[dict], list[str]]:
@@ -665,6 +683,7 @@ def make_run(row: dict[str, str], path: Path) -> Run:
             "model_config": {k: v for k, v in run.settings.items() if k in model_keys},
             "run_config": {k: v for k, v in run.settings.items() if k not in model_keys},
         }
-        return replace(run, published=find_published_results(state))
+        settings = read_settings(state)
+        return replace(run, settings=settings, published=find_published_results(state))
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"damaged: write its row again with report.py runs ({error})") from error

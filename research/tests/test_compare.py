@@ -283,7 +283,7 @@ def test_groups_by_any_key_and_filters(tmp_path):
     ):
         assert [run.name for run in compare.select_runs(loaded, conditions)] == names
     error = one_line_error(call("research/report.py", "table", tmp_path, "--by=learning_rat"))
-    assert "no run has a key 'learning_rat', did you mean learning_rate?" in error
+    assert "no run has a key 'learning_rat', did you mean learning_rate, " in error
 
 
 def test_labels_are_short_and_name_what_differs(tmp_path):
@@ -333,7 +333,7 @@ def test_labels_name_width_and_depth_before_compile_and_max_steps(tmp_path):
 def test_groups_are_named_by_width_and_depth_before_compile_and_max_steps(tmp_path):
     write_two_runs_that_differ_in_much(tmp_path)
     keys = [part.partition("=")[0] for part in compare.name_groups(load(tmp_path))[0].split()]
-    assert keys == [BASE, "hidden_size", "num_hidden_layers", "beta1", "max_steps", "compile"]
+    assert keys == [BASE, "hidden_size", "num_hidden_layers", "beta1", "compile", "max_steps"]
 
 
 def test_pairs_over_validation_sequences_are_of_the_same_sequences(tmp_path):
@@ -412,3 +412,15 @@ def test_the_column_of_steps_has_the_step_of_the_loss_beside_it(tmp_path):
     path.write_text("\n".join([*lines, json.dumps({**record, "val_loss": math.nan})]) + "\n")
     [group] = compare.group_runs(load(tmp_path))
     assert tables.format_steps(group) == "2 of 4"
+
+
+def test_runs_of_before_and_after_a_key_was_added_are_one_group(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / str(seed), seed=seed)
+    [state_file] = (tmp_path / "0").glob("checkpoints/*/state.json")
+    run_config = json.loads(state_file.read_text())["run_config"]
+    old_config = {key: value for key, value in run_config.items() if key != "mixing_decay"}
+    edit_state(tmp_path / "0", run_config={**old_config, "max_epochs": None})
+    edit_state(tmp_path / "1", run_config={**run_config, "seed": 1, "mixing_decay": True})
+    [group] = compare.group_runs(load(tmp_path))
+    assert group.seeds == [0, 1]
