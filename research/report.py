@@ -209,7 +209,7 @@ def print_sequence_differences(groups: list[compare.Group], args: Namespace) -> 
     baseline_group = compare.find_baseline(groups, args.against)
     baseline_by_seed = {run.seed: run for run in baseline_group.runs}
     rows = []
-    lines = []
+    notes = []
     for group in groups:
         if group is baseline_group:
             continue
@@ -219,14 +219,15 @@ def print_sequence_differences(groups: list[compare.Group], args: Namespace) -> 
                 difference = compare.compare_by_sequence(run, baseline)
                 rows.append([run.name, baseline.name, difference.format("+.4f")])
             else:
-                lines.append(f"{run.name}: no run of the baseline has its seed")
+                notes.append(f"{run.name}: no run of the baseline has its seed")
     header = [
         "run",
         "baseline",
         "loss minus the baseline's (nats per token), mean over sequences (their number)",
     ]
     print(f"\n{format_markdown(header, rows)}")
-    print("".join(f"\n{line}" for line in lines), end="")
+    for note in notes:
+        print(note)
 
 
 def list_group_keys(args: Namespace) -> list[str]:

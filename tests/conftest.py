@@ -1,4 +1,4 @@
-"""The fixtures of helpers.py, and the test files that are skipped because packages are missing."""
+"""The fixtures and hooks of helpers.py, and the test files that are skipped because packages are missing."""
 
 from helpers import (  # noqa: F401
     _precision,

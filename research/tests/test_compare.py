@@ -368,6 +368,13 @@ def test_pairs_over_validation_sequences_are_of_the_same_sequences(tmp_path):
     assert estimate.format("+.4f") in result.stdout.decode()
 
 
+def test_a_run_without_a_partner_of_its_seed_is_named_below_the_sequences(tmp_path):
+    write_run(tmp_path / "a", BASE, seed=0)
+    write_run(tmp_path / "b", "DDL-gpt-mha-rope", seed=1)
+    result = call("research/report.py", "table", tmp_path, f"--against={BASE}", "--by_sequence")
+    assert "\nb: no run of the baseline has its seed\n" in result.stdout.decode()
+
+
 def test_the_baseline_is_the_run_at_the_path_even_if_others_have_its_folders_name(tmp_path):
     for setting, value in (("additive", 1e-3), ("TC", 2e-3)):
         for seed in (0, 1):
@@ -379,22 +386,25 @@ def test_the_baseline_is_the_run_at_the_path_even_if_others_have_its_folders_nam
         compare.find_baseline(groups, "elsewhere/seed=0")
 
 
-def test_groups_that_share_one_of_several_seeds_are_compared_without_pairs(tmp_path):
+def compare_groups_with_other_seeds(folder, first_seed: int) -> compare.Comparison:
+    """Compare runs with the seeds 0 to 2 and runs with three seeds from `first_seed` on."""
     for seed in (0, 1, 2):
-        write_run(tmp_path / f"a{seed}", seed=seed, learning_rate=1e-3, val=2 + 0.1 * seed)
-        write_run(tmp_path / f"b{seed}", seed=seed + 2, learning_rate=2e-3, val=3 + 0.1 * seed)
-    first, second = compare.group_runs(load(tmp_path))
+        write_run(folder / f"a{seed}", seed=seed, learning_rate=1e-3, val=2 + 0.1 * seed)
+    for seed in range(first_seed, first_seed + 3):
+        write_run(folder / f"b{seed}", seed=seed, learning_rate=2e-3, val=3 + 0.2 * seed)
+    first, second = compare.group_runs(load(folder))
     [comparison] = compare.compare_groups([first, second], first, "val_loss")
+    return comparison
+
+
+def test_groups_that_share_one_of_several_seeds_are_compared_without_pairs(tmp_path):
+    comparison = compare_groups_with_other_seeds(tmp_path, first_seed=2)
     assert (comparison.paired, comparison.reason) == (False, "one seed in common")
     assert tables.format_difference(comparison).endswith("unpaired")
 
 
 def test_a_difference_says_from_how_many_of_the_runs_it_is(tmp_path):
-    for seed in (0, 1, 2):
-        write_run(tmp_path / f"a{seed}", seed=seed, learning_rate=1e-3, val=2 + 0.1 * seed)
-        write_run(tmp_path / f"b{seed}", seed=seed + 1, learning_rate=2e-3, val=3 + 0.2 * seed)
-    first, second = compare.group_runs(load(tmp_path))
-    [comparison] = compare.compare_groups([first, second], first, "val_loss")
+    comparison = compare_groups_with_other_seeds(tmp_path, first_seed=1)
     assert tables.format_difference(comparison).endswith("(2 pairs)")
 
 
