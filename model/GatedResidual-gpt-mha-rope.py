@@ -196,7 +196,7 @@ class GatedBlock(Block):
         )
 
 
-def no_norm(config: GatedResidualConfig) -> nn.Module:
+def make_no_norm(config: GatedResidualConfig) -> nn.Module:
     """Return the norm before the output layer: none, as the readout contains one."""
     return nn.Identity()
 
@@ -206,7 +206,7 @@ class Model(GPT):
     Expander = Repeat
     Block = GatedBlock
     Readout = GatedMean
-    FinalNorm = staticmethod(no_norm)
+    FinalNorm = staticmethod(make_no_norm)
 
     def convert_additive(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # With gates a of 1/2, norms that are twice as large give the same x_in.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.block import Block, Direct, Past, delay, past
+from model.block import Block, Direct, Past, delay, get_past
 from model.gpt import GPT, GPTConfig
 from model.layers import (
     MLP,
@@ -110,12 +110,15 @@ class CanonAttention(CausalSelfAttention):
         super().__init__(config)
         self.canon = Canon(config, 3 * self.num_heads * self.head_dim)
 
+    def elementwise_flops(self) -> int:
+        return self.canon.elementwise_flops()
+
     def forward(
         self, x: torch.Tensor, positions: Positions, cache: dict | None = None
     ) -> torch.Tensor:
         x = for_product(x, self.c_q.weight)
         qkv = torch.cat([self.c_q(x), self.c_k(x), self.c_v(x)], dim=-1)
-        qkv = self.canon(qkv, past(cache, "attn.canon"))
+        qkv = self.canon(qkv, get_past(cache, "attn.canon"))
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)
         q = self.q_rms(apply_rope(q, positions.cos, positions.sin)).to(v.dtype)
         k = self.k_rms(apply_rope(k, positions.cos, positions.sin)).to(v.dtype)
@@ -129,6 +132,9 @@ class CanonMLP(MLP):
         super().__init__(config)
         self.canon = Canon(config, 2 * self.c_proj.in_features)
 
+    def elementwise_flops(self) -> int:
+        return self.canon.elementwise_flops()
+
     def forward(
         self,
         x: torch.Tensor,
@@ -137,7 +143,7 @@ class CanonMLP(MLP):
     ) -> torch.Tensor:
         x = for_product(x, self.c_fc1.weight)
         features = torch.cat((self.c_fc1(x), self.c_fc2(x)), dim=-1)
-        gate, value = self.canon(features, past(cache, "mlp.canon")).chunk(2, dim=-1)
+        gate, value = self.canon(features, get_past(cache, "mlp.canon")).chunk(2, dim=-1)
         return self.c_proj(F.silu(gate) * value)
 
 

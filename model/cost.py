@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from model.layers import Positions
 
 
-def attention_flops(
+def count_attention_flops(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *_, **__
 ) -> int:
     """Return the operations of attention over the whole context, as for torch's other kernels."""
@@ -31,7 +31,7 @@ def attention_flops(
 
 
 # torch's counter has no formula for the attention kernel of CPUs
-ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
+ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count_attention_flops}
 
 
 class ForwardPass(NamedTuple):
@@ -134,7 +134,7 @@ def refuse_output(site: Site, part: Callable, output: object, expected: str) -> 
     )
 
 
-def forward_flops(cls: "type[GPT]", config: "GPTConfig") -> int:
+def count_forward_flops(cls: "type[GPT]", config: "GPTConfig") -> int:
     """Return the operations of a forward pass over block_size tokens.
 
     They are those of the matrix products, and those that the parts of the stream declare.
@@ -143,14 +143,14 @@ def forward_flops(cls: "type[GPT]", config: "GPTConfig") -> int:
     model = forward_pass.model
     parts = [model.input_embed, model.readout]
     for site in model.sites:
-        parts += [site.read, site.write, site.post_write]
+        parts += [site.read, site.sublayer, site.write, site.post_write]
     elementwise_flops_per_token = sum(
         part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
     )
     return forward_pass.matrix_flops + elementwise_flops_per_token * config.block_size
 
 
-def state_size(cls: "type[GPT]", config: "GPTConfig") -> int:
+def find_largest_state(cls: "type[GPT]", config: "GPTConfig") -> int:
     """Return how many numbers the state of one token holds where it is largest."""
     states = count_forward_pass(cls, config, num_tokens=1).states
-    return max(block.state_size(state) for state in states)
+    return max(block.count_state_numbers(state) for state in states)

@@ -29,7 +29,7 @@ from model.layers import (
     for_product,
     rope_tables,
 )
-from model.loss import linear_cross_entropy, scaled
+from model.loss import linear_cross_entropy, scale_logits
 from model.options import check_ranges, option
 from model.parameters import (
     Rule,
@@ -402,11 +402,11 @@ class GPT(nn.Module):
         writes of the residual stream, but not norms, activation functions and the optimizer. The
         backward pass counts as two forward passes.
         """
-        return 3 * cost.forward_flops(self.variant, self.config) // self.config.block_size
+        return 3 * cost.count_forward_flops(self.variant, self.config) // self.config.block_size
 
     def state_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """Return the bytes of the residual state of one token, in dtype, where it is largest."""
-        return cost.state_size(self.variant, self.config) * dtype.itemsize
+        return cost.find_largest_state(self.variant, self.config) * dtype.itemsize
 
     def new_cache(self, length: int | None = None) -> Cache:
         """Return an empty cache for `forward`.
@@ -512,7 +512,9 @@ class GPT(nn.Module):
 
         Override it for another head: training, evaluation, generation and export all use it.
         """
-        return scaled(self.lm_head(for_product(hidden, self.lm_head.weight)), self.config.mup_scale)
+        return scale_logits(
+            self.lm_head(for_product(hidden, self.lm_head.weight)), self.config.mup_scale
+        )
 
     def has_linear_head(self) -> bool:
         """Return whether the logits are one matrix product, so that the loss can be chunked."""

@@ -133,8 +133,8 @@ class ManifoldConfig(StreamsConfig):
         None,
         "standard deviation of the initial maps from the streams to the weights (0.02 in "
         "DeepSeek-V4 and GLM-5.3, 0.006 in Hunyuan V4; default: hidden_init_std_factor / "
-        "sqrt(hc_streams * hidden_size))",
-        low=0,
+        "sqrt(hc_streams * hidden_size)); 0 would keep all streams equal",
+        above=0,
         initial=True,
     )
     mhc_bias_init: Literal["additive", "zeros"] = option(

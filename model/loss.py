@@ -35,7 +35,7 @@ def linear_cross_entropy(
     if chunk_size is None:
         chunk_size = default_chunk_size(hidden.shape[0], weight)
     if hidden.shape[0] <= chunk_size:
-        logits = scaled(F.linear(hidden, weight.to(hidden.dtype)), scale)
+        logits = scale_logits(F.linear(hidden, weight.to(hidden.dtype)), scale)
         return F.cross_entropy(logits, targets, ignore_index=-1)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return LinearCrossEntropy.apply(hidden, weight, targets, scale, chunk_size)
@@ -60,7 +60,7 @@ def default_chunk_size(num_tokens: int, weight: torch.Tensor) -> int:
     return -(-even_size // 256) * 256
 
 
-def scaled(logits: torch.Tensor, scale: float) -> torch.Tensor:
+def scale_logits(logits: torch.Tensor, scale: float) -> torch.Tensor:
     """Return scale * logits in at least fp32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if scale == 1 else logits * scale
@@ -122,7 +122,7 @@ def loss_and_gradients(
         is_counted.split(chunk_size),
     )
     for h, target, counted in chunks:
-        z = scaled(F.linear(h, rounded_weight), scale)  # (chunk, V)
+        z = scale_logits(F.linear(h, rounded_weight), scale)  # (chunk, V)
         # The logit of the target is taken by a sum over the vocabulary with one term each. Compiled,
         # it shares a pass with the two other sums; a `gather` would wait for the last chunk, and
         # would keep all logits until then.

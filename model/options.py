@@ -251,15 +251,21 @@ def check_ranges(config: object) -> None:
 def check_effects(typed_keys: Iterable[str], settings: dict, options: dict[str, Option]) -> None:
     """Raise ValueError if a key that a user typed has no effect beside the other settings."""
     for name in sorted(set(typed_keys) & options.keys()):
-        if settings[name] is not None and not options[name].has_effect(settings):
-            other_key, needed_value = options[name].counts_with
-            advice = f"omit {name}"
-            if not callable(needed_value):
-                advice = f"{advice}, or give --{other_key}={needed_value}"
-            raise ValueError(
-                f"{name}={settings[name]} has no effect with {other_key}={settings[other_key]}; "
-                f"{advice}"
-            )
+        if settings[name] is None:
+            continue
+        # the key that it counts with may itself count with a third one
+        key = name
+        while options[key].counts_with is not None:
+            other_key, needed_value = options[key].counts_with
+            if not options[key].has_effect(settings):
+                advice = f"omit {name}"
+                if not callable(needed_value):
+                    advice = f"{advice}, or give --{other_key}={needed_value}"
+                raise ValueError(
+                    f"{name}={settings[name]} has no effect with "
+                    f"{other_key}={settings[other_key]}; {advice}"
+                )
+            key = other_key
 
 
 def legacy_defaults(*config_classes: type) -> dict[str, object]:

@@ -124,6 +124,7 @@ class DeltaConfig(GPTConfig):
         "mlp",
         "branch that computes the direction k in the v-Map; mlp applies an MLP to ddl_k_input, "
         "attention attends over the value channels of X with a learned query",
+        counts_with=("ddl_map", "v"),
     )
     ddl_k_input: Literal["read", "mean", "flat"] = option(
         "read",
@@ -135,7 +136,7 @@ class DeltaConfig(GPTConfig):
         128,
         "hidden size of the MLP for the direction k in the v-Map",
         low=1,
-        counts_with=("ddl_map", "v"),
+        counts_with=("ddl_k_branch", "mlp"),
     )
     ddl_update: Literal["delta", "write_only", "erase_only"] = option(
         "delta",

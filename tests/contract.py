@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import cost, kernels
-from model.block import Site, State, Stream, state_size
+from model.block import Site, State, Stream, count_state_numbers
 from model.causality import find_leak, move_parameters
 from model.decoding import pad_left
 from model.gpt import GPT
@@ -251,7 +251,7 @@ def check_costs(cls: type[GPT]) -> None:
     memory = max(sum(tensor.nbytes for tensor in tree_leaves(state)) for state in states)
     state_bytes = memory // ids.numel()
     predicted_bytes = model.state_bytes_per_token(torch.float32)
-    assert predicted_bytes == state_bytes == 4 * max(map(state_size, states)), (
+    assert predicted_bytes == state_bytes == 4 * max(map(count_state_numbers, states)), (
         f"state_bytes_per_token() is {predicted_bytes}, the state has {state_bytes}"
     )
 

@@ -735,6 +735,17 @@ def test_options_change_flops_as_counted_by_hand(options, change):
     assert changed - default == 3 * 4 * change
 
 
+@pytest.mark.parametrize("position", ["B", "D"])
+def test_flops_include_the_canon_layers_in_sublayers(position):
+    without = build("conv-gpt-mha-rope", **TINY, canon="A").flops_per_token()
+    model = build("conv-gpt-mha-rope", **TINY, canon=f"A{position}")
+    # four taps for queries, keys and values of two heads of 6, or for both hidden layers of SwiGLU
+    num_features = {"B": 3 * 2 * 6, "D": 2 * model.transformer.h[0].mlp.c_proj.in_features}
+    num_layers = 2
+    expected_increase = num_layers * 2 * 4 * num_features[position]
+    assert model.flops_per_token() - without == 3 * expected_increase
+
+
 WITHOUT_BRANCH_MULT = {
     f"{name}-gpt-mha-rope" for name in ("AttnRes", "HC", "LAuReL", "ReZero", "mHC", "wide")
 }

@@ -697,6 +697,7 @@ MISTAKES = [
     ("mHC", {"mhc_mix": "orthogonal", "mhc_bias_init": "zeros"}, "omit mhc_bias_init"),
     ("mHC", {"mhc_readout_bias_init": "mean"}, "no effect with mhc_readout=sum"),
     ("mHC", {"mhc_write_magnitude": 0}, "mhc_write_magnitude=0"),
+    ("mHC", {"mhc_maps_init_std": 0.0}, "mhc_maps_init_std=0.0: give a number above 0"),
     ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("Lambdas", {"lambda_gain": True}, "lambda_gain=True has no effect with lambda_input=True"),

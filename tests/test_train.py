@@ -983,6 +983,8 @@ IDLE = [
     ("--ddl_beta_hidden_size=7", "--ddl_beta_single_linear=False", "ddl_beta_single_linear=True"),
     ("--ddl_v_sigmoid_scale=2.0", "--ddl_v_sigmoid=True", "ddl_v_sigmoid=False"),
     ("--ddl_v_sigmoid=False", "--ddl_v_constant=False", "ddl_v_constant=True"),
+    # it counts with ddl_v_sigmoid, which counts with ddl_v_constant
+    ("--ddl_v_sigmoid_scale=2.0", "--ddl_v_constant=False", "ddl_v_constant=True"),
     ("--ddl_k_hidden_size=7", "--ddl_map=v", "ddl_map=k"),
     ("--hidden_size_base=64", "--mup=True", "mup=False"),
     ("--decay_steps=3", "--schedule=wsd", "schedule=cosine"),

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from data.loader import ValidationBatches
 from data.shards import Corpus
 from data.tokenizer import Tokenizer
-from model.block import Site, State, Stream, past
+from model.block import Site, State, Stream, get_past
 from model.gpt import GPT
 from model.layers import Positions
 from research import plots
@@ -94,7 +94,7 @@ class GradientRecorder(Stream):
         return state, c, read_output
 
     def finish(self, model: GPT, state: State, cache: dict | None) -> torch.Tensor:
-        x_in = model.readout(self.record(state), past(cache, "readout"))
+        x_in = model.readout(self.record(state), get_past(cache, "readout"))
         self.reads.append(x_in)
         return model.ln_f(x_in)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from model.block import Block, delay, past
+from model.block import Block, delay, get_past
 from model.gpt import GPT
 from model.parameters import Rule, normal
 
@@ -18,7 +18,7 @@ class Mixer(nn.Module):
 
     def forward(self, c, positions, cache=None):
         return sum(
-            tap * delay(c, back, past(cache, "mixer"))
+            tap * delay(c, back, get_past(cache, "mixer"))
             for back, tap in enumerate(self.taps.to(c.dtype))
         )
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from model.block import Add, Block, Direct, Site, delay, past
+from model.block import Add, Block, Direct, Site, delay, get_past
 from model.gpt import GPT
 from model.layers import RMSNorm, for_product, sublayer_matrix
 
@@ -13,7 +13,7 @@ class PreviousToken(nn.Module):
         self.c_proj = sublayer_matrix(config, config.hidden_size, config.hidden_size, last=True)
 
     def forward(self, c, positions, cache=None):
-        return self.c_proj(for_product(delay(c, 1, past(cache, "before")), self.c_proj.weight))
+        return self.c_proj(for_product(delay(c, 1, get_past(cache, "before")), self.c_proj.weight))
 
 
 class ThreeSites(Block):
