@@ -390,6 +390,23 @@ def group_runs(
             groups.append(make_group(names[indices[0]], [runs[index] for index in indices]))
         else:
             groups += [make_group(names[index], [runs[index]]) for index in indices]
+    return make_names_unique(groups)
+
+
+def make_names_unique(groups: list[Group]) -> list[Group]:
+    """Add to equal names that the runs are not finished, their step, or the name of a run."""
+    for describe in (
+        lambda group: " (not finished)" if group.unfinished else "",
+        lambda group: f", step {group.step}",
+        lambda group: f", {group.runs[0].name}",
+    ):
+        names = [group.name for group in groups]
+        groups = [
+            replace(group, name=group.name + describe(group))
+            if names.count(group.name) > 1
+            else group
+            for group in groups
+        ]
     return groups
 
 

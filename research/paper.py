@@ -99,8 +99,8 @@ def make_sizes(runs: list[Run], keys: list[str], against: str | None) -> list[Si
     for name in size_names:
         groups = compare.group_runs([run for run in runs if name_size(run) == name], keys)
         suffix = f", {name}" if has_several_sizes and name != UNKNOWN_SIZE else ""
-        groups = make_names_unique(sorted(groups, key=get_paper_position), suffix)
-        sizes.append(Size(name, groups))
+        groups = [replace(group, name=group.name + suffix) for group in groups]
+        sizes.append(Size(name, sorted(groups, key=get_paper_position)))
     error_lines = []
     for size in sizes:
         finished = [
@@ -120,26 +120,6 @@ def make_sizes(runs: list[Run], keys: list[str], against: str | None) -> list[Si
         raise ValueError(error_lines[0])
     compare_sizes([size for size in sizes if size.baseline])
     return sizes
-
-
-def make_names_unique(groups: list[Group], suffix: str) -> list[Group]:
-    """Add to equal names that the runs are not finished, their step, or the name of a run.
-
-    All names end with the suffix.
-    """
-    for describe in (
-        lambda group: " (not finished)" if group.unfinished else "",
-        lambda group: f", step {group.step}",
-        lambda group: f", {group.runs[0].name}",
-    ):
-        names = [group.name for group in groups]
-        groups = [
-            replace(group, name=group.name + describe(group))
-            if names.count(group.name) > 1
-            else group
-            for group in groups
-        ]
-    return [replace(group, name=group.name + suffix) for group in groups]
 
 
 def compare_sizes(sizes: list[Size]) -> None:

@@ -386,6 +386,14 @@ def test_the_baseline_is_the_run_at_the_path_even_if_others_have_its_folders_nam
         compare.find_baseline(groups, "elsewhere/seed=0")
 
 
+def test_groups_that_repeat_a_seed_have_different_names(tmp_path):
+    for name in ("first", "second"):
+        write_run(tmp_path / name, seed=0)
+    names = [group.name for group in compare.group_runs(load(tmp_path))]
+    assert len(set(names)) == 2
+    assert names[0].endswith(", first") and names[1].endswith(", second")
+
+
 def compare_groups_with_other_seeds(folder, first_seed: int) -> compare.Comparison:
     """Compare runs with the seeds 0 to 2 and runs with three seeds from `first_seed` on."""
     for seed in (0, 1, 2):
