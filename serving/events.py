@@ -229,7 +229,7 @@ def generate_events(
     pieces = Pieces(tokenizer, stop)
     num_new_tokens = 0
     unread = prompt  # the tokens that the next pass reads for the first time
-    reason = "reached max_new_tokens"
+    reason = "reached max tokens"
     yield {"seed": seed}
     with model.through(recorder):
         for [token] in generation:

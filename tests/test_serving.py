@@ -252,7 +252,7 @@ def test_half_a_character_at_the_end_and_bytes_that_are_none():
 
 def test_a_text_ends_after_max_new_tokens():
     events, _ = generate_tokens(build(DELTA[0], **SMALL), [256], 3)
-    assert events[-1]["end"] == "reached max_new_tokens"
+    assert events[-1]["end"] == "reached max tokens"
     assert len(events) >= 3  # the seed, tokens, and the end
 
 
