@@ -238,7 +238,11 @@ def check_costs(cls: type[GPT]) -> None:
     parts = [
         model.input_embed,
         model.readout,
-        *(part for site in sites_of(model) for part in (site.read, site.write, site.post_write)),
+        *(
+            part
+            for site in sites_of(model)
+            for part in (site.read, site.sublayer, site.write, site.post_write)
+        ),
     ]
     elementwise_flops = sum(
         part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
