@@ -36,7 +36,14 @@ class AddToCurrent(Add):
 
     takes_branch_mult = True
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         *outputs, x = state
         return *outputs, super().forward(x, h, x_in, c, past)
 

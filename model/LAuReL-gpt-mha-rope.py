@@ -59,7 +59,14 @@ class LAuReLWrite(Add):
     def elementwise_flops(self) -> int:
         return (3 if self.weighted else 2) * self.hidden_size
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> torch.Tensor:
         x = state.to(at_least_fp32(state.dtype))
         if self.weighted:
             a, b = 2 * self.logits.softmax(0)

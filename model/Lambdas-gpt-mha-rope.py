@@ -145,7 +145,14 @@ class LambdasWrite(Add):
         self.first_values = first_values
         self.pushes_skip = pushes_skip
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         # x_in is the entire tuple that the read returned
         x = super().forward(x_in[0], h, None, c)
         rest = x_in[1:-1] if self.pops_skip else x_in[1:]

@@ -43,7 +43,14 @@ class AddToLastWay(Add):
         super().__init__(config)
         self.num_ways = num_ways
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         residual = state[self.num_ways - 1]
         outputs = state[self.num_ways :]
         return super().forward(residual, h, x_in, c, past), *outputs

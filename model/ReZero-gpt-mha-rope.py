@@ -22,7 +22,14 @@ class ScaledAdd(Add):
     def elementwise_flops(self) -> int:
         return 2 * self.hidden_size
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> torch.Tensor:
         return (state + self.scale * h).to(state.dtype)
 
 

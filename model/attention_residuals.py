@@ -131,7 +131,14 @@ class Append(nn.Module):
     def elementwise_flops(self) -> int:
         return 0 if self.begins_run else self.hidden_size
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         h = h.to(state[0].dtype)
         # With runs of one site (Full AttnRes), each output is a source of its own.
         if self.begins_run:
@@ -186,7 +193,14 @@ class AppendAndAdd(Append):
     def elementwise_flops(self) -> int:
         return super().elementwise_flops() + self.hidden_size
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         x, *sources = state
         return self.add(x, h, None, c), *super().forward(sources, h, x_in, c)
 

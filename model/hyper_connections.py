@@ -274,7 +274,12 @@ class MixAndAdd(nn.Module):
         return 2 * self.num_streams * (self.num_streams + 1) * self.hidden_size
 
     def forward(
-        self, state, h, connection: ConnectionOutput, c, past: Past | None = None
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        connection: ConnectionOutput,
+        c: torch.Tensor,
+        past: Past | None = None,
     ) -> torch.Tensor:
         _, write, mix = connection
         if self.rounded:

@@ -127,7 +127,14 @@ class MGTWrite(nn.Module):
         logits = self.beta(for_product(state, self.beta.weight)).to(at_least_fp32(state.dtype))
         return self.config.mgt_lambda * logits.tanh() + self.config.mgt_epsilon
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> torch.Tensor:
         x = state.to(at_least_fp32(state.dtype))
         # V = h * sigmoid(LN(X W_gate)) (equation 5)
         update = self.compute_gate(state) * h.to(x.dtype)

@@ -52,7 +52,14 @@ class WideAdd(nn.Module):
     def elementwise_flops(self) -> int:
         return 2 * self.state_size
 
-    def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> torch.Tensor:
         return (state + h.unsqueeze(2) * self.weights[:, None]).to(state.dtype)
 
 
