@@ -99,7 +99,11 @@ def interpolate(arm: str, fraction: float) -> dict[Setting, float]:
 
 
 def average_erase(sizes: tuple[str, ...]) -> dict[Setting, float]:
-    """Return the weights of the arms with erase minus those without, averaged over sizes."""
+    """Return the weights of the arms with erase minus those without, averaged over conditions.
+
+    Args:
+        sizes: of registers, or rungs of language
+    """
     weights = {}
     for size in sizes:
         for arm in ("ddl_1", "ddl_tc"):
@@ -191,17 +195,13 @@ def describe(contrast: variance.Contrast) -> dict[str, float]:
 
 def list_effects() -> dict[str, Weights]:
     """Return the effects of DDL's parts at the longer rung, one after another."""
-    erase = {
-        **{("ddl_1", "long"): 0.5, ("ddl_1_no_erase", "long"): -0.5},
-        **{("ddl_tc", "long"): 0.5, ("ddl_tc_no_erase", "long"): -0.5},
-    }
     return {
         "learned main gain: main_gain - additive": subtract("main_gain", BASELINE, "long"),
         "convolution of the read: conv - additive": subtract("conv", BASELINE, "long"),
         "convolution from the identity: conv_identity - additive": subtract(
             "conv_identity", BASELINE, "long"
         ),
-        "beside that convolution: ddl_tc - conv_identity": subtract(
+        "DDL's columns and write, given that convolution: ddl_tc - conv_identity": subtract(
             "ddl_tc", "conv_identity", "long"
         ),
         "four columns: wide - conv": subtract("wide", "conv", "long"),
@@ -215,7 +215,7 @@ def list_effects() -> dict[str, Weights]:
             "ddl_tc", "ddl_tc_no_erase", "long"
         ),
         "erase, one column: ddl_1 - ddl_1_no_erase": subtract("ddl_1", "ddl_1_no_erase", "long"),
-        "erase: mean of both": erase,
+        "erase: mean of both": average_erase(("long",)),
         "CC and EC in place of TC: ddl_cc_ec - ddl_tc": subtract("ddl_cc_ec", "ddl_tc", "long"),
     }
 
@@ -243,7 +243,7 @@ def resample_token_multiplier(losses: Losses, arm: str) -> dict[str, float]:
     """Return the token multiplier of an arm with its bootstrapped 95% interval.
 
     Seeds and groups of sequences are drawn with replacement, the same ones for both rungs and both
-    arms.
+    arms. With five seeds, such an interval is narrower than one of Student's distribution.
     """
     settings = [(arm, "short"), (arm, "long"), (BASELINE, "short"), (BASELINE, "long")]
     common_seeds = losses.list_seeds(settings)

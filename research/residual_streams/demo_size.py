@@ -3,7 +3,7 @@
     python research/residual_streams/python_library.py
     python train.py research/residual_streams/demo_size.py --max_steps=800 --warmup_steps=80
 
-One core trains 0.8 million tokens in about 70 seconds. Sequences and batches are shorter than the
+One core trains 0.8 million tokens in two to four minutes. Sequences and batches are shorter than the
 demo's, because with so few tokens more steps matter more than less gradient noise.
 """
 

@@ -2,7 +2,8 @@
 
     python research/residual_streams/python_library.py
 
-The corpus depends only on the version of Python, and needs no network. It leaves out files that are
+The corpus depends only on the version and the build of Python (a generated file of the library names
+the folders of the build), and needs no network. It leaves out files that are
 not UTF-8, files whose lines have more than 100 characters on average or more than 1,000 at most
 (the rule by which Codex, arXiv 2107.03374, leaves out generated code), and files that nearly repeat
 an earlier one (near_duplicates.py). Generated files with shorter lines stay: the help texts of

@@ -76,7 +76,10 @@ def is_whole(point: Point) -> bool:
 
 
 def is_inside(losses: Mapping[Point, float]) -> bool:
-    """Return whether the best whole step has been tried with all of its neighbors."""
+    """Return whether the best point on the grid of whole steps was tried with all its neighbors.
+
+    The best of all points may be a half step beside it.
+    """
     best = find_best_whole_step(losses)
     return math.isfinite(losses[best]) and all(point in losses for point in list_neighbors(best))
 

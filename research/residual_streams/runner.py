@@ -48,7 +48,7 @@ def call_train(arguments: list[str], folder: Path) -> bool:
         folder: of the run
 
     Raises:
-        RuntimeError: it ended otherwise; the message has the last line that it printed
+        RuntimeError: it ended otherwise; the message has the exit code and the last line of output
     """
     # more threads would sum products in another order, so that the bits would differ
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -65,8 +65,11 @@ def call_train(arguments: list[str], folder: Path) -> bool:
     # train.py also fails if the disk is full, which says nothing about the model
     if stopping.read_status(folder).ended == "failed" and (folder / "nonfinite").is_dir():
         return False
-    last_line = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1]
-    raise RuntimeError(f"{folder.name}: {last_line}")
+    lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
+    last_line = lines[-1] if lines else "it printed nothing"
+    raise RuntimeError(
+        f"{folder.name}: train.py ended with exit code {result.returncode}: {last_line}"
+    )
 
 
 def read_group_losses(folder: Path) -> list[float]:
@@ -78,12 +81,12 @@ def read_group_losses(folder: Path) -> list[float]:
 
 
 def read_scores(folder: Path) -> dict[str, float]:
-    """Return the last validation loss of a run, its last training loss and, of a task, its accuracy."""
+    """Return the last losses of a run, its seconds and, of a task, its accuracy."""
     scores = {}
     for record in metrics.read(folder / "metrics.jsonl"):
         if "loss" in record:
             scores["train_loss"] = record["loss"]
-        for key in ("val_loss", "val_accuracy"):
+        for key in ("val_loss", "val_accuracy", "seconds"):
             if key in record:
                 scores[key] = record[key]
     return scores
@@ -96,8 +99,9 @@ def train(arguments: list[str], folder: Path, *, is_reported: bool) -> dict:
         is_reported: whether the losses of sequences are wanted, too
 
     Returns:
-        "val_loss" (None if the run diverged), "train_loss", "val_accuracy" of a task, "seconds",
-        and "group_losses" of a reported run
+        "val_loss" (None if the run diverged), "train_loss", "val_accuracy" of a task, "seconds" of
+        training (including those before the run was stopped and resumed), and "group_losses" of a
+        reported run
     """
     start = time.perf_counter()
     is_finished = call_train(arguments, folder)
@@ -157,16 +161,17 @@ def read_options(
     unknown = command_line.keys() - OPTIONS.keys()
     if unknown:
         raise ValueError(
-            f"--{min(unknown)} is not an option of the study; give one of {', '.join(OPTIONS)}"
+            f"--{min(unknown)} is not an option of the study; its options are "
+            f"{', '.join(f'--{name}' for name in OPTIONS)}"
         )
     options = {**OPTIONS, **command_line}
     if options["mode"] not in ("train", "show"):
-        raise ValueError(f"--mode={options['mode']}: give train or show")
-    arms = options["arms"].split(",") if options["arms"] else available
+        raise ValueError(f"--mode={options['mode']}: give --mode=train or --mode=show")
+    arms = [arm.strip() for arm in options["arms"].split(",")] if options["arms"] else available
     for arm in arms:
         if arm not in available:
             raise ValueError(
-                f"--arms={options['arms']}: {group} has no arm {arm}; give some of "
+                f"--arms={options['arms']}: {group} has no arm '{arm}'; give some of "
                 f"{','.join(available)}"
             )
     return [arm for arm in available if arm in arms], options

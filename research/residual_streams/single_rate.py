@@ -5,13 +5,13 @@
     python research/residual_streams/single_rate.py registers       # whether the erase lowers the loss on registers
     python research/residual_streams/single_rate.py shakespeare     # nanoGPT's example, validation loss 1.88
     python research/residual_streams/single_rate.py probe           # a public probe of 16 layers
-    python research/residual_streams/single_rate.py registers --mode=show         # how many runs are missing
+    python research/residual_streams/single_rate.py registers --mode=show         # show how many runs are missing
     python research/residual_streams/single_rate.py registers --arms=ddl_tc       # only this arm
 
 A command trains what is not trained yet, one run after another, each with one thread, and appends a
-row to results/residual_streams/PROBLEM.jsonl as each run ends (or to --results=FOLDER). A run that
-was stopped resumes from its last checkpoint below --runs. Two processes may share a problem if they
-are given different arms.
+row to PROBLEM.jsonl in --results=FOLDER (default: results/residual_streams) as each run ends. A run
+that was stopped resumes from its last checkpoint in --runs=FOLDER (default:
+sweeps/residual_streams). Two processes may share a problem if they are given different arms.
 """
 
 import sys
@@ -250,7 +250,8 @@ def read_options(argv: list[str]) -> tuple[Problem, list[str], dict[str, str]]:
         print(__doc__.strip())
         sys.exit(0)
     if len(names) != 1 or names[0] not in PROBLEMS:
-        raise ValueError(f"{' '.join(names) or 'no problem'}: give one of {', '.join(PROBLEMS)}")
+        mistake = f"'{' '.join(names)}' is not a problem" if names else "no problem is given"
+        raise ValueError(f"{mistake}; the problems are {', '.join(PROBLEMS)}")
     problem = PROBLEMS[names[0]]
     arms, options = runner.read_options(
         command_line, f"the problem {problem.name}", list(problem.seeds)

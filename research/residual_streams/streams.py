@@ -50,8 +50,8 @@ PLANNED = (
 )
 # Arms that are trained at the longer rung too, and with five seeds.
 LONG = (*PLANNED, *ADDED)
-# Arms whose best rates at the longer rung are the lowest or the highest that the plan tries, with
-# what the best point of the shorter rung is multiplied by a step further, as a power of two.
+# Arms whose best rates at the longer rung are the lowest or the highest that the plan tries. One run
+# of each has rates a step further: both best rates of the shorter rung times two to this power.
 EDGE = {
     BASELINE: -1.5,
     "main_gain": -1.5,
@@ -61,7 +61,8 @@ EDGE = {
     "ddl_tc_no_erase": 0.5,
     "ddl_cc_ec": -1.5,
 }
-# Arms whose runs of the longer rung are also evaluated on the other half of validation.
+# Arms whose longer runs are trained again and evaluated on the half of the validation split on which
+# learning rates were chosen.
 HALVES = (BASELINE, "wide", "ddl_1", "ddl_tc", "ddl_cc_ec")
 # Arms whose cross of rates is extended to nine points.
 TOLERANCE = (BASELINE, "ddl_tc")

@@ -1,19 +1,20 @@
-"""The runs of the controlled comparison, one stage a command.
+"""The runs of the controlled comparison that Muon and AdamW train, one stage per command.
 
     python research/residual_streams/python_library.py
-    python research/residual_streams/study.py short         # rates of every arm, and its runs of 0.8 million tokens
-    python research/residual_streams/study.py long          # the arms of planned claims, 3.3 million tokens
-    python research/residual_streams/study.py tolerance     # nine points of rates for two arms
-    python research/residual_streams/study.py edge          # rates beyond the edge, for the arms that are best at it
-    python research/residual_streams/study.py halves        # long runs of five arms, on the other half of validation
-    python research/residual_streams/study.py speed         # tokens per second of every arm, in turns
+    python research/residual_streams/study.py short         # tune all arms, and train them with 0.8 million tokens
+    python research/residual_streams/study.py long          # the same with 3.3 million tokens, for nine claims
+    python research/residual_streams/study.py tolerance     # complete the learning rates of two arms to a 3 x 3 grid
+    python research/residual_streams/study.py edge          # one run per arm with rates beyond the best ones at an edge
+    python research/residual_streams/study.py halves        # evaluate five arms on the other half of validation
+    python research/residual_streams/study.py speed         # measure all arms' tokens per second, three times in turns
     python research/residual_streams/study.py again         # repeat two reported runs, and compare their bits
-    python research/residual_streams/study.py short --mode=show          # how many runs are finished
+    python research/residual_streams/study.py short --mode=show          # show how many runs are finished
     python research/residual_streams/study.py short --arms=conv,wide     # only these arms
 
 A command trains what is not trained yet, one run after another, each with one thread, and appends a row to
-results/residual_streams/language.jsonl as each run ends (or to --results=FOLDER). A run that was stopped resumes from
-its last checkpoint below --runs. Two processes may share a stage if they are given different arms.
+language.jsonl (or speeds.jsonl) in --results=FOLDER (default: results/residual_streams) as each run ends. A run that
+was stopped resumes from its last checkpoint in --runs=FOLDER (default: sweeps/residual_streams), except in the stage
+speed. Two processes may share a stage other than speed if they are given different arms.
 """
 
 import shutil
@@ -46,7 +47,7 @@ DATASET_COMMAND = "research/residual_streams/python_library.py"
 STAGES = ("short", "long", "tolerance", "edge", "halves", "speed", "again")
 
 TOKENS_PER_STEP = 1024
-# steps of the two rungs, 0.8 and 3.3 million tokens
+# a rung is a length of training: steps for 0.8 and for 3.3 million tokens
 RUNGS = {"short": 800, "long": 3200}
 WARMUP_FRACTION = 0.1
 TUNING_SEED = 1000
@@ -107,7 +108,7 @@ def next_run(stage: str, arm: str, rows: list[dict]) -> Run | None:
     """Return the next run of an arm in a stage, None if all are finished.
 
     Raises:
-        ValueError: the stage needs the tries of the stage short, which are not finished
+        ValueError: the stage needs the rates that another stage finds, which is not finished
     """
     tries = select_losses(rows, arm, "short", "try")
     point = rates.next_point(tries)
@@ -136,6 +137,10 @@ def next_run(stage: str, arm: str, rows: list[dict]) -> Run | None:
     for power in CHECKED_POWERS:
         point = (best[0] + power, best[1] + power)
         if point not in checks:
+            if stage == "halves":
+                raise ValueError(
+                    f"the stage halves needs the rates of {arm}: finish the stage long first"
+                )
             return Run(arm, "long", "check", TUNING_SEED, point)
     phase = "first_half" if stage == "halves" else "report"
     return next_report(rows, arm, "long", rates.find_best(checks), phase)
@@ -242,13 +247,17 @@ def train_missing(stage: str, arms: list[str], path: Path, folder: Path) -> None
 
 
 def measure_speeds(arms: list[str], path: Path, folder: Path) -> None:
-    """Store the median of tokens per second of every arm in each round, in which all take turns."""
+    """Store the median of tokens per second of every arm in each round, in which all take turns.
+
+    A run that was stopped starts anew.
+    """
     for number in range(SPEED_ROUNDS):
         for arm in arms:
             finished = [(row["arm"], row["round"]) for row in read_rows(path)]
             if (arm, number) in finished:
                 continue
             run_folder = folder / f"{arm}-speed-{number}"
+            shutil.rmtree(run_folder, ignore_errors=True)
             keys = {
                 **ARMS[arm],
                 "max_steps": SPEED_STEPS,
@@ -279,7 +288,10 @@ def train_again(path: Path, folder: Path) -> None:
     candidates = [
         row
         for row in rows
-        if row["phase"] == "report" and row["seed"] == 0 and row["machine"] == machine
+        if row["phase"] == "report"
+        and row["seed"] == 0
+        and row["val_loss"] is not None
+        and row["machine"] == machine
     ]
     if len(candidates) < NUM_REPEATED:
         raise ValueError(
@@ -314,8 +326,11 @@ def read_options(argv: list[str]) -> tuple[str, list[str], dict[str, str]]:
         print(__doc__.strip())
         sys.exit(0)
     if len(names) != 1 or names[0] not in STAGES:
-        raise ValueError(f"{' '.join(names) or 'no stage'}: give one of {', '.join(STAGES)}")
+        mistake = f"'{' '.join(names)}' is not a stage" if names else "no stage is given"
+        raise ValueError(f"{mistake}; the stages are {', '.join(STAGES)}")
     stage = names[0]
+    if stage == "again" and "arms" in command_line:
+        raise ValueError("--arms has no effect on the stage again; omit it")
     arms, options = runner.read_options(command_line, f"the stage {stage}", list_arms(stage))
     return stage, arms, options
 

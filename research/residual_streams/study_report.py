@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CHANCE = float(np.log(8))  # the loss on registers of a model that knows nothing
-CORRECT_WITHOUT_SWAPS = (
-    50  # percent of the answers of a model that overlooks swaps (data/registers)
-)
+# percent of the answers of a model that overlooks swaps (data/registers)
+CORRECT_WITHOUT_SWAPS = 50
 TOLERATED_LOSS = 0.05  # nats above the minimum, for the width of rates
 MAX_SHOWN_EXCESS = 0.3  # nats above the minimum that have the darkest color
 SEQ_LEN = 128
@@ -51,6 +50,14 @@ KIND_COLORS = {
     "controls": plots.COLORS[1],
     "DDL": plots.COLORS[0],
     "published streams": plots.COLORS[2],
+}
+# of the figure of registers: colors, and offsets from the position of a size
+REGISTERS_MARKERS = {
+    BASELINE: (plots.BASELINE_COLOR, -0.3),
+    "ddl_1": (plots.COLORS[0], -0.15),
+    "ddl_1_no_erase": (plots.COLORS[0], 0.0),
+    "ddl_tc": (plots.COLORS[1], 0.15),
+    "ddl_tc_no_erase": (plots.COLORS[1], 0.3),
 }
 
 
@@ -75,7 +82,10 @@ def compute_trigrams() -> dict[str, dict[str, float]]:
 
 
 def summarize_tries(rows: list[dict], arm: str) -> dict:
-    """Return the best rates of an arm at the shorter rung, and whether they are inside its tries."""
+    """Return the best rates of an arm at the shorter rung, and whether its tries surround the best.
+
+    "is_inside" is about the best point on the grid of whole steps (`rates.is_inside`).
+    """
     losses = study.select_losses(rows, arm, "short", "try")
     if len(losses) < rates.NUM_TRIES:
         return {"tries": len(losses)}
@@ -148,7 +158,7 @@ def summarize_language(rows: list[dict], speeds: list[dict]) -> list[dict]:
             difference = losses_of_first_half.contrast(weights)
             if difference is not None:
                 group["first_half_difference"] = claims.describe(difference)
-        if arm != BASELINE and "long_difference" in group:
+        if "short_difference" in group and "long_difference" in group:
             group["token_multiplier"] = claims.resample_token_multiplier(losses, arm)
             for speed in ("speed", "lowest_speed", "highest_speed"):
                 if speed in group:
@@ -208,8 +218,9 @@ def summarize_erase(rows: list[dict]) -> list[dict]:
 def measure_width(losses: Mapping[rates.Point, float], axis: int) -> dict[str, float | bool]:
     """Measure over which factor of one rate the loss stays near the minimum.
 
-    The best loss at each value of the rate counts, whatever the other rate is. Between values the
-    loss is linear in the logarithm of the rate.
+    Only points on the grid of whole steps count, because those between were tried with fewer values
+    of the other rate. The best loss at each value of the rate counts, whatever the other rate is.
+    Between values the loss is linear in the logarithm of the rate.
 
     Args:
         losses: by point
@@ -220,14 +231,19 @@ def measure_width(losses: Mapping[rates.Point, float], axis: int) -> dict[str, f
     """
     best_by_power: dict[float, float] = {}
     for point, loss in losses.items():
-        best_by_power[point[axis]] = min(loss, best_by_power.get(point[axis], np.inf))
+        if rates.is_whole(point):
+            best_by_power[point[axis]] = min(loss, best_by_power.get(point[axis], np.inf))
     powers = sorted(power for power, loss in best_by_power.items() if np.isfinite(loss))
     fine_powers = np.linspace(powers[0], powers[-1], 1001)
     fine_losses = np.interp(fine_powers, powers, [best_by_power[power] for power in powers])
-    near = fine_powers[fine_losses <= min(best_by_power.values()) + TOLERATED_LOSS]
+    # the range around the minimum in which no loss is too high
+    minimum = int(np.argmin(fine_losses))
+    too_high = np.flatnonzero(fine_losses > fine_losses[minimum] + TOLERATED_LOSS)
+    first = max(too_high[too_high < minimum], default=-1) + 1
+    last = min(too_high[too_high > minimum], default=len(fine_powers)) - 1
     return {
-        "factor": float(2 ** (near[-1] - near[0])),
-        "is_lower_limit": bool(near[0] == powers[0] or near[-1] == powers[-1]),
+        "factor": float(2 ** (fine_powers[last] - fine_powers[first])),
+        "is_lower_limit": bool(first == 0 or last == len(fine_powers) - 1),
     }
 
 
@@ -262,7 +278,8 @@ def count_missing(rows: dict[str, list[dict]], speeds: list[dict]) -> dict[str, 
         arms = study.list_arms(stage)
         stage_rows = speeds if stage == "speed" else rows["language"]
         finished = study.count_finished(stage, arms, stage_rows)
-        missing[f"study.py {stage}"] = study.count_all_runs(stage, arms) - finished
+        # "again" has more rows than it needs after it was run on a second kind of machine
+        missing[f"study.py {stage}"] = max(study.count_all_runs(stage, arms) - finished, 0)
     for name, problem in single_rate.PROBLEMS.items():
         arms = list(problem.seeds)
         num_missing = single_rate.count_missing(problem, arms, rows[name])
@@ -294,6 +311,10 @@ def summarize(
         },
         "tolerance": summarize_tolerance(rows["language"]),
         "registers_sizes": list(sizes),
+        # models of reported runs that were evaluated on the first half, without training
+        "num_saved_models": sum(
+            row["phase"] == "first_half" and "train_loss" not in row for row in rows["language"]
+        ),
         "erase_in_registers": summarize_erase(rows["registers"]),
         "groups": [
             group
@@ -334,7 +355,7 @@ def format_mean(summary: dict | None, number_format: str = ".3f") -> str | None:
 
 
 def format_rates(muon_rate: float, adamw_rate: float, *, is_inside: bool) -> str:
-    """Format a pair of rates, `0.0141, 0.0566 (edge)` if it lies at an edge of what was tried."""
+    """Format a pair of rates, `0.0141, 0.0566 (edge)` if the tries do not surround the best."""
     edge = "" if is_inside else " (edge)"
     return f"{muon_rate:.3g}, {adamw_rate:.3g}{edge}"
 
@@ -381,11 +402,11 @@ def format_language(groups: list[dict]) -> str:
         "loss, 3.3M tokens",
         "minus additive's, 0.8M",
         "minus additive's, 3.3M",
-        "the same on the first half",
+        "minus additive's, 3.3M, on the first half",
         "token multiplier",
         "speed (lowest to highest of three)",
-        "minus additive's, equal seconds",
-        "the same at the highest speed",
+        "minus additive's, equal seconds at the median speed",
+        "minus additive's, equal seconds at the highest speed",
     )
     cells = []
     for group in groups:
@@ -454,11 +475,14 @@ def format_page(report: dict) -> str:
         "## Claims",
         format_verdicts(report["verdicts"]),
         "## Language",
-        "Trigram on the same tokens: "
-        + ", ".join(
-            f"{losses['second']:.3f} ({rung})" for rung, losses in report["trigrams"].items()
-        )
-        + ".",
+        "A trigram counted on the same tokens has a loss of "
+        f"{report['trigrams']['short']['second']:.3f} nats after 0.8 million tokens and "
+        f'{report["trigrams"]["long"]["second"]:.3f} after 3.3 million. "(edge)" marks rates that '
+        "were not tried with all of their neighbors; after 0.8 million tokens, this is about the "
+        "best rates on the grid of factors of two, beside which those of the table may lie. "
+        "Intervals of token multipliers are bootstrapped over five seeds. They are too narrow, so "
+        f"judge by the differences. On the first half, {report['num_saved_models']} models are those "
+        "of reported runs; the others were trained again (`language.jsonl` names the machines).",
         format_language(report["language"]),
     ]
     if has_language_verdicts(report):
@@ -497,13 +521,18 @@ def format_page(report: dict) -> str:
         header = ("arm", "minimum", "factor of Muon's rate", "factor of AdamW's rate")
         parts += [
             f"## Rates within {TOLERATED_LOSS} nats of the minimum",
+            "The factors are those between the lowest and the highest rate around the minimum, on "
+            "the grid of factors of two, with the best value of the other rate.",
             tables.format_markdown(header, cells),
         ]
     if report["groups"]:
         parts += ["## Registers and yardsticks", format_groups(report["groups"])]
     parts.append("## Runs that are missing")
     missing = {command: number for command, number in report["missing"].items() if number}
-    parts += [f"{number}: `{command}`" for command, number in missing.items()] or ["None."]
+    parts += [
+        f"{number} runs: `python research/residual_streams/{command}`"
+        for command, number in missing.items()
+    ] or ["None."]
     for repeat in report["repeats"]:
         word = "the same bits" if repeat["same_bits"] else "other bits"
         parts.append(f"`{repeat['arm']}`, seed {repeat['seed']}, trained again: {word}.")
@@ -618,7 +647,9 @@ def draw_tolerance(groups: list[dict], trigram_loss: float) -> "Figure":
         )
         for number, axis in enumerate((panel.xaxis, panel.yaxis)):
             values = sorted({point[number] for point in points})
-            whole_steps = values[::2] if len(values) > 4 else values
+            whole_steps = [
+                value for value in values if np.log2(value / rates.START[number]).is_integer()
+            ]
             axis.set_ticks(whole_steps, [f"{rate:.3g}" for rate in whole_steps])
             axis.set_ticks([], minor=True)
     panels[0].set_ylabel("AdamW's learning rate")
@@ -639,11 +670,9 @@ def draw_registers(report: dict) -> "Figure":
     figure, [[answers, effects]] = plots.make_panels(1, 2, 2.8, arms)
     entries = {}
     for group in groups:
-        number = arms.index(group["arm"])
-        is_baseline = group["arm"] == BASELINE
-        color = plots.BASELINE_COLOR if is_baseline else plots.COLORS[(number - 1) // 2]
+        color, offset = REGISTERS_MARKERS[group["arm"]]
         values = [100 * value for value in group["val_accuracy"]["values"]]
-        position = sizes.index(group["size"]) + (number - 2) * 0.15
+        position = sizes.index(group["size"]) + offset
         is_filled = not group["arm"].endswith("_no_erase")
         (entries[group["arm"]],) = answers.plot(
             [position] * len(values),
@@ -669,7 +698,7 @@ def draw_registers(report: dict) -> "Figure":
     return figure
 
 
-# The findings of the figures.
+# The findings of the figures; test_stream_results.py checks that the stored figures show them.
 TITLES = {
     "study_losses": "The lead of DDL with four columns after 0.8 million tokens is gone after 3.3 million",
     "study_effects": "DDL's write to four columns raises the loss; erase has no measurable effect",
@@ -694,8 +723,7 @@ def save_figures(report: dict, results: Path) -> None:
     if report["erase_in_registers"]:
         figures["study_registers"] = draw_registers(report)
     for name, figure in figures.items():
-        if name in TITLES:
-            figure.suptitle(TITLES[name], fontsize=9)
+        figure.suptitle(TITLES[name], fontsize=9)
         plots.save(figure, results / f"{name}.png")
 
 

@@ -391,7 +391,8 @@ def test_groups_that_repeat_a_seed_have_different_names(tmp_path):
         write_run(tmp_path / name, seed=0)
     names = [group.name for group in compare.group_runs(load(tmp_path))]
     assert len(set(names)) == 2
-    assert names[0].endswith(", first") and names[1].endswith(", second")
+    assert names[0].endswith(", first")
+    assert names[1].endswith(", second")
 
 
 def compare_groups_with_other_seeds(folder, first_seed: int) -> compare.Comparison:

@@ -316,7 +316,9 @@ def test_a_cell_reads_as_what_was_written(value):
 
 def test_the_stored_rows_are_whole():
     """Each row of each study has what a reader of the study needs."""
-    for path in (ROOT / "results").rglob("*runs.csv"):
+    paths = list((ROOT / "results").rglob("*runs.csv"))
+    assert paths
+    for path in paths:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         needed = ("commit", "seed", "model", "step")

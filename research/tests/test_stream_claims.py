@@ -182,6 +182,17 @@ def test_a_width_that_reaches_an_edge_of_the_rates_is_a_lower_limit():
     assert study_report.format_width(study_report.measure_width(losses, 0)) == "≥ 5.7"
 
 
+def test_a_width_is_that_of_the_range_around_the_minimum_on_the_grid():
+    losses = {(power, 0.0): 0.02 * power**2 for power in (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)}
+    # a second minimum, beyond losses that are too high
+    losses[(4.0, 0.0)] = 0.01
+    # half steps, which were tried with fewer values of the other rate
+    losses[(0.5, 0.0)] = 0.3
+    losses[(4.5, 0.0)] = 0.0
+    width = study_report.measure_width(losses, 0)
+    assert study_report.format_width(width) == "8.0"
+
+
 # ---- statistics ----
 
 
@@ -281,8 +292,8 @@ def test_the_report_of_a_study_that_has_begun_says_what_is_missing():
     report = study_report.summarize(rows, [], TRIGRAMS)
     page = study_report.format_page(report)
     assert page.count("**not run**") == 9
-    num_tries = rates.NUM_TRIES
-    assert f"{10 * (num_tries + 5) + 5 * (num_tries + 3)}: `study.py short`" in page
+    num_runs = 10 * (rates.NUM_TRIES + 5) + 5 * (rates.NUM_TRIES + 3)
+    assert f"{num_runs} runs: `python research/residual_streams/study.py short`" in page
 
 
 def test_registers_are_judged_when_all_of_their_runs_are_finished():
@@ -317,6 +328,8 @@ def test_figures_of_the_longer_rung_wait_for_all_of_its_runs(tmp_path):
     ]
     report = study_report.summarize(rows, [], TRIGRAMS)
     assert report["missing"]["study.py long"] > 0
+    [wide] = [group for group in report["language"] if group["arm"] == "wide"]
+    assert "token_multiplier" not in wide
     study_report.save_figures(report, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"study_rates.png", "study_registers.png"}
     assert "Effects at 3.3 million tokens" not in study_report.format_page(report)

@@ -144,6 +144,45 @@ def test_token_multipliers_are_those_of_the_mean_losses(stored, language_rows):
         assert group["token_multiplier"]["mean"] == pytest.approx(multiplier)
 
 
+# ---- the titles of the figures, which name findings (study_report.TITLES) ----
+
+
+def get_group(stored: dict, arm: str) -> dict:
+    """Return what is stored of an arm on language."""
+    (group,) = [group for group in stored["language"] if group["arm"] == arm]
+    return group
+
+
+@pytest.mark.parametrize("arm", ["ddl_tc", "ddl_cc_ec"])
+def test_the_lead_of_ddl_with_four_columns_is_gone(arm, stored):
+    group = get_group(stored, arm)
+    assert group["short_difference"]["high"] < 0
+    assert group["long_difference"]["high"] > 0
+
+
+def test_the_write_to_four_columns_raises_the_loss_and_erase_has_no_measurable_effect(stored):
+    (write,) = [
+        e for name, e in stored["effects"].items() if name.startswith("DDL's write to four")
+    ]
+    assert write["low"] > 0
+    for name, effect in stored["effects"].items():
+        if name.startswith("erase"):
+            assert effect["low"] < 0 < effect["high"]
+
+
+def test_the_best_rates_of_ddl_tc_are_a_corner(stored):
+    (group,) = [group for group in stored["tolerance"] if group["arm"] == "ddl_tc"]
+    assert min(loss for *_, loss in group["corners"]) == group["minimum"]
+
+
+def test_erase_does_not_lower_the_loss_on_registers_and_no_arm_learned_them(stored):
+    (verdict,) = [verdict for verdict in stored["verdicts"] if verdict["number"] == 9]
+    assert verdict["high"] > 0
+    accuracies = [group["val_accuracy"] for group in stored["groups"] if "val_accuracy" in group]
+    # a model that overlooks swaps gives half of the answers
+    assert max(value for accuracy in accuracies for value in accuracy["values"]) < 0.5
+
+
 # ---- the runs ----
 
 

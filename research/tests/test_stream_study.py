@@ -144,6 +144,13 @@ def test_other_arms_do_not_count():
     assert study.next_run("short", "wide", rows) == Run("wide", "short", "try", 1000, (0, 0))
 
 
+def test_the_other_half_needs_the_rates_of_the_longer_rung():
+    rows = []
+    train_stage("short", "wide", rows, distance_to(0, 0))
+    with pytest.raises(ValueError, match="needs the rates of wide: finish the stage long first"):
+        study.next_run("halves", "wide", rows)
+
+
 def test_the_longer_rung_needs_the_rates_of_the_shorter():
     with pytest.raises(ValueError, match="the stage long needs the rates of conv"):
         study.next_run("long", "conv", [])
@@ -210,8 +217,28 @@ def test_a_run_is_finished_or_diverged(monkeypatch, tmp_path, code, status, is_f
 @pytest.mark.parametrize(("code", "status"), [(2, None), (75, "stopped"), (1, "failed")])
 def test_a_run_that_ended_otherwise_is_an_error(monkeypatch, tmp_path, code, status):
     folder = start_training(monkeypatch, tmp_path, code, status)
-    with pytest.raises(RuntimeError, match=r"^run: train.py: a reason$"):
+    message = rf"^run: train.py ended with exit code {code}: train.py: a reason$"
+    with pytest.raises(RuntimeError, match=message):
         runner.call_train([], folder)
+
+
+def test_a_run_that_was_killed_is_an_error(monkeypatch, tmp_path):
+    killed = SimpleNamespace(returncode=-9, stderr="", stdout="")
+    monkeypatch.setattr(runner.subprocess, "run", lambda *arguments, **keys: killed)
+    with pytest.raises(RuntimeError, match="ended with exit code -9: it printed nothing"):
+        runner.call_train([], tmp_path)
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_training(monkeypatch, tmp_path):
+    records = [
+        {"step": 1, "loss": 5.0, "seconds": 90.0},
+        {"step": 2, "val_loss": 4.0, "seconds": 99.0},
+    ]
+    lines = [json.dumps(record) for record in records]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(runner, "call_train", lambda arguments, folder: True)
+    result = runner.train([], tmp_path, is_reported=False)
+    assert result == {"val_loss": 4.0, "train_loss": 5.0, "seconds": 99.0}
 
 
 # ---- the command ----
@@ -280,7 +307,8 @@ def test_a_repeated_run_has_the_same_bits(small_study, monkeypatch, tmp_path):
 
 def test_runs_of_another_machine_are_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "check_dataset", lambda name, command: None)
-    row = {"arm": "conv", "rung": "short", "phase": "report", "seed": 0, "point": [0, 0]}
+    run = Run("conv", "short", "report", 0, (0, 0))
+    row = make_row(run, val_loss=3.0)
     for machine in (describe_machine()["machine"], "64 x another processor"):
         append_row(tmp_path / "language.jsonl", {**row, "machine": machine})
     line = one_line_error(call(STUDY, "again", f"--results={tmp_path}"))
@@ -301,11 +329,12 @@ def test_a_text_that_is_not_prepared_is_named_with_its_script(monkeypatch, tmp_p
 
 
 MISTAKES = [
-    (["medium"], "medium: give one of short, long"),
-    ([], "no stage: give one of short, long"),
-    (["short", "--arm=conv"], "--arm is not an option of the study; give one of results"),
-    (["long", "--arms=conv,hc"], "the stage long has no arm hc; give some of additive"),
-    (["short", "--mode=run"], "--mode=run: give train or show"),
+    (["medium"], "'medium' is not a stage; the stages are short, long"),
+    ([], "no stage is given; the stages are short, long"),
+    (["short", "--arm=conv"], "--arm is not an option of the study; its options are --results"),
+    (["long", "--arms=conv,hc"], "the stage long has no arm 'hc'; give some of additive"),
+    (["short", "--mode=run"], "--mode=run: give --mode=train or --mode=show"),
+    (["again", "--arms=conv"], "--arms has no effect on the stage again; omit it"),
 ]
 
 
@@ -403,9 +432,10 @@ def test_a_problem_trains_what_is_missing(small_problem, tmp_path):
 
 def test_mistakes_in_a_problem_end_in_one_line():
     script = "research/residual_streams/single_rate.py"
-    assert "text: give one of registers, shakespeare, probe" in one_line_error(call(script, "text"))
+    line = one_line_error(call(script, "text"))
+    assert "'text' is not a problem; the problems are registers, shakespeare, probe" in line
     line = one_line_error(call(script, "probe", "--arms=wide"))
-    assert "the problem probe has no arm wide; give some of additive,ihc,hc" in line
+    assert "the problem probe has no arm 'wide'; give some of additive,ihc,hc" in line
 
 
 # ---- the plan ----
