@@ -549,11 +549,12 @@ def make_labels(runs: list[Run]) -> list[str]:
 
 
 def shorten(name: str) -> str:
-    """Return a name without its middle if it is longer than MAX_LABEL_LENGTH."""
+    """Return a name with its middle replaced by an ellipsis if it is longer than MAX_LABEL_LENGTH."""
     if len(name) <= MAX_LABEL_LENGTH:
         return name
-    half = MAX_LABEL_LENGTH // 2
-    return f"{name[:half]}...{name[-half:]}"
+    ellipsis = "..."
+    half = (MAX_LABEL_LENGTH - len(ellipsis)) // 2
+    return f"{name[:half]}{ellipsis}{name[-half:]}"
 
 
 # ---- comparisons ----

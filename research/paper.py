@@ -178,7 +178,10 @@ def make_lines(sizes: list[Size]) -> list[plots.Line]:
                     style_number=first_number + names.index(size.get_short_name(group)),
                     comparison=comparison_by_group.get(group.name),
                     size=size.name,
-                    published_loss=published_by_group.get(group.name, {}).get("val_loss"),
+                    # the star is at the end of training, so an unfinished group has none
+                    published_loss=None
+                    if group.unfinished
+                    else published_by_group.get(group.name, {}).get("val_loss"),
                 )
             )
     return lines

@@ -173,7 +173,10 @@ def extract_series(
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the centered moving average over 2% of the points (n,); the ends average fewer."""
+    """Return the centered moving average of points (n,); the ends average fewer.
+
+    A mean is over 2% of the points, and over at least three.
+    """
     window = max(len(values) // 100, 1) * 2
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -868,7 +871,7 @@ STATISTIC_LABELS = {  # in the order in which a figure prefers them
     "discrepancy_after": "discrepancy after",
     "discrepancy_before": "discrepancy before",
     "gate": "gate",
-    "mix_kept": "share kept of itself",
+    "mix_kept": "weight of a stream on itself",
     "effective_sources": "effective sources",
     "embedding_weight": "weight of embedding",
 }

@@ -160,7 +160,7 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
         table.numbers.append(
             {
                 "model": group.name,
-                "stem": group.model_name,
+                "model_name": group.model_name,
                 "parameters": parameters,
                 "runs": [run.name for run in group.runs],
                 "seeds": group.seeds,
@@ -292,7 +292,8 @@ def format_difference(comparison: Comparison) -> str | None:
         text += f" ± {estimate.half_width:.{digits}f}"
     if not comparison.paired:
         return f"{text} unpaired"
-    has_unpaired_runs = estimate.n < len(comparison.group.runs)
+    num_runs = max(len(comparison.group.runs), len(comparison.baseline.runs))
+    has_unpaired_runs = estimate.n < num_runs
     return f"{text} ({describe_sample(comparison)})" if has_unpaired_runs else text
 
 
@@ -309,7 +310,7 @@ def describe_sample(comparison: Comparison) -> str | None:
 
 
 def make_comparison_numbers(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as files store it: with all digits, in the unit the metric is stored in."""
+    """Return a comparison as files store it: with all digits, in the unit that tables show."""
     numbers = {
         "baseline": comparison.baseline.name,
         "metric": comparison.metric,
@@ -317,8 +318,8 @@ def make_comparison_numbers(comparison: Comparison) -> dict[str, Any]:
         "verdict": comparison.verdict,
         "reason": comparison.reason,
     }
-    estimate = comparison.estimate
-    if estimate is not None:
+    if comparison.estimate is not None:
+        estimate = to_display_unit(comparison.estimate, comparison.metric)
         numbers["n"] = estimate.n
         numbers["difference"] = estimate.mean
         numbers["difference_ci95"] = estimate.half_width if estimate.n > 1 else None

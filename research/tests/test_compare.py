@@ -296,7 +296,7 @@ def test_labels_are_short_and_name_what_differs(tmp_path):
     assert labels(a=one, b=two) == [f"{BASE}, warmup_steps=9", "DDL-gpt-mha-rope, warmup_steps=10"]
     assert labels(c={"out_dir": "x"}, d={"seed": 2, "out_dir": "y"}) == ["seed=0", "seed=2"]
     assert labels(e={}, f={}) == ["e", "f"]  # nothing differs
-    assert labels(**{"i" * 90: {}, "j": {}}) == ["i" * 30 + "..." + "i" * 30, "j"]
+    assert labels(**{"i" * 90: {}, "j": {}}) == ["i" * 28 + "..." + "i" * 28, "j"]
     (tmp_path / "e/checkpoints").rename(tmp_path / "e/gone")  # a run before its first checkpoint
     assert compare.make_labels(load(tmp_path / "e", tmp_path / "d")) == ["e", "d"]
 
