@@ -217,8 +217,9 @@ def read_option(config_class: type, field: dataclasses.Field, hint: object, grou
     choices = []
     for part in parts:
         if typing.get_origin(part) is typing.Literal:
-            accepted_types.append(str)
-            choices.extend(typing.get_args(part))
+            choices_of_part = typing.get_args(part)
+            accepted_types.extend({type(choice) for choice in choices_of_part})
+            choices.extend(choices_of_part)
         else:
             accepted_types.append(part)
     if not {int, float, bool, str, type(None)}.issuperset(accepted_types):

@@ -270,6 +270,26 @@ def test_a_value_after_a_space_is_refused():
         configurator.split_arguments(["--steps", "3"])
 
 
+def test_a_key_of_nanogpt_before_a_space_is_answered_with_ours():
+    message = "^--batch_size 5: the keys are global_batch_size"
+    with pytest.raises(ValueError, match=message):
+        configurator.split_arguments(["--batch_size", "5"])
+
+
+def test_choices_may_be_numbers():
+    @dataclass
+    class Config:
+        """Keys with numbers to choose from"""
+
+        order: Literal[1, 2] = 1
+
+    (order,) = collect_options(Config).values()
+    assert configurator.parse(order, "2") == order.convert(2) == 2
+    for text in ("3", "two"):
+        with pytest.raises(ValueError, match=f"order={text}: give 1 or 2"):
+            configurator.parse(order, text)
+
+
 def test_a_config_file_may_follow_a_bare_key():
     positional, options = configurator.split_arguments(["--fast", "config/small.py"])
     assert positional == ["config/small.py"]

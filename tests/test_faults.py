@@ -121,12 +121,14 @@ def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, engine):
 
 
 def test_a_slow_save_or_evaluation_of_one_rank_is_waited_for(corpus, tmp_path, monkeypatch):
-    save = checkpoint.save
+    write_other_files = checkpoint.write_other_files
     evaluate = train.evaluate
 
-    def save_slowly(*args):
+    # only the first writer calls it
+    def write_slowly(*args):
         time.sleep(2)
-        return save(*args)
+        (tmp_path / "slow_save").touch()
+        return write_other_files(*args)
 
     def evaluate_slowly(*args, **kwargs):
         world = args[4]
@@ -135,7 +137,7 @@ def test_a_slow_save_or_evaluation_of_one_rank_is_waited_for(corpus, tmp_path, m
         return evaluate(*args, **kwargs)
 
     # the processes are forked, so they have both
-    monkeypatch.setattr(checkpoint, "save", save_slowly)
+    monkeypatch.setattr(checkpoint, "write_other_files", write_slowly)
     monkeypatch.setattr(train, "evaluate", evaluate_slowly)
     arguments = small_run(
         corpus,
@@ -150,6 +152,7 @@ def test_a_slow_save_or_evaluation_of_one_rank_is_waited_for(corpus, tmp_path, m
     )
     train_in_processes(2, arguments, tmp_path / "log")
     assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
+    assert (tmp_path / "slow_save").exists()
 
 
 CASES = [

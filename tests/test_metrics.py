@@ -225,7 +225,8 @@ def test_a_failing_wandb_ends_in_one_line_with_the_fix(open_log, monkeypatch):
         open_log(wandb_log=True)
     assert str(raised.value) == (
         "wandb_log=True: Weights & Biases cannot start (api_key not configured (no-tty).); run "
-        "`wandb login`, or set WANDB_MODE=offline to log without a login"
+        "`wandb login`, or set WANDB_MODE=offline to log without a login, and repeat the command with "
+        "--resume=auto"
     )
 
 

@@ -19,12 +19,20 @@ import torch.nn.functional as F
 from helpers import ROOT, SMALL, encode_shard, one_line_error, small_run, write_checksums
 from in_process import call, train_in_processes
 
+import train
 from data import shards
 from data.loader import TrainBatches, ValidationBatches
 from data.sequences import SequenceLayout
 from model import build
 from model.gpt import GPTConfig
-from training import checkpoint, metrics, optimizer, setup, stopping
+from training import (
+    checkpoint,
+    distributed,
+    metrics,
+    optimizer,
+    setup,
+    stopping,
+)
 from training.distributed import World
 from training.settings import configure
 from training.validation import evaluate
@@ -704,6 +712,67 @@ def test_a_misspelled_run_is_answered_with_the_nearest(finished_run):
     assert f"{misspelled} does not exist, did you mean finished? give a run folder" in line
 
 
+def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run", resume="auto", max_steps=1)
+    run_train(*arguments)
+    records = (tmp_path / "run" / "metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    result = run_train(*arguments)
+    kept = tmp_path / "run" / "metrics.jsonl.old"
+    assert f"the records of an earlier start are now in {kept}" in result.stdout.decode()
+    assert kept.read_text() == records
+    assert [record["step"] for record in read_step_records(tmp_path / "run")] == [1]
+
+
+def test_modules_are_in_evaluation_mode_where_nothing_is_trained(corpus, tmp_path, monkeypatch):
+    modes = []
+
+    def record_mode(function):
+        def wrapper(model, *args, **kwargs):
+            modes.append((function.__name__, model.training))
+            return function(model, *args, **kwargs)
+
+        return wrapper
+
+    for module, name in (
+        (train, "evaluate"),
+        (train, "compute_residual_statistics"),
+        (distributed, "clip_grad_norm"),
+    ):
+        monkeypatch.setattr(module, name, record_mode(getattr(module, name)))
+    run_train(
+        *small_run(corpus, tmp_path / "run", max_steps=2, eval_interval=1, statistics_interval=1)
+    )
+    step = [
+        ("clip_grad_norm", True),
+        ("compute_residual_statistics", False),
+        ("evaluate", False),
+    ]
+    assert modes == 2 * step
+
+
+def test_a_vocabulary_that_is_too_small_is_answered_with_the_key(corpus, tmp_path):
+    line = training_error(*small_run(corpus, tmp_path / "run", resume="auto", vocab_size=64))
+    assert "give --vocab_size=" in line
+
+
+def test_a_folder_that_cannot_be_initialized_from_is_named_with_its_key(corpus, tmp_path):
+    line = training_error(*small_run(corpus, tmp_path / "run", init_from=tmp_path / "gone"))
+    assert f"init_from={tmp_path / 'gone'}: {tmp_path / 'gone'} does not exist" in line
+    assert "a folder of exported or released weights" in line
+
+
+def test_status_says_that_a_run_ended_with_an_error(corpus, tmp_path, monkeypatch):
+    def run_out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory\nmore lines")
+
+    monkeypatch.setattr(optimizer, "set_learning_rates", run_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_train(*small_run(corpus, tmp_path / "run"))
+    status = stopping.read_status(tmp_path / "run")
+    assert (status.ended, status.reason) == ("failed", "no memory")
+
+
 def test_auto_says_that_it_starts_a_new_run(corpus, tmp_path):
     result = run_train(*small_run(corpus, tmp_path / "run", resume="auto", max_steps=1))
     assert f"starting a new run, because {tmp_path / 'run'} has no checkpoint" in (
@@ -999,6 +1068,12 @@ def test_an_argument_without_an_effect_is_refused(argument, disabled):
     message = f"{argument[2:]} has no effect with {disabled}; omit "
     with pytest.raises(ValueError, match=message):
         configure([*SHORT_RUN, f"--{disabled}", argument])
+
+
+def test_keys_of_wandb_without_wandb_log_are_refused():
+    message = "wandb_project=mine has no effect with wandb_log=False; omit wandb_project"
+    with pytest.raises(ValueError, match=message):
+        configure([*SHORT_RUN, "--wandb_project=mine"])
 
 
 @pytest.mark.parametrize(("argument", "enabling_argument"), [row[:2] for row in IDLE])

@@ -379,10 +379,12 @@ def rename_damaged(run_folder: Path, resume_checkpoint: Path | None) -> None:
         path.replace(target)
 
 
-def find(path: str | Path, peers: Peers = ALONE) -> Path:
+def find(path: str | Path, peers: Peers = ALONE, others: str = "") -> Path:
     """Return the checkpoint that a run folder (its latest valid one) or a checkpoint folder names.
 
-    peers: see `verify`
+    Args:
+        peers: see `verify`
+        others: what the caller accepts besides, for the message of an error
 
     Raises:
         ValueError: there is none, or it is damaged
@@ -394,7 +396,8 @@ def find(path: str | Path, peers: Peers = ALONE) -> Path:
     if not path.exists():
         suggestion = errors.suggest(path.name, [other.name for other in path.parent.glob("*")])
         raise ValueError(
-            f"{path} does not exist{suggestion or ';'} give a run folder made by train.py"
+            f"{path} does not exist{suggestion or ';'} give a run folder made by train.py, one of "
+            f"its checkpoints/step_*{others}"
         )
     latest = find_latest(path, peers)
     if latest is not None:
@@ -402,7 +405,7 @@ def find(path: str | Path, peers: Peers = ALONE) -> Path:
     kind = "valid checkpoint" if list_checkpoints(path) else "checkpoint"
     raise ValueError(
         f"{path} holds no {kind}; give a run folder made by train.py, one of its "
-        "checkpoints/step_*, or an exported folder"
+        f"checkpoints/step_*{others}"
     )
 
 
@@ -472,7 +475,7 @@ def describe(path: Path) -> ModelFolder:
     if is_exported(path):
         model, config = released.describe(path)
         return ModelFolder(path, model, config, state={})
-    checkpoint = find(path)
+    checkpoint = find(path, others=", or a folder of exported or released weights")
     state = read_state(checkpoint)
     return ModelFolder(checkpoint, state["model"], state["model_config"], state)
 

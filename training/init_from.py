@@ -34,7 +34,10 @@ def read_decided_settings(folder: str, model: str | None = None) -> dict[str, ob
     """
     if folder in NANOGPT_VALUES and not Path(folder).exists():
         raise ValueError(f"init_from={folder}: {NANOGPT_VALUES[folder]}")
-    path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
+    try:
+        path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
+    except ValueError as error:
+        raise ValueError(f"init_from={folder}: {error}") from error
     # shapes and names are checked now, the weights are read when the model has been built
     examined = weights.build_and_check(path, folder_model, model_config, released.convert_weights)
     decided = dict(vars(examined.config))

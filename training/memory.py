@@ -240,7 +240,8 @@ def estimate_saved(config: TrainConfig, model_config: GPTConfig, device_type: st
     num_layers = model_config.num_hidden_layers
     if num_layers <= MAX_PASSED_BLOCKS:
         return measure(num_layers)
-    # a multiple of the sublayers between stored states, so that each depth ends alike
+    # With a usual state_checkpoint_interval, such as 2 or 4, each depth ends alike: the number of
+    # its sublayers is a multiple of the interval.
     step = MAX_PASSED_BLOCKS // 3
     sizes_by_depth = zip(measure(step), measure(2 * step), measure(3 * step))
     num_steps = num_layers / step - 1
@@ -577,7 +578,9 @@ def describe_run(
     model_config = model.config
     num_sequences = config.max_steps * config.global_batch_size
     num_tokens = num_sequences * model_config.block_size
-    is_bfloat16 = computes_in_bfloat16(config.dtype, device)
+    # a dry run on a machine without the GPU of the run describes the run on a GPU
+    run_device = torch.device("cuda") if config.device == "auto" else device
+    is_bfloat16 = computes_in_bfloat16(config.dtype, run_device)
     dtype = model_config.state_dtype if is_bfloat16 else "float32"
 
     lines = [f"{config.model}: {model.num_parameters():,} parameters", describe_embedding(model)]

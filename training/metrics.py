@@ -148,6 +148,14 @@ def truncate_after(path: Path, step: int, evaluated: bool = True) -> None:
     files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
+def set_aside(path: Path) -> None:
+    """Rename the metrics.jsonl of an earlier start, with which a new run would mix its records."""
+    if path.exists() and path.stat().st_size > 0:
+        kept_path = path.with_name(f"{path.name}.old")
+        path.replace(kept_path)
+        print(f"note: the records of an earlier start are now in {kept_path}")
+
+
 # ---- Weights & Biases ----
 
 
@@ -177,7 +185,7 @@ def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: Tr
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"wandb_log=True: Weights & Biases cannot start ({reason}); run `wandb login`, or set "
-            "WANDB_MODE=offline to log without a login"
+            "WANDB_MODE=offline to log without a login, and repeat the command with --resume=auto"
         ) from error
     # curves over the steps of training, and not over the number of calls of `log`
     wandb_run.define_metric("*", step_metric="step")

@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 
 class Peers:
-    """Processes that share a task, of which this is number `rank`; by itself, one process alone."""
+    """A group of processes that share a task; `rank` is the index of this one.
+
+    This base class is a group of one process.
+    """
 
     rank = 0
     size = 1

@@ -138,16 +138,24 @@ def report_uncommitted(path: Path, commit: str) -> None:
 
 @functools.cache
 def compute_code_digest() -> str:
-    """Return the SHA-256 of the Python files that training runs, as they were at the first call."""
-    # what a process of train.py imports; kernels have launch tables that differ between machines
+    """Return the SHA-256 of the Python files that training runs, as they were at the first call.
+
+    The file of the model is not among them; it has a digest of its own.
+    """
+    # a model's file, such as gpt-mha-rope.py, has a hyphen in its name, and other modules have none
+    shared_modules = [
+        f"model/{path.name}" for path in (ROOT / "model").glob("*.py") if "-" not in path.stem
+    ]
     return compute_digest(
         "train.py",
         "configurator.py",
         "utils/*.py",
-        "model/*.py",
+        *shared_modules,
+        "model/kernels/*.py",
         "data/*.py",
         "training/*.py",
         "huggingface/released.py",
+        exclude=("launch_table.py",),  # it may differ between machines
     )
 
 

@@ -52,9 +52,9 @@ def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
                 return checkpoint.read_state(path)
     if resume != "auto":
         try:
-            checkpoint.find(resume)  # raises, and says why
+            checkpoint.find(resume, others=", or auto")  # raises, and says why
         except ValueError as error:
-            raise ValueError(f"resume={resume}: {error}, or auto") from error
+            raise ValueError(f"resume={resume}: {error}") from error
     return {}
 
 
@@ -218,7 +218,10 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
         return []
     advice = "to extend a run, train it with --schedule=wsd and resume it before the decay begins"
     if config.schedule == "wsd":
-        advice = "resume from a checkpoint before the decay began, with --resume=CHECKPOINT"
+        advice = (
+            "resume from a checkpoint before the decay began, with --resume=CHECKPOINT "
+            "--out_dir=NEW_RUN (--keep_every=N keeps such checkpoints)"
+        )
     return [
         f"with {', '.join(changes)} the learning rate jumps from {saved_rate:.3g} to {rate:.3g} "
         f"after step {step}; {advice}, or start a new schedule from these weights with "

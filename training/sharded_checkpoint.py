@@ -63,7 +63,7 @@ def choose_writers(num_writers: int, world_size: int, shard_size: int | None) ->
         num_writers: how many to choose, at most
         shard_size: number of ranks that shard one copy of the model (HSDP). Only those of the first
             copy write. None if there is no more than one sharded copy; more than world_size if a
-            run resumes on fewer processes.
+            run resumes on one process.
     """
     num_candidates = min(shard_size or world_size, world_size)
     num_writers = min(num_writers, num_candidates)
