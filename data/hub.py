@@ -200,6 +200,10 @@ class HubOptions:
         "commit, tag or branch of the dataset (default: the latest commit, which is recorded in "
         "meta.json)",
     )
+    column: str = option(
+        "text",
+        "name of the text column (.parquet) or key (.jsonl)",
+    )
 
 
 def add_source_option(parser: argparse.ArgumentParser) -> None:
@@ -235,14 +239,18 @@ def choose_source(
         name: configuration of the dataset
         dataset_fields: further fields of HubDataset
     """
-    column = getattr(args, "column", "text")
     if getattr(args, "source", None):
         check_unused(args, "--source")
-        return Files(args.source, column)
+        return Files(args.source, args.column)
+    if args.revision is not None and Path(args.repository).is_dir():
+        raise ValueError(
+            f"--revision={args.revision} has no effect on the local folder {args.repository}; check "
+            "the revision out there, and omit --revision"
+        )
     return HubDataset(
         args.repository,
         name,
-        column=column,
+        column=args.column,
         revision=args.revision,
         retry_minutes=args.retry_minutes,
         **dataset_fields,
@@ -424,7 +432,7 @@ class HubDataset:
         if has_cause(error, hub_errors.RevisionNotFoundError):
             if self.commit:
                 return (
-                    f"it no longer has the commit {self.commit}; give --overwrite to start again "
+                    f"it no longer has the commit {self.commit}; give another --out to start again "
                     "from the latest one"
                 )
             return f"it has no revision {self.revision}; give another --revision"

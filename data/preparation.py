@@ -81,7 +81,7 @@ class PreparationOptions:
     )
     tokenizer_bytes: int = option(
         100_000_000,
-        "train --tokenizer=bpe on at most this many bytes of the corpus",
+        "train --tokenizer=bpe on about this many bytes of the corpus, or on all if it has fewer",
         low=1,
     )
     shard_tokens: int = option(
@@ -443,10 +443,9 @@ class Preparation:
     def open_reader(self, number: int, source: Source) -> "TokenReader":
         """Return a reader of the source that begins with the tokens of shard `number`."""
         start = START
-        if number > 0:
-            previous = self.records[number - 1]
-            if self.sources[previous.split] is source:
-                start = previous.next_position
+        for record in self.records[:number]:
+            if self.sources[record.split] is source:
+                start = record.next_position
         return TokenReader(source, self.encoding, self.args.workers, start, self.progress_bar)
 
     def write_shards(self, stages: list[Stage]) -> None:
@@ -459,6 +458,7 @@ class Preparation:
                 num_wanted = min(self.args.shard_tokens, tokens_left)
                 tokens = reader.take(num_wanted)
                 if not tokens.size:
+                    self.record_end(stage.split)
                     break
                 path = self.out / f"{self.name}_{stage.split}_{len(self.records):06d}.bin"
                 # while it grows, the folder is not a complete corpus
@@ -476,6 +476,14 @@ class Preparation:
                 self.records.append(record)
                 self.save_progress()
                 self.show(record)
+
+    def record_end(self, split: str) -> None:
+        """Record that the source of a split has ended with its last complete shard."""
+        numbers = [number for number, record in enumerate(self.records) if record.split == split]
+        if numbers:
+            last = numbers[-1]
+            self.records[last] = dataclasses.replace(self.records[last], ended=True)
+            self.save_progress()
 
     def restore_shard(self, number: int) -> None:
         """Prepare a shard again that was deleted or damaged.
@@ -574,14 +582,16 @@ class Preparation:
         """Raise ValueError if the shards that are missing do not fit on the disk."""
         free_bytes = shutil.disk_usage(self.out).free
         token_bytes = self.shard_format.dtype.itemsize
-        if token_bytes * (self.expected_tokens - self.tokens_before) > free_bytes:
+        missing_tokens = self.expected_tokens - self.tokens_before
+        if token_bytes * missing_tokens > free_bytes:
             # five percent are left free
-            fitting_tokens = int(0.95 * (free_bytes // token_bytes + self.tokens_before))
+            fitting_tokens = self.tokens_before + int(0.95 * free_bytes / token_bytes)
+            tokens = "more tokens" if self.tokens_before else "tokens"
             raise ValueError(
-                f"about {self.expected_tokens:,} tokens need "
-                f"{units.format_bytes(token_bytes * self.expected_tokens)}, but the disk of "
-                f"{self.out} has {units.format_bytes(free_bytes)} free; give "
-                f"--max_tokens={fitting_tokens}, or --out on a larger disk"
+                f"about {missing_tokens:,} {tokens} need "
+                f"{units.format_bytes(token_bytes * missing_tokens)}, but the disk of {self.out} "
+                f"has {units.format_bytes(free_bytes)} free; give --max_tokens={fitting_tokens}, or "
+                "--out on a larger disk"
             )
 
     def save_progress(self) -> None:
@@ -618,7 +628,7 @@ class Preparation:
         num_tokens = count_record_tokens(self.records)
         for split, use in (("train", "training"), ("val", "validation")):
             if split not in splits:
-                if "val_tokens" in self.args.fixed:
+                if "val_tokens" in self.args.fixed or self.args.max_tokens:
                     raise ValueError(
                         f"{num_tokens:,} tokens leave nothing for {use}; give a larger --max_tokens"
                     )

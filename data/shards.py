@@ -377,8 +377,9 @@ def check_prepared(dataset: str, folder: Path, paths: dict[str, list[Path]], met
     """Raise MissingCorpus if a corpus is not prepared, or not completely."""
     progress = {} if meta else read_progress(folder)
     if progress:
-        num_tokens = sum(record["tokens"] for record in progress.get("shards", []))
-        if num_tokens == 0:
+        records = progress.get("shards", [])
+        num_tokens = sum(record["tokens"] for record in records)
+        if {record["split"] for record in records} != {"train", "val"}:
             raise MissingCorpus(
                 f"{folder} is not prepared completely; rerun its prepare.py to resume"
             )
@@ -421,7 +422,8 @@ def verify(folder: Path, workers: int) -> None:
     """Compare every shard with its SHA-256 in meta.json.
 
     Raises:
-        ValueError: shards, or the tokenizer, are missing or damaged; the message names all of them
+        ValueError: a tokenizer.json of your own is damaged; or shards are missing or damaged, and the
+            message names all of them
     """
     meta = read_meta(folder)
     if "shards" not in meta:
@@ -447,7 +449,7 @@ def verify(folder: Path, workers: int) -> None:
     if problems:
         raise ValueError(
             f"{len(problems)} of {len(records)} shards are damaged: {'; '.join(problems)}; delete "
-            "them and run the same command without --verify, which prepares them again"
+            "them and rerun the command that prepared the corpus, which prepares them again"
         )
     num_tokens = sum(record["tokens"] for record in records)
     print(f"verified {len(records)} shards, {num_tokens:,} tokens: all checksums match")

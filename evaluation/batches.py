@@ -25,7 +25,7 @@ class Request:
 
     @property
     def num_read(self) -> int:
-        """Number of tokens that the model reads: it only predicts the last one."""
+        """Number of tokens that the model reads: all but the last one, which it predicts."""
         return len(self.tokens) - 1
 
 

@@ -54,6 +54,8 @@ PAPER_METRICS = {
 PREFERRED_METRICS = ("acc_norm", "acc", "exact_match", "f1")
 # Metrics that tables show in percent.
 PERCENT_METRICS = (*PREFERRED_METRICS, "acc_bytes", "acc_mutual_info", "em", "mcc")
+# Tasks that already report percent; their values may be below 1.
+TASKS_IN_PERCENT = ("squadv2",)
 DEFAULT_RETRY_MINUTES = 10.0
 # What a mistake in the templates or functions of a task file raises.
 TEMPLATE_ERRORS = (jinja2.TemplateError, AttributeError, LookupError, NameError, TypeError)
@@ -403,8 +405,8 @@ def choose_metric(task_name: str, values: dict) -> Metric:
     metrics = read_metrics(values)
     preferred = (PAPER_METRICS.get(task_name), *PREFERRED_METRICS, *metrics)
     metric = metrics[next(name for name in preferred if name in metrics)]
-    # some tasks already report percent
-    if metric.name not in PERCENT_METRICS or abs(metric.value) > 1:
+    is_percent = task_name in TASKS_IN_PERCENT or abs(metric.value) > 1
+    if metric.name not in PERCENT_METRICS or is_percent:
         return metric
     standard_error = metric.standard_error
     if standard_error is not None:

@@ -53,7 +53,8 @@ defines. It is a base model, which continues text and does not follow instructio
 
 ## Use
 
-With version 5 of transformers, load the model and generate text as follows:
+With version 5 of transformers, load the model and generate text as follows. `FOLDER_OR_REPOSITORY` is the \
+path of this folder, or the repository to which it was uploaded, such as `OWNER/NAME`:
 
 ```python
 {loading_code}
@@ -132,7 +133,7 @@ def write_card(
             dtype=dtype,
             num_parameters=model.num_parameters(),
             block_size=model.config.block_size,
-            loading_code=LOADING_CODE.format(folder=name),
+            loading_code=LOADING_CODE.format(folder="FOLDER_OR_REPOSITORY"),
         )
     ]
     training_rows = describe_training(state, records)

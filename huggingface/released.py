@@ -327,9 +327,10 @@ def read_model_settings(released_config: dict, variant: str) -> dict[str, object
     other_keys = config.keys() - options.keys()
     for key in sorted(other_keys & supported_values.keys()):
         if config[key] not in supported_values[key]:
+            supported = " or ".join(map(repr, supported_values[key]))
             raise ValueError(
-                f"{key}={weights.shorten(config[key])} in the released config: only "
-                f"{supported_values[key][0]!r} is supported"
+                f"{key}={weights.shorten(config[key])} in the released config: only {supported} is "
+                "supported"
             )
     unknown_keys = other_keys - supported_values.keys() - TRANSFORMERS_KEYS - {STEM}
     if unknown_keys:

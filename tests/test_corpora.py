@@ -185,6 +185,24 @@ def test_openwebtext_from_a_clone_or_from_files(tmp_path, prepare, argument):
     assert corpus.meta["source"] == argument.partition("=")[2]
 
 
+def test_openwebtext_reads_another_column(tmp_path, prepare):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"content": "page {i}"}}\n' for i in range(30)))
+    corpus = prepare(
+        "openwebtext",
+        tmp_path / "out",
+        f"--source={tmp_path / 'a.jsonl'}",
+        "--column=content",
+        "--val_tokens=100",
+    )
+    assert documents(corpus.val + corpus.train) == [f"page {i}" for i in range(30)]
+
+
+def test_a_revision_of_a_local_clone_is_refused(tmp_path):
+    arguments = [f"--repository={tmp_path}", "--revision=v9", f"--out={tmp_path / 'out'}"]
+    line = one_line_error(call("data/openwebtext/prepare.py", *arguments))
+    assert f"--revision=v9 has no effect on the local folder {tmp_path}" in line
+
+
 # ---- a user's own text ----
 
 
@@ -289,6 +307,19 @@ def test_text_holds_out_a_share_of_the_tokens(
     files = [path for path in notes.root.rglob("*") if not hidden.intersection(path.parts)]
     size = sum(path.stat().st_size for path in files if path.is_file())
     assert corpus.meta["val"]["tokens"] == int(val_share * size / bytes_per_token)
+
+
+def test_text_holds_out_a_share_of_max_tokens_and_keeps_it_as_the_corpus_grows(tmp_path, prepare):
+    (tmp_path / "a.txt").write_text("abc\n" * 5000)
+
+    def prepare_tokens(max_tokens: int) -> Corpus:
+        options = ["--tokenizer=bytes", f"--source={tmp_path / 'a.txt'}"]
+        return prepare("text", tmp_path / "out", *options, f"--max_tokens={max_tokens}")
+
+    for max_tokens in (1000, 5000):
+        corpus = prepare_tokens(max_tokens)
+        assert sum(map(len, corpus.val)) == 20
+        assert sum(map(len, corpus.val + corpus.train)) == max_tokens
 
 
 def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, prepare, monkeypatch):

@@ -557,7 +557,7 @@ def test_the_code_in_the_card_compiles(reloaded):
     text = (reloaded.folder / CC / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, flags=re.S)[1]
     compile(code, "README.md", "exec")
-    assert f"'{CC}', trust_remote_code=True" in code
+    assert "'FOLDER_OR_REPOSITORY', trust_remote_code=True" in code
 
 
 def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, monkeypatch):

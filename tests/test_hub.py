@@ -211,7 +211,7 @@ def test_a_commit_that_was_removed_is_named(server, commit, interrupted):
     del server.commits[NAME][commit]
     (interrupted.out / "fineweb_edu_train_000004.bin").unlink()
     assert (
-        f"it no longer has the commit {commit}; give --overwrite to start again from the latest"
+        f"it no longer has the commit {commit}; give another --out to start again from the latest"
         in interrupted.prepare().err
     )
 

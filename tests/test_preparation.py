@@ -352,6 +352,29 @@ def test_max_tokens_of_a_corpus_that_ends_with_a_shard(tmp_path):
         assert read_tokens(corpus) == byte_tokens(["x" * 99] * 20)
 
 
+def plan_two_sources() -> list[preparation.Stage]:
+    """Return a plan in which each split has a source; that of validation has 600 tokens."""
+    return [
+        preparation.Stage("val", Texts(["v" * 99] * 6, "v"), None),
+        preparation.Stage("train", Texts(["t" * 99] * 7, "t"), None),
+    ]
+
+
+def test_a_validation_source_that_ends_with_a_shard_is_not_written_again(tmp_path, capsys):
+    plan = plan_two_sources()
+    expected = byte_tokens(["v" * 99] * 6 + ["t" * 99] * 7)
+    for _ in range(2):
+        assert read_tokens(prepare(tmp_path, plan)) == expected
+    assert capsys.readouterr().out.endswith(f"is complete: {len(expected):,} tokens\n")
+
+
+def test_a_corpus_without_training_shards_is_not_finished_by_max_tokens(tmp_path):
+    with pytest.raises(ValueError, match="leave nothing for training; give a larger --max_tokens"):
+        prepare(tmp_path, plan_two_sources(), "--max_tokens=500")
+    with pytest.raises(ValueError, match=r"prepare\.py to resume$"):
+        open_corpus(str(tmp_path))
+
+
 @pytest.fixture
 def prepared_text(tmp_path) -> Path:
     """Prepare a text, and change it without changing its name or its size; return the corpus.
@@ -567,8 +590,12 @@ def test_complete_shards_need_no_space_again(plan_of_ten, set_free_space, tmp_pa
     limit = refuse_for_space(out, plan_of_ten)
     prepare(out, plan_of_ten, f"--max_tokens={limit}")
     set_free_space(2 * (NUM_ESTIMATED - limit) - 2)
-    with pytest.raises(ValueError, match=rf"about {NUM_ESTIMATED:,} tokens need"):
+    num_missing = NUM_ESTIMATED - limit
+    message = rf"about {num_missing:,} more tokens need .* give --max_tokens=(\d+)"
+    with pytest.raises(ValueError, match=message) as raised:
         prepare(out, plan_of_ten)
+    new_limit = int(re.search(message, str(raised.value))[1])
+    assert limit <= new_limit < NUM_ESTIMATED
     assert len(read_tokens(open_corpus(str(out)))) == limit  # as it was before the error
     set_free_space(2 * (NUM_ESTIMATED - limit))
     assert len(read_tokens(prepare(out, plan_of_ten))) == NUM_ESTIMATED + 10

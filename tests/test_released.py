@@ -288,6 +288,7 @@ CAUSAL = "ddl_state_dv_shortconv_causal"
         ({BASE: 6}, f"{BASE}=6 .* with parameterization=completeP"),
         ({"residual_branch_mult": 0}, "residual_branch_mult=0.0: give"),
         ({"ddl_sequence_reduction_version": 2}, "_version=2 .*: only 1 is supported"),
+        ({"intermediate_size": 7}, "intermediate_size=7 .*: only None or [0-9]+ is supported"),
         ({"attention_dtype": "fp8"}, "attention_dtype='fp8' .*: only 'auto' is supported"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ({"ddl_cc_read": "folded", CAUSAL: True}, f"{CAUSAL}=True"),

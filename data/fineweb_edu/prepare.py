@@ -49,10 +49,6 @@ class Options(PreparationOptions, HubOptions):
         "HuggingFaceFW/fineweb-edu",
         hub.REPOSITORY_HELP,
     )
-    column: str = option(
-        "text",
-        "name of the text column (.parquet) or key (.jsonl)",
-    )
     pretokenized: str | None = option(
         None,
         "use existing shards in llm.c's formats from this folder or Hub repository; they hold "

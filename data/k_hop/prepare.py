@@ -22,7 +22,7 @@ Symbols are interchangeable, so without looking at them every label is equally l
 accuracy 1 / symbols and loss ln(symbols). The last token says more: one hop never ends on the
 symbol where it starts, which gives accuracy 1 / (symbols - 1), and in a long sequence two hops end
 on it with probability 2 / symbols. For 1 to 4 hops and 4 symbols together, the accuracy from the
-last token is 0.37. The optimum is loss 0 and accuracy 1.
+number of hops and the last token is 0.37. The optimum is loss 0 and accuracy 1.
 """
 
 import sys

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
-from data import preparation
+from data import preparation, shards
 from data.preparation import PreparationOptions
 from data.sources import Files
 from model.options import option
@@ -93,8 +93,14 @@ def main() -> None:
         if args.val_tokens is None:
             # A token of byte pairs has about four bytes of text.
             bytes_per_token = 1 if args.tokenizer == "bytes" else 4
-            val_bytes = args.val_share * source.text_bytes()
-            args.val_tokens = max(int(val_bytes / bytes_per_token), 1)
+            num_tokens = source.text_bytes() / bytes_per_token
+            if args.max_tokens:
+                num_tokens = min(num_tokens, args.max_tokens)
+            args.val_tokens = max(int(args.val_share * num_tokens), 1)
+            # a corpus that grows keeps its validation split
+            old_plan = shards.read_progress(args.out).get("options", {}).get("plan", [])
+            if old_plan and not args.overwrite:
+                args.val_tokens = old_plan[0]["tokens"]
         preparation.prepare(args, "text", preparation.split_one_source(source, args.val_tokens))
         if source.num_copies:
             size = units.format_bytes(source.copied_bytes)
