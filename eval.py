@@ -203,12 +203,13 @@ def get_table_cell(entry: dict) -> tuple[str, str, str]:
 def make_title(entry: dict) -> str:
     """Return the title of an entry's table: the number of shots, and what else affects results.
 
-    For an entry of a validation split it is the data set.
+    For an entry of a validation split it is the dataset and the dtype.
     """
-    if entry["task"] == "validation":
-        # entries of earlier versions do not have it
-        return f"validation, {entry['dataset']}" if "dataset" in entry else "validation"
     settings = entry["settings"]
+    if entry["task"] == "validation":
+        # entries of earlier versions do not have the dataset
+        parts = ["validation", entry.get("dataset"), settings["dtype"]]
+        return ", ".join(part for part in parts if part is not None)
     parts = [f"{entry['shots']}-shot", settings["dtype"]]
     if settings["add_bos_token"]:
         parts.append("texts begin with end-of-text")

@@ -649,8 +649,8 @@ def test_each_corpus_has_a_table(run, corpus, tmp_path):
         code, _, error = run_eval(run, f"--val={name}", f"--out={out}")
         assert code == 0, error
     table = (out / "table.md").read_text()
-    assert f"### validation, {Path(corpus).name}\n" in table
-    assert "### validation, other_corpus\n" in table
+    assert f"### validation, {Path(corpus).name}, float32\n" in table
+    assert "### validation, other_corpus, float32\n" in table
     first_loss, other_loss = re.findall(r"^\| tiny, step 6 \| ([\d.]+)", table, flags=re.MULTILINE)
     assert first_loss != other_loss
 
