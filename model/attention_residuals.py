@@ -41,7 +41,7 @@ class AttentionResidualsConfig(GPTConfig):
         1.0,
         "initial value of the learned factor on the attention of attn_res_form=delta; with 0 the "
         "model starts as the additive one",
-        initial=True,
+        only_initializes=True,
         counts_with=("attn_res_form", "delta"),
     )
 

@@ -66,7 +66,7 @@ class GPTConfig:
         "context length in tokens; unless you set it, train.py uses the document length if all "
         "documents of the dataset have the same length",
         low=1,
-        free=True,
+        changes_no_weight=True,
     )
     num_hidden_layers: int = option(
         12,
@@ -92,7 +92,7 @@ class GPTConfig:
         10000.0,
         "base of the rotary position embedding (RoPE); no effect with rope_ratio=0",
         above=1,
-        counts_with=("rope_ratio", bool),
+        counts_with=("rope_ratio", lambda rope_ratio: rope_ratio > 0),
     )
     rope_ratio: float = option(
         1.0,
@@ -103,7 +103,7 @@ class GPTConfig:
     state_dtype: Literal["bfloat16", "float32"] = option(
         "bfloat16",
         "dtype of the residual state in a run that computes in bfloat16",
-        free=True,
+        changes_no_weight=True,
     )
     use_qk_rmsnorm: bool = option(
         True,
@@ -118,29 +118,29 @@ class GPTConfig:
         "standard deviation of the initial token embedding, and of an output layer that is not "
         "tied to the embedding",
         low=0,
-        initial=True,
+        only_initializes=True,
     )
     init: Literal["spectral", "normal"] = option(
         "spectral",
         "initialization of the matrices; spectral scales each matrix by its own shape, as the "
         "current code of the DDL authors does; normal draws every matrix from "
         "N(0, hidden_init_std_factor / sqrt(hidden_size)), as their earlier code did",
-        initial=True,
-        before="normal",
+        only_initializes=True,
+        legacy_default="normal",
     )
     hidden_init_std_factor: float = option(
         0.5,
         "factor in the initial standard deviation of all matrices except embeddings; see init",
         low=0,
-        initial=True,
+        only_initializes=True,
     )
     init_order: Literal["named", "sequential"] = option(
         "named",
         "order of random numbers in the initialization; named seeds each parameter by the seed and "
         "its name, so that processes can share the work; sequential draws all parameters from one "
         "generator, as earlier versions did",
-        initial=True,
-        before="sequential",
+        only_initializes=True,
+        legacy_default="sequential",
     )
     num_hidden_layers_base: int | None = option(
         None,

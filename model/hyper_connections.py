@@ -54,7 +54,7 @@ class HyperConfig(StreamsConfig):
         False,
         "divide the initial attention and MLP output matrices by sqrt(hc_streams), as in the "
         "HC paper",
-        initial=True,
+        only_initializes=True,
     )
 
 
@@ -86,7 +86,7 @@ class ManifoldConfig(StreamsConfig):
         "normalize the rows of the mixing matrix last, so that the weights into each stream sum "
         "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
         "each stream sum to 1",
-        before=False,
+        legacy_default=False,
     )
     mhc_read_eps: float = option(
         0.0,
@@ -127,7 +127,7 @@ class ManifoldConfig(StreamsConfig):
         0.01,
         "initial factor on the input-dependent terms of the weights (1 in DeepSeek-V4 and "
         "GLM-5.3); with mhc_mix=orthogonal, the factor of the rotation starts at 0",
-        initial=True,
+        only_initializes=True,
     )
     mhc_maps_init_std: float | None = option(
         None,
@@ -135,20 +135,20 @@ class ManifoldConfig(StreamsConfig):
         "DeepSeek-V4 and GLM-5.3, 0.006 in Hunyuan V4; default: hidden_init_std_factor / "
         "sqrt(hc_streams * hidden_size)); 0 would keep all streams equal",
         above=0,
-        initial=True,
+        only_initializes=True,
     )
     mhc_bias_init: Literal["additive", "zeros"] = option(
         "additive",
         "initial biases of the weights; additive starts close to the additive stream, with reads "
         "of 1/hc_streams and hardly any mixing; zeros starts with reads of 1/2 and even mixing (as "
         "in DeepSeek-V4 and GLM-5.3)",
-        initial=True,
+        only_initializes=True,
     )
     mhc_readout_bias_init: Literal["zeros", "mean"] = option(
         "zeros",
         "initial biases of mhc_readout=sigmoid; zeros weights each stream by 1/2, mean by "
         "1/hc_streams (as in Hunyuan V4)",
-        initial=True,
+        only_initializes=True,
         counts_with=("mhc_readout", "sigmoid"),
     )
 

@@ -42,12 +42,12 @@ class MGTConfig(GPTConfig):
     mgt_alpha_init: float = option(
         0.0,
         "initial value of the learned erase coefficient alpha in X' = X + beta (V - alpha X)",
-        initial=True,
+        only_initializes=True,
     )
     mgt_beta_bias_init: float = option(
         1.0,
         "initial bias b of the gate beta; with 1, beta starts near tanh(1) = 0.76",
-        initial=True,
+        only_initializes=True,
     )
 
     def __post_init__(self):

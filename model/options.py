@@ -51,13 +51,13 @@ class Option:
     changeable: bool = False
 
     # sets initial values, and so has no effect with init_from, which brings trained weights
-    initial: bool = False
+    only_initializes: bool = False
 
     # no weight depends on it, so that it may differ from the model that init_from names
-    free: bool = False
+    changes_no_weight: bool = False
 
     # what a saved configuration without the key meant; NOT_GIVEN: the default
-    before: object = NOT_GIVEN
+    legacy_default: object = NOT_GIVEN
 
     # (another key, the value of it, or a test of its value, with which this one has an effect)
     counts_with: tuple[str, object] | None = None
@@ -150,9 +150,9 @@ def option(
     above: float | None = None,
     below: float | None = None,
     changeable: bool = False,
-    initial: bool = False,
-    free: bool = False,
-    before: object = NOT_GIVEN,
+    only_initializes: bool = False,
+    changes_no_weight: bool = False,
+    legacy_default: object = NOT_GIVEN,
     counts_with: tuple[str, object | Callable[[Any], bool]] | None = None,
     alias: str | None = None,
     group: str | None = None,
@@ -169,9 +169,9 @@ def option(
         "above": above,
         "below": below,
         "changeable": changeable,
-        "initial": initial,
-        "free": free,
-        "before": before,
+        "only_initializes": only_initializes,
+        "changes_no_weight": changes_no_weight,
+        "legacy_default": legacy_default,
         "counts_with": counts_with,
         "alias": alias,
         "group": group,
@@ -272,9 +272,9 @@ def check_effects(typed_keys: Iterable[str], settings: dict, options: dict[str, 
 def legacy_defaults(*config_classes: type) -> dict[str, object]:
     """Return what saved configurations without a key meant, for the keys whose default changed."""
     return {
-        name: declared.before
+        name: declared.legacy_default
         for name, declared in collect_options(*config_classes).items()
-        if declared.before is not NOT_GIVEN
+        if declared.legacy_default is not NOT_GIVEN
     }
 
 

@@ -51,7 +51,7 @@ class DeltaConfig(GPTConfig):
         "the component of the state along k; 1/L means 1 / num_hidden_layers",
         low=0,
         high=2,
-        initial=True,
+        only_initializes=True,
     )
     ddl_beta_single_linear: bool = option(
         True,
@@ -301,7 +301,7 @@ class ValueChannelsConfig(GPTConfig):
         None,
         "initial value of the read vector, with which the compressor sums over the value channels "
         "(default: 1 / ddl_value_channels)",
-        initial=True,
+        only_initializes=True,
     )
     ddl_state_conv_init: Literal["mean", "normal", "identity"] | None = option(
         None,
@@ -309,7 +309,7 @@ class ValueChannelsConfig(GPTConfig):
         "normal draws from N(0, hidden_init_std_factor / sqrt(hidden_size)); identity passes on "
         "the current token or value channel (default: mean with init=spectral, normal with "
         "init=normal)",
-        initial=True,
+        only_initializes=True,
     )
 
     @property
@@ -340,7 +340,7 @@ class ChannelConvConfig(ExpandedConfig):
         "pair",
         "parameters of the compressor; pair is a convolution over value channels followed by a "
         "read vector, folded is a single weight for each feature and value channel",
-        before="folded",
+        legacy_default="folded",
     )
     ddl_state_dv_shortconv_causal: bool = option(
         False,

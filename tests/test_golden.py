@@ -436,7 +436,7 @@ def test_a_later_key_that_changes_a_run_is_noticed(golden_copy, tmp_path, monkey
 def test_a_later_key_that_declares_its_former_value_changes_nothing(
     golden_copy, tmp_path, monkeypatch
 ):
-    add_later_key(golden_copy, monkeypatch, before=4.0)
+    add_later_key(golden_copy, monkeypatch, legacy_default=4.0)
     check_run(CC, tmp_path / "run", RESUMED_STEP)
 
 

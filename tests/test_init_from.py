@@ -347,8 +347,8 @@ NEW_KEY = "ddl_v_sigmoid_scale"  # its default is 4 in this version
 
 
 def use_later_default(monkeypatch) -> None:
-    """Let the default be 1, as in a later version; `before` is what it was without the key."""
-    change_default(monkeypatch, model_class(MODEL_NAME), NEW_KEY, float, 1.0, before=4.0)
+    """Let the default be 1, as in a later version; `legacy_default` is what it was without the key."""
+    change_default(monkeypatch, model_class(MODEL_NAME), NEW_KEY, float, 1.0, legacy_default=4.0)
 
 
 @pytest.mark.parametrize("kind", ["run", "exported", "released"])

@@ -64,9 +64,9 @@ def merge_decided_settings(
     for name in sorted(settings.keys() & decided.keys()):
         if settings[name] == decided[name]:
             continue
-        if name in options and options[name].free:
+        if name in options and options[name].changes_no_weight:
             merged[name] = settings[name]
-        elif name in options and options[name].initial:
+        elif name in options and options[name].only_initializes:
             without_effect.append(name)
         else:
             raise ValueError(

@@ -108,7 +108,7 @@ def merge_with_saved_settings(
         given_settings = {
             key: value
             for key, value in given_settings.items()
-            if key not in model_options or not model_options[key].initial
+            if key not in model_options or not model_options[key].only_initializes
         }
     is_auto = given_settings["resume"] == "auto"
     resume.check_unchanged(
