@@ -365,7 +365,7 @@ def test_a_folder_that_is_older_than_a_key_keeps_the_earlier_default(
     if kind == "run":
         write_checksums(file.parent)
     use_later_default(monkeypatch)
-    assert init_from.read_decided_settings(str(tmp_path / kind))[NEW_KEY] == 4.0
+    assert init_from.read_init_settings(str(tmp_path / kind))[NEW_KEY] == 4.0
     if kind != "released":  # those have no tokenizer
         model, _, _ = checkpoint.load_model(tmp_path / kind, "cpu")
         assert model.config.ddl_v_sigmoid_scale == 4.0

@@ -23,7 +23,7 @@ NANOGPT_VALUES = {
 }
 
 
-def read_decided_settings(folder: str, model: str | None = None) -> dict[str, object]:
+def read_init_settings(folder: str, model: str | None = None) -> dict[str, object]:
     """Return the settings that the folder decides: "model", and the keys of the model.
 
     If the folder holds an additive model and `model` names another variant, which is then
@@ -40,16 +40,16 @@ def read_decided_settings(folder: str, model: str | None = None) -> dict[str, ob
         raise ValueError(f"init_from={folder}: {error}") from error
     # shapes and names are checked now, the weights are read when the model has been built
     examined = weights.build_and_check(path, folder_model, model_config, released.convert_weights)
-    decided = dict(vars(examined.config))
+    init_settings = dict(vars(examined.config))
     if folder_model == ADDITIVE and model not in (None, ADDITIVE):
         model_class(model)  # raises if there is no such variant
-        return decided
-    return {"model": folder_model, **decided}
+        return init_settings
+    return {"model": folder_model, **init_settings}
 
 
-def merge_decided_settings(
+def merge_init_settings(
     settings: dict[str, object],
-    decided: dict[str, object],
+    init_settings: dict[str, object],
     options: dict[str, Option],
     note: Callable[[str], object] = print,
 ) -> dict[str, object]:
@@ -59,10 +59,10 @@ def merge_decided_settings(
         ValueError: a key that the weights depend on contradicts the folder
     """
     # the folder counts, except for keys that no weight depends on
-    merged = {**settings, **decided}
+    merged = {**settings, **init_settings}
     without_effect = []
-    for name in sorted(settings.keys() & decided.keys()):
-        if settings[name] == decided[name]:
+    for name in sorted(settings.keys() & init_settings.keys()):
+        if settings[name] == init_settings[name]:
             continue
         if name in options and options[name].changes_no_weight:
             merged[name] = settings[name]
@@ -71,7 +71,7 @@ def merge_decided_settings(
         else:
             raise ValueError(
                 f"{name}={settings[name]!r}, but init_from={settings['init_from']} has "
-                f"{decided[name]!r}; omit the key"
+                f"{init_settings[name]!r}; omit the key"
             )
     if without_effect and machine.rank() == 0:
         note(

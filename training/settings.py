@@ -54,18 +54,18 @@ def resolve(
     init_folder = run_settings.get("init_from")
     out_dir = run_settings.get("out_dir") or default_out_dir(arguments.file, run_settings)
     if out_dir is None:  # named after the model, which the folder of init_from decides
-        out_dir = f"runs/{init_from.read_decided_settings(init_folder)['model']}"
+        out_dir = f"runs/{init_from.read_init_settings(init_folder)['model']}"
     run_settings["out_dir"] = out_dir
     if resume.is_restarted_branch(run_settings.get("resume"), out_dir):
         run_settings["resume"] = "auto"
     if saved_state is None:
         saved_state = resume.read_saved_state(run_settings.get("resume"), out_dir)
     saved = resume.saved_settings(saved_state)
-    decided = {}
+    init_settings = {}
     if init_folder is not None and not saved:  # a resumed run no longer needs the folder
-        decided = init_from.read_decided_settings(init_folder, run_settings.get("model"))
+        init_settings = init_from.read_init_settings(init_folder, run_settings.get("model"))
     # lowest precedence first, as below
-    model = {"model": TrainConfig.model, **decided, **saved, **run_settings}["model"]
+    model = {"model": TrainConfig.model, **init_settings, **saved, **run_settings}["model"]
 
     # The keys of the model.
     # Only now is a model's file imported, which may be a user's.
@@ -78,8 +78,8 @@ def resolve(
     if saved:
         settings = merge_with_saved_settings(given_settings, saved, model_options)
     else:
-        given_settings = init_from.merge_decided_settings(
-            given_settings, decided, model_options, note
+        given_settings = init_from.merge_init_settings(
+            given_settings, init_settings, model_options, note
         )
         settings = {**corpus_defaults(given_settings), **given_settings}
     # keys that are not set keep their defaults
