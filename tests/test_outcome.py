@@ -94,7 +94,8 @@ def test_a_skipped_step_leaves_no_trace(build_trained, num_steps):
 def test_step_stats_are_the_loss_the_requests_to_stop_and_the_gradient_norm():
     world = World(0, 1, torch.device("cpu"))
     stats = distributed.all_reduce_step_stats(torch.tensor(9.0), torch.tensor(2.5), True, world)
-    assert stats.wait() == [9.0, 1.0, 2.5]
+    numbers = distributed.StepNumbers(loss_sum=9.0, num_stop_requests=1.0, grad_norm=2.5)
+    assert stats.wait() == numbers
 
 
 # ---- whole runs: with engine=fsdp the program decides, with engine=ddp the device ----

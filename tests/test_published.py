@@ -186,7 +186,7 @@ def test_the_row_stands_below_the_models_own():
         "weights": "digest",
         "label": "a",
         "record": {"val_loss": 2.9, "val_perplexity": 18.2},
-        "settings": {"corpus": CORPUS},
+        "settings": {"corpus": CORPUS, "dtype": "float32"},
     }
     text = show(validation)
     assert f"| 2.9000 | 2.8543 | {2.9 - 2.85426:+.4f} |" in text
