@@ -714,7 +714,7 @@ def difficult_corpus(request, tmp_path_factory) -> tuple[str, Path]:
 def test_the_config_fits_every_difficulty(difficult_corpus):
     config_file, corpus = difficult_corpus
     config, model_config = configure([config_file, f"--dataset={corpus}"])
-    open_data(config, model_config, resume_checkpoint=None)
+    open_data(config, model_config)
     meta = open_corpus(str(corpus)).meta
     assert model_config.block_size == meta["window_tokens"] // 2
     assert model_config.vocab_size == -(-meta["vocab_size"] // 64) * 64
@@ -724,4 +724,4 @@ def test_another_block_size_than_that_of_the_documents_is_refused(difficult_corp
     config_file, corpus = difficult_corpus
     config, model_config = configure([config_file, f"--dataset={corpus}", "--block_size=99"])
     with pytest.raises(ValueError, match="block_size=99, but the documents"):
-        open_data(config, model_config, resume_checkpoint=None)
+        open_data(config, model_config)
