@@ -25,6 +25,9 @@ def commands_of(text: str) -> list[str]:
 def check_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail if a file of a command does not exist, or an option is unknown."""
     words = shlex.split(command)
+    if words[0] == "cp":
+        assert (ROOT / words[1]).is_file()
+        return
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
         assert set(re.findall(r"--(\w+)=", command)) <= every_option().keys()
