@@ -13,7 +13,7 @@ from helpers import ROOT
 from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, build_tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import MODEL_NAMES, build, cost, layers, model_class
+from model import build, cost, layers, model_class
 from model.gpt import GPT, GPTConfig
 from model.layers import MLP
 from model.residual import DeltaRewrite, fold_channel_conv, pool, read_value_channels
@@ -757,9 +757,19 @@ def test_a_model_whose_write_does_not_apply_branch_mult_refuses_it(model_name):
         build_tiny(model_name, residual_branch_mult=0.5)
 
 
-@pytest.mark.parametrize(
-    "model_name", [name for name in MODEL_NAMES if name not in WITHOUT_BRANCH_MULT]
+# a list, because a variant of the user's need not apply it
+WITH_BRANCH_MULT = (
+    *PAPER,
+    "DenseFormer-gpt-mha-rope",
+    "GatedResidual-gpt-mha-rope",
+    "Lambdas-gpt-mha-rope",
+    "MGT-gpt-mha",
+    "MUDD-gpt-mha-rope",
+    "conv-gpt-mha-rope",
 )
+
+
+@pytest.mark.parametrize("model_name", WITH_BRANCH_MULT)
 def test_branch_mult_changes_the_model(model_name):
     plain = build_tiny(model_name)
     scaled = build_tiny(model_name, residual_branch_mult=0.5)
