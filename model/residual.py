@@ -237,8 +237,9 @@ class DeltaConfig(GPTConfig):
         notes = []
         if self.ddl_value_channels > 1 and self.constant_value is not None:
             notes.append(
-                "every value channel gets the same update, so the channels differ only as far as "
-                "the embedding convolution (EC) makes them, and without one they remain equal; "
+                "every value channel gets the same update, so the channels differ only to the "
+                "extent that the embedding convolution (EC) makes them differ, and without one they "
+                "remain equal; "
                 "--ddl_value_channels=1 is a similar model at less cost"
             )
         # The erase bounds the state, so each sublayer changes a constant fraction of it, and these

@@ -172,16 +172,17 @@ def make_lines(sizes: list[Size]) -> list[plots.Line]:
     for size in sizes:
         comparison_by_group = {comparison.group.name: comparison for comparison in size.comparisons}
         for group in size.groups:
+            # the star is at the end of training, so an unfinished group has none
+            published_loss = None
+            if not group.unfinished:
+                published_loss = published_by_group.get(group.name, {}).get("val_loss")
             lines.append(
                 plots.make_line(
                     group,
                     style_number=first_number + names.index(size.get_short_name(group)),
                     comparison=comparison_by_group.get(group.name),
                     size=size.name,
-                    # the star is at the end of training, so an unfinished group has none
-                    published_loss=None
-                    if group.unfinished
-                    else published_by_group.get(group.name, {}).get("val_loss"),
+                    published_loss=published_loss,
                 )
             )
     return lines

@@ -718,9 +718,9 @@ def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(corpus, tmp_path):
     records = (tmp_path / "run" / "metrics.jsonl").read_text()
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     result = run_train(*arguments)
-    kept = tmp_path / "run" / "metrics.jsonl.old"
-    assert f"the records of an earlier start are now in {kept}" in result.stdout.decode()
-    assert kept.read_text() == records
+    old_file = tmp_path / "run" / "metrics.jsonl.old"
+    assert f"the records of an earlier start are now in {old_file}" in result.stdout.decode()
+    assert old_file.read_text() == records
     assert [record["step"] for record in read_step_records(tmp_path / "run")] == [1]
 
 

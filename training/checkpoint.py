@@ -379,12 +379,12 @@ def rename_damaged(run_folder: Path, resume_checkpoint: Path | None) -> None:
         path.replace(target)
 
 
-def find(path: str | Path, peers: Peers = ALONE, others: str = "") -> Path:
+def find(path: str | Path, peers: Peers = ALONE, also_accepted: str = "") -> Path:
     """Return the checkpoint that a run folder (its latest valid one) or a checkpoint folder names.
 
     Args:
         peers: see `verify`
-        others: what the caller accepts besides, for the message of an error
+        also_accepted: what else the caller accepts, for the message of an error
 
     Raises:
         ValueError: there is none, or it is damaged
@@ -397,7 +397,7 @@ def find(path: str | Path, peers: Peers = ALONE, others: str = "") -> Path:
         suggestion = errors.suggest(path.name, [other.name for other in path.parent.glob("*")])
         raise ValueError(
             f"{path} does not exist{suggestion or ';'} give a run folder made by train.py, one of "
-            f"its checkpoints/step_*{others}"
+            f"its checkpoints/step_*{also_accepted}"
         )
     latest = find_latest(path, peers)
     if latest is not None:
@@ -405,7 +405,7 @@ def find(path: str | Path, peers: Peers = ALONE, others: str = "") -> Path:
     kind = "valid checkpoint" if list_checkpoints(path) else "checkpoint"
     raise ValueError(
         f"{path} holds no {kind}; give a run folder made by train.py, one of its "
-        f"checkpoints/step_*{others}"
+        f"checkpoints/step_*{also_accepted}"
     )
 
 
@@ -475,7 +475,7 @@ def describe(path: Path) -> ModelFolder:
     if is_exported(path):
         model, config = released.describe(path)
         return ModelFolder(path, model, config, state={})
-    checkpoint = find(path, others=", or a folder of exported or released weights")
+    checkpoint = find(path, also_accepted=", or a folder of exported or released weights")
     state = read_state(checkpoint)
     return ModelFolder(checkpoint, state["model"], state["model_config"], state)
 

@@ -151,9 +151,9 @@ def truncate_after(path: Path, step: int, evaluated: bool = True) -> None:
 def set_aside(path: Path) -> None:
     """Rename the metrics.jsonl of an earlier start, with which a new run would mix its records."""
     if path.exists() and path.stat().st_size > 0:
-        kept_path = path.with_name(f"{path.name}.old")
-        path.replace(kept_path)
-        print(f"note: the records of an earlier start are now in {kept_path}")
+        old_path = path.with_name(f"{path.name}.old")
+        path.replace(old_path)
+        print(f"note: the records of an earlier start are now in {old_path}")
 
 
 # ---- Weights & Biases ----

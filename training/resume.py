@@ -52,7 +52,7 @@ def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
                 return checkpoint.read_state(path)
     if resume != "auto":
         try:
-            checkpoint.find(resume, others=", or auto")  # raises, and says why
+            checkpoint.find(resume, also_accepted=", or auto")  # raises, and says why
         except ValueError as error:
             raise ValueError(f"resume={resume}: {error}") from error
     return {}
