@@ -704,7 +704,7 @@ TITLES = {
     "study_effects": "DDL's write to four columns raises the loss; erase has no measurable effect",
     "study_rates": "The best pair of rates for ddl_tc is one that its tuning did not try (square)\n"
     "(nats above the minimum; 0.8 million tokens, first half of validation, one seed)",
-    "study_registers": "On registers, erase does not lower the loss, but no arm learned the task\n"
+    "study_registers": "On registers, erase does not measurably lower the loss, and no arm learned the task\n"
     "(dashed: a model that overlooks swaps; dotted: chance)",
 }
 
