@@ -9,7 +9,8 @@ from models import PAPER
 
 import train
 from data.loader import prefetched
-from model import build, layers
+from model import build, kernels, layers
+from model.causality import move_parameters
 from training import checkpoint, metrics
 
 pytestmark = [
@@ -23,6 +24,15 @@ SIZE = {
     "num_attention_heads": 2,
     "head_dim": 64,
     "hidden_size": 128,
+}
+# two layers of the paper's small model
+WIDE = {
+    "vocab_size": 2048,
+    "block_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "head_dim": 128,
+    "hidden_size": 768,
 }
 
 
@@ -39,17 +49,27 @@ def collect_gradient(model: torch.nn.Module) -> torch.Tensor:
 
 # The errors of TF32 were emulated on a CPU: 3.0e-3.
 @pytest.mark.parametrize(
-    ("matmul_precision", "dtype", "compiled", "tolerance"),
+    ("matmul_precision", "dtype", "tolerance"),
     [
-        ("highest", torch.float32, False, 1e-3),
-        ("high", torch.float32, False, 1e-2),
-        ("high", torch.float32, True, 1e-2),
-        ("high", torch.bfloat16, False, 0.1),
-        ("high", torch.bfloat16, True, 0.1),
+        ("highest", torch.float32, 1e-3),
+        ("high", torch.float32, 1e-2),
+        ("high", torch.bfloat16, 0.1),
     ],
 )
 @pytest.mark.parametrize("model_name", PAPER)
-def test_gradients_equal_the_cpus(model_name, matmul_precision, dtype, compiled, tolerance):
+def test_gradients_equal_the_cpus(model_name, matmul_precision, dtype, tolerance):
+    check_gradients(model_name, matmul_precision, dtype, tolerance, compiled=False)
+
+
+# two models only, because each takes many seconds to compile
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-2), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("model_name", ["gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC"])
+def test_compiled_gradients_equal_the_cpus(model_name, dtype, tolerance):
+    check_gradients(model_name, "high", dtype, tolerance, compiled=True)
+
+
+def check_gradients(model_name, matmul_precision, dtype, tolerance, compiled) -> None:
+    """Compare the gradients of a plain model with those of float64 on the CPU."""
     model = build(model_name, **SIZE)
     ids, targets = torch.randint(0, 512, (2, 4, 128))
     model.double()(ids, targets)[1].backward()
@@ -63,6 +83,40 @@ def test_gradients_equal_the_cpus(model_name, matmul_precision, dtype, compiled,
             _, loss = forward(ids.cuda(), targets.cuda())
         loss.backward()
     assert (collect_gradient(model) - expected).norm() < tolerance * expected.norm()
+
+
+def compute_loss_and_gradient(model, ids, targets, kernels_setting, dtype) -> tuple:
+    """Return the loss and all gradients of a model that is compiled unless it is float32."""
+    kernels.use(model, kernels_setting, "cuda")
+    torch.compiler.reset()
+    is_plain = dtype == torch.float32
+    forward = model if is_plain else torch.compile(model, fullgraph=True)
+    model.zero_grad()
+    with precision("highest" if is_plain else "high"):
+        with torch.autocast("cuda", dtype, enabled=not is_plain):
+            _, loss = forward(ids, targets)
+        loss.backward()
+    return loss.item(), collect_gradient(model)
+
+
+@pytest.mark.parametrize(
+    "model_name",
+    ["gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", "DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC"],
+)
+def test_a_fused_model_is_as_accurate_as_a_plain_one(model_name):
+    """At the small model's width, under the compiler and autocast, as in training."""
+    model = move_parameters(build(model_name, **WIDE), std=0.02).cuda()
+    ids, targets = torch.randint(0, WIDE["vocab_size"], (2, 4, 1024), device="cuda")
+    exact_loss, exact = compute_loss_and_gradient(model, ids, targets, "off", torch.float32)
+    plain_loss, plain = compute_loss_and_gradient(model, ids, targets, "off", torch.bfloat16)
+    fused_loss, fused = compute_loss_and_gradient(model, ids, targets, "on", torch.bfloat16)
+    plain_error = ((plain - exact).norm() / exact.norm()).item()
+    fused_error = ((fused - exact).norm() / exact.norm()).item()
+    # shown by `pytest -rP`
+    print(f"loss {exact_loss:.6f}, plain {plain_loss:.6f}, fused {fused_loss:.6f}")
+    print(f"error of the gradient: plain {plain_error:.5f}, fused {fused_error:.5f}")
+    assert fused_loss == pytest.approx(exact_loss, rel=2e-3)
+    assert fused_error < 1.2 * plain_error
 
 
 def product_and_gradients(product, layer, x, weight):

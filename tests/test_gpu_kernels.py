@@ -73,6 +73,8 @@ def test_step_of_programs_with_many_tokens(case, monkeypatch):
 def test_two_runs_give_the_same_bits():
     first_results, first_gradients = fused.run(STEPS[4])
     second_results, second_gradients = fused.run(STEPS[4])
+    # this state is not stored: it has no memory, and its only number is undefined
+    del first_results["new_state"]
     for name, first in first_results.items():
         assert torch.equal(second_results[name], first), name
     for name, first in first_gradients.items():
