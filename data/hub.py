@@ -26,9 +26,12 @@ from data.sources import (
     Batch,
     Files,
     PermanentSourceError,
+    Piece,
+    Source,
+    batch_pieces,
     compute_listing_digest,
     first_line,
-    read_parquet_texts,
+    read_table,
 )
 from model.options import option
 from utils import errors
@@ -261,7 +264,7 @@ def choose_source(
 
 
 @dataclass
-class HubDataset:
+class HubDataset(Source):
     """A source that reads one split of a dataset of the Hugging Face Hub, or of a local clone.
 
     The package `datasets` finds its parquet files in the dataset card.
@@ -345,25 +348,29 @@ class HubDataset:
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         """Yield batches from a cursor on, or from the beginning."""
-        cursor = cursor or {"file": 0, "row": 0}
+        cursor = cursor or {"file": 0, "at": 0}
         if self.files is None:
             self.files = self.ask(self.list_files)
+        first_row = cursor["at"]
         for number in range(cursor["file"], len(self.files)):
-            file = self.files[number]
-            local = file
-            if "://" in file:
-                # hf://datasets/REPOSITORY@COMMIT/PATH
-                local = self.download(file.partition("@")[2].partition("/")[2])
-            first_row = cursor["row"] if number == cursor["file"] else 0
-            for row, rows in read_parquet_texts(local, file, self.column, first_row):
-                texts = [text for text in rows if text is not None]
-                starts = None
-                if self.starts is not None:
-                    starts = [self.starts(text) for text in texts]
-                yield Batch({"file": number, "row": row}, texts, starts)
-            # so that a dataset of any size needs the disk space of only one of its files
-            if self.download_folder and local != file:
-                Path(local).unlink()
+            # file by file, because a batch of two files would need both to be downloaded again
+            yield from batch_pieces(self.read_file(number, first_row))
+            first_row = 0
+
+    def read_file(self, number: int, first_row: int) -> Iterator[Piece]:
+        """Yield the documents of a file, from a row on."""
+        file = self.files[number]
+        local = file
+        if "://" in file:
+            # hf://datasets/REPOSITORY@COMMIT/PATH
+            local = self.download(file.partition("@")[2].partition("/")[2])
+        for row, text in read_table(Path(local), self.column, first_row):
+            if text is not None:
+                starts_document = self.starts is None or self.starts(text)
+                yield Piece(number, row, text, starts_document)
+        # so that a dataset of any size needs the disk space of only one of its files
+        if self.download_folder and local != file:
+            Path(local).unlink()
 
     def list_files(self) -> list[str]:
         """Return the files of the split: local paths, or hf://datasets/REPOSITORY@COMMIT/PATH."""

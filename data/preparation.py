@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from data import hub, library_tokenizer, shards, tokenizer
 from data.library_tokenizer import TokenizerFiles
 from data.options import OptionParser
-from data.sources import Batch, PermanentSourceError
+from data.sources import Batch, PermanentSourceError, Source
 from data.tokenizer_base import Tokenizer
 from model.options import collect_options, option
 from utils import errors, machine, units
@@ -144,16 +144,6 @@ def make_parser(
 
 
 # ---- the plan and the record of a preparation ----
-
-
-class Source(Protocol):
-    """What documents are read from; data/sources.py and data/hub.py have some."""
-
-    def identity(self) -> dict:
-        """Return what distinguishes these documents from others, as JSON."""
-
-    def read(self, cursor: dict | None = None) -> Iterator[Batch]:
-        """Yield batches from a cursor on, or from the beginning."""
 
 
 class Stage(NamedTuple):
@@ -647,6 +637,10 @@ class Preparation:
                 meta[key] = origin[key]
         records = [dataclasses.asdict(record) for record in self.records]
         shards.write_meta(self.out, {**meta, **self.extra}, records)
+        # both splits may read from one source
+        for source in {id(source): source for source in self.sources.values()}.values():
+            for line in source.describe_skipped():
+                print(line)
 
 
 def is_own_tokenizer(name: str) -> bool:

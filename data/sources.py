@@ -5,26 +5,36 @@ source at a cursor. The texts that follow a cursor do not depend on where readin
 data/hub.py has the source that reads datasets of the Hugging Face Hub.
 """
 
+import csv
 import glob
+import gzip
 import hashlib
-import io
+import itertools
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
-from utils import errors
+from utils import errors, units
 
 BATCH_CHARACTERS = 1_000_000
 PIECE_BYTES = 8 << 20  # text files are read in pieces of at most this size
-ROWS = 256  # rows of a table that are read at once
-TABLE_SUFFIXES = (".parquet", ".jsonl")  # tables have one document per row
+ROWS = 256  # rows of a parquet file that are read at once
+
+# the csv module refuses fields of more than 128 KB otherwise
+csv.field_size_limit(2**31 - 1)
 
 
 class PermanentSourceError(ValueError):
     """An error of a source that rerunning the same command does not resolve."""
+
+
+class NotTextError(PermanentSourceError):
+    """A file that is not text, or a table without the column of the text."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,24 @@ class Batch:
     starts: list[bool] | None = None
 
 
+class Source:
+    """What documents are read from."""
+
+    def identity(self) -> dict:
+        """Return what distinguishes these documents from others, as JSON."""
+        raise NotImplementedError
+
+    def read(self, cursor: dict | None = None) -> Iterator[Batch]:
+        """Yield batches from a cursor on, or from the beginning."""
+        raise NotImplementedError
+
+    def describe_skipped(self) -> list[str]:
+        """Return a line for each kind of text that the last reading skipped."""
+        return []
+
+
 @dataclass
-class Texts:
+class Texts(Source):
     """A source of texts in memory, each of which is a document."""
 
     texts: list[str]
@@ -70,20 +96,39 @@ class Piece(NamedTuple):
     """A document of a file, or a part of it."""
 
     file: int  # index among the files
-    position: int  # in the file: a byte, or the row of a parquet file
+    position: int  # in the file: a byte of a text, or a row of a table
     text: str
     starts_document: bool
 
 
-class Files:
+def batch_pieces(pieces: Iterable[Piece]) -> Iterator[Batch]:
+    """Yield batches of consecutive pieces, of about BATCH_CHARACTERS each."""
+    batch = None
+    num_characters = 0
+    for piece in pieces:
+        if batch is None:
+            # the position of its first text, so that the whole batch is read again from there
+            batch = Batch({"file": piece.file, "at": piece.position}, [], [])
+        batch.texts.append(piece.text)
+        batch.starts.append(piece.starts_document)
+        num_characters += len(piece.text)
+        if num_characters >= BATCH_CHARACTERS:
+            yield batch
+            batch = None
+            num_characters = 0
+    if batch is not None:
+        yield batch
+
+
+class Files(Source):
     """A source of local files.
 
-    Each row of a .parquet or .jsonl file is a document, and so is every other file. Of folders, all
-    files below them are read, except hidden files and files that are not text.
+    Each row of a table (see READERS) is a document, and so is every other file, which is UTF-8 text.
+    Of folders, all files below them are read, except hidden files and files that are not text.
 
     Args:
         patterns: files, glob patterns and folders
-        column: the column of tables that holds the text
+        column: the column of tables that holds the text; rows without text are skipped
         suffixes: if given, only files with these suffixes are read from folders
         shuffled: whether files are ordered by a hash of their names instead of by name
         unique: whether documents that repeat an earlier one exactly are dropped; this takes 0.1 GB
@@ -106,38 +151,38 @@ class Files:
         self.unique = unique
         # files that were found in folders, and are skipped if they are not text
         self.skippable: set[Path] = set()
-        self.paths = self.find_files(tuple(suffixes))
+        # several patterns may name the same file
+        paths = {path for pattern in patterns for path in self.find_files(pattern, suffixes)}
+        self.paths = sorted(paths)
         if shuffled:
             self.paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
-        self.sizes = [path.stat().st_size for path in self.paths]
         # what the last reading skipped
         self.not_text: set[Path] = set()
+        self.rows_without_text: Counter[Path] = Counter()
         self.num_copies = 0
         self.copied_bytes = 0
 
-    def find_files(self, suffixes: tuple[str, ...]) -> list[Path]:
-        """Return the files that the patterns name, in name order."""
-        matches = {
-            Path(match) for pattern in self.patterns for match in glob.glob(pattern, recursive=True)
-        }
+    def find_files(self, pattern: str, suffixes: Iterable[str]) -> list[Path]:
+        """Return the files that a path or a glob pattern names, and those below its folders."""
+        # a path that exists is that path, whatever brackets or stars are in its name
+        matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
         paths = []
-        for match in sorted(matches):
-            if not match.is_dir():
+        for match in map(Path, matches):
+            if match.is_dir():
+                found = [
+                    path for path in list_folder(match) if not suffixes or path.suffix in suffixes
+                ]
+                paths += found
+                self.skippable |= {path for path in found if get_kind(path) not in STRICT_KINDS}
+            else:
                 paths.append(match)
-                continue
-            for path in match.rglob("*"):
-                if is_wanted(path, match, suffixes):
-                    paths.append(path)
-                    if path.suffix not in TABLE_SUFFIXES:
-                        self.skippable.add(path)
         if not paths:
             condition = f" with suffix {', '.join(suffixes)}" if suffixes else ""
             raise ValueError(
-                f"--source={' '.join(self.patterns)}: there are no files{condition}; give existing "
-                "files, glob patterns or folders"
+                f"--source={pattern}: there are no files{condition}; give existing files, glob "
+                "patterns or folders"
             )
-        # several patterns may name the same file
-        return sorted(set(paths))
+        return paths
 
     def identity(self) -> dict:
         """Return what must not change between two runs: patterns, and names and sizes of files."""
@@ -151,33 +196,30 @@ class Files:
 
     def text_bytes(self) -> int:
         """Return approximately how much text there is, uncompressed."""
-        total = 0
-        for path, size in zip(self.paths, self.sizes):
-            if path.suffix == ".parquet":
-                total += count_parquet_bytes(path, self.column)
-            else:
-                total += size
-        return total
+        return sum(count_text_bytes(path, self.column) for path in self.paths)
+
+    def describe_skipped(self) -> list[str]:
+        lines = []
+        if self.num_copies:
+            size = units.format_bytes(self.copied_bytes)
+            lines.append(f"documents dropped as exact duplicates: {self.num_copies:,} ({size})")
+        if self.not_text:
+            lines.append(f"files skipped because they are not UTF-8 text: {len(self.not_text):,}")
+        if self.rows_without_text:
+            lines.append(
+                f"rows skipped because they have no text in column {self.column}: "
+                f"{self.rows_without_text.total():,}"
+            )
+        return lines
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         """Yield batches from a cursor on, or from the beginning."""
         cursor = cursor or {"file": 0, "at": 0}
-        pieces = self.read_unique_pieces(cursor) if self.unique else self.read_pieces(cursor)
-        batch = None
-        num_characters = 0
-        for piece in pieces:
-            if batch is None:
-                # the position of its first text, so that the whole batch is read again from there
-                batch = Batch({"file": piece.file, "at": piece.position}, [], [])
-            batch.texts.append(piece.text)
-            batch.starts.append(piece.starts_document)
-            num_characters += len(piece.text)
-            if num_characters >= BATCH_CHARACTERS:
-                yield batch
-                batch = None
-                num_characters = 0
-        if batch is not None:
-            yield batch
+        self.not_text.clear()
+        self.rows_without_text.clear()
+        yield from batch_pieces(
+            self.read_unique_pieces(cursor) if self.unique else self.read_pieces(cursor)
+        )
 
     def read_unique_pieces(self, cursor: dict) -> Iterator[Piece]:
         """Yield the pieces from a cursor on, except those of documents that repeat an earlier one.
@@ -190,7 +232,7 @@ class Files:
         self.copied_bytes = 0
         for piece in self.read_pieces({"file": 0, "at": 0}):
             if piece.starts_document:
-                digest, num_bytes = self.digest_document(piece)
+                digest, num_bytes = digest_document(self.paths[piece.file], piece.text)
                 is_copy = digest in digests
                 digests.add(digest)
                 if is_copy:
@@ -200,65 +242,55 @@ class Files:
             if is_after_cursor and not is_copy:
                 yield piece
 
-    def digest_document(self, piece: Piece) -> tuple[bytes, int]:
-        """Return a digest of the document that begins with this piece, and its size in bytes."""
-        path = self.paths[piece.file]
-        size = self.sizes[piece.file]
-        if path.suffix in TABLE_SUFFIXES or size < PIECE_BYTES:
-            content = piece.text.encode()
-            file: IO[bytes] = io.BytesIO(content)
-            size = len(content)
-        else:
-            # the piece is only the beginning of this file
-            file = open(path, "rb")  # noqa: SIM115
-        with file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
-        return digest, size
-
     def read_pieces(self, cursor: dict) -> Iterator[Piece]:
         """Yield the pieces from a cursor on."""
-        position = cursor["at"]
+        start = cursor["at"]
         for number in range(cursor["file"], len(self.paths)):
             path = self.paths[number]
-            if path.suffix == ".parquet":
-                pieces = read_parquet(path, self.column, position)
-            elif path.suffix == ".jsonl":
-                pieces = read_json_lines(path, self.column, position)
-            else:
-                pieces = self.read_text(path, position)
-            for piece_position, text, starts_document in pieces:
-                yield Piece(number, piece_position, text, starts_document)
-            position = 0
+            try:
+                if get_kind(path) in READERS:
+                    for row, text in read_table(path, self.column, start):
+                        if text is None:
+                            self.rows_without_text[path] += 1
+                        else:
+                            yield Piece(number, row, text, starts_document=True)
+                else:
+                    for position, text in read_text(path, start, path in self.skippable):
+                        yield Piece(number, position, text, starts_document=position == 0)
+            except NotTextError:
+                if path not in self.skippable:
+                    raise
+                self.not_text.add(path)
+                del self.rows_without_text[path]
+            start = 0
 
-    def read_text(self, path: Path, position: int) -> Iterator[tuple[int, str, bool]]:
-        """Yield the position and text of each piece of a text file, and whether it is the first."""
-        with open(path, "rb") as file:
-            file.seek(position)
-            while data := file.read(PIECE_BYTES):
-                if len(data) == PIECE_BYTES:
-                    # the next piece begins where this one is cut
-                    data = data[: find_cut(data)]
-                    file.seek(position + len(data))
-                try:
-                    text = self.decode(path, data)
-                except UnicodeDecodeError as error:
-                    if position == 0 and path in self.skippable:
-                        self.not_text.add(path)
-                        return
-                    raise ValueError(
-                        f"{path} is not UTF-8 text at byte {position + error.start}; convert it to "
-                        "UTF-8, or remove it from the source"
-                    ) from error
-                yield position, text, position == 0
-                position += len(data)
 
-    def decode(self, path: Path, data: bytes) -> str:
-        """Decode UTF-8; a zero byte in a file of a folder counts as an error."""
-        text = data.decode("utf-8")
-        if path in self.skippable and "\0" in text:
-            position = data.index(0)
-            raise UnicodeDecodeError("utf-8", data, position, position + 1, "a zero byte")
-        return text
+# ---- files ----
+
+
+def list_folder(folder: Path) -> list[Path]:
+    """Return the files below a folder, and below the folders that links in it lead to.
+
+    Hidden files and bytecode are omitted. A folder is listed once, however many links lead to it.
+    """
+    paths = []
+    roots = [folder]
+    visited = set()
+    while roots:
+        for parent, folders, names in os.walk(roots.pop(0)):
+            if os.path.realpath(parent) in visited:
+                folders.clear()
+                continue
+            visited.add(os.path.realpath(parent))
+            folders[:] = sorted(name for name in folders if not is_hidden(name))
+            roots += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
+            paths += [Path(parent, name) for name in names if not is_hidden(name)]
+    return [path for path in paths if path.is_file()]
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is omitted where it is found in a folder."""
+    return name.startswith(".") or name == "__pycache__"
 
 
 def compute_listing_digest(paths: list[Path]) -> str:
@@ -267,12 +299,76 @@ def compute_listing_digest(paths: list[Path]) -> str:
     return hashlib.sha256(listing.encode()).hexdigest()
 
 
-def is_wanted(path: Path, root: Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a file of a folder is read: not hidden, not bytecode, with a given suffix."""
-    parts = path.relative_to(root).parts
-    is_hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
-    has_suffix = not suffixes or path.suffix in suffixes
-    return path.is_file() and not is_hidden and has_suffix
+def get_kind(path: Path) -> str:
+    """Return the suffix of a file in lower case; that of the content if the file is compressed."""
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a file for reading, and decompress it if it is a .gz file."""
+    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")  # type: ignore
+
+
+def count_text_bytes(path: Path, column: str) -> int:
+    """Return approximately how much text a file holds, uncompressed."""
+    if get_kind(path) == ".parquet":
+        return count_parquet_bytes(path, column)
+    if path.suffix.lower() == ".gz":
+        with open(path, "rb") as file:
+            # the last four bytes are the uncompressed size
+            file.seek(-min(4, path.stat().st_size), os.SEEK_END)
+            return int.from_bytes(file.read(), "little")
+    return path.stat().st_size
+
+
+def digest_document(path: Path, text: str) -> tuple[bytes, int]:
+    """Return a digest of a document, and its size in bytes.
+
+    Args:
+        text: the document, or the beginning of a text file
+    """
+    if get_kind(path) in READERS:
+        content = text.encode()
+        return hashlib.blake2b(content, digest_size=16).digest(), len(content)
+    with open_file(path) as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+        return digest, file.tell()
+
+
+# ---- text ----
+
+
+def read_text(path: Path, position: int, refuse_zeros: bool) -> Iterator[tuple[int, str]]:
+    """Yield the first byte and the text of each piece of a text file.
+
+    Args:
+        position: the byte to begin with
+        refuse_zeros: whether a zero byte counts as an error
+
+    Raises:
+        NotTextError: the file does not begin with UTF-8 text
+        ValueError: there is another kind of data after the text
+    """
+    with open_file(path) as file:
+        file.seek(position)
+        while data := file.read(PIECE_BYTES):
+            if len(data) == PIECE_BYTES:
+                # the next piece begins where this one is cut
+                data = data[: find_cut(data)]
+                file.seek(position + len(data))
+            try:
+                text = data.decode("utf-8")
+                if refuse_zeros and "\0" in text:
+                    raise UnicodeDecodeError("utf-8", data, data.index(0), data.index(0) + 1, "zero")
+            except UnicodeDecodeError as error:
+                error_type = NotTextError if position == 0 else ValueError
+                raise error_type(
+                    f"{path} is not UTF-8 text at byte {position + error.start}; convert it to "
+                    "UTF-8, or remove it from the source"
+                ) from error
+            yield position, text
+            position += len(data)
 
 
 def find_cut(data: bytes) -> int:
@@ -289,134 +385,130 @@ def find_cut(data: bytes) -> int:
 # ---- tables ----
 
 
-def open_parquet(file: str | Path | IO[bytes], name: str | Path, column: str) -> Any:
-    """Open a parquet file.
+def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[int, str | None]]:
+    """Yield the number and text of each row of a table; None for a row without text.
 
     Args:
-        name: the file's name in error messages
-
-    Returns:
-        a pyarrow.parquet.ParquetFile
+        first_row: the row to begin with
 
     Raises:
-        ValueError: it is not a complete parquet file
-        PermanentSourceError: it has no such column
+        NotTextError: the table has no such column, or the column holds no text
+        ValueError: the file is damaged
     """
+    row = None
+    try:
+        for row, value in READERS[get_kind(path)](path, column, first_row):
+            yield row, value if isinstance(value, str) else None
+    except PermanentSourceError:
+        raise
+    # of json, csv, gzip and pyarrow, or text that is not UTF-8
+    except (ValueError, OSError, RuntimeError, EOFError, csv.Error) as error:
+        error_type = NotTextError if row is None and first_row == 0 else ValueError
+        raise error_type(
+            f"{path} is damaged after row {row or first_row} ({first_line(error)}); repair it, or "
+            "download it again"
+        ) from error
+
+
+def check_column(path: Path, column: str, columns: Iterable[str]) -> None:
+    """Raise NotTextError if a table has no such column."""
+    if column not in columns:
+        raise NotTextError(
+            f"{path} has no column {column}; name one of its columns with --column: "
+            f"{', '.join(columns)}"
+        )
+
+
+def read_parquet(path: Path, column: str, first_row: int) -> Iterator[tuple[int, object]]:
+    """Yield the number and value of each row of a parquet file."""
+    with open_parquet(path, column) as file:
+        # groups of rows before the first row are not decoded
+        row = 0
+        groups = list(range(file.num_row_groups))
+        while groups and row + file.metadata.row_group(groups[0]).num_rows <= first_row:
+            row += file.metadata.row_group(groups.pop(0)).num_rows
+        for batch in file.iter_batches(ROWS, row_groups=groups, columns=[column]):
+            for value in batch.column(0).to_pylist():
+                if row >= first_row:
+                    yield row, value
+                row += 1
+
+
+def open_parquet(path: Path, column: str) -> Any:
+    """Return the pyarrow.parquet.ParquetFile of a file that has a column of text."""
     parquet: ModuleType = errors.import_optional("pyarrow.parquet", "reading parquet files")
     try:
-        opened = parquet.ParquetFile(file)
+        file = parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError
-        raise ValueError(
-            f"{name} is not a complete parquet file ({first_line(error)}); download it again"
-        ) from error
-    if column not in opened.schema_arrow.names:
-        columns = ", ".join(opened.schema_arrow.names)
         raise PermanentSourceError(
-            f"{name} has no column {column}; name one of its columns with --column: {columns}"
+            f"{path} is not a complete parquet file ({first_line(error)}); download it again"
+        ) from error
+    check_column(path, column, file.schema_arrow.names)
+    column_type = file.schema_arrow.field(column).type
+    if not any(kind in str(column_type) for kind in ("string", "null")) or column_type.num_fields:
+        raise NotTextError(
+            f"{path}: column {column} holds {column_type}, not text; name another column with "
+            "--column"
         )
-    return opened
+    return file
 
 
 def count_parquet_bytes(path: Path, column: str) -> int:
     """Return the uncompressed size of a column of a parquet file."""
-    with open_parquet(path, path, column) as file:
-        metadata = file.metadata
-        # row groups count the fields of a struct, each of which is a column of its own there
-        paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
-        indices = [
-            index
-            for index, path in enumerate(paths)
-            if path == column or path.startswith(f"{column}.")
-        ]
+    with open_parquet(path, column) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         return sum(
-            metadata.row_group(group).column(index).total_uncompressed_size
-            for group in range(metadata.num_row_groups)
-            for index in indices
+            group.column(index).total_uncompressed_size
+            for group in groups
+            for index in range(group.num_columns)
+            if group.column(index).path_in_schema == column
         )
 
 
-def read_parquet_texts(
-    file: str | Path | IO[bytes], name: str | Path, column: str, first_row: int = 0
-) -> Iterator[tuple[int, list[str | None]]]:
-    """Yield the texts of a column, up to ROWS at a time, each time after the number of the first row.
-
-    Args:
-        name: the file's name in error messages
-        first_row: the row to begin with
-
-    Raises:
-        ValueError: the file is damaged, or the column holds no text
-        PermanentSourceError: there is no such column
-    """
-    with open_parquet(file, name, column) as opened:
-        row = 0
-        # by row groups, so that those before first_row are not decoded
-        for group in range(opened.num_row_groups):
-            num_rows = opened.metadata.row_group(group).num_rows
-            if row + num_rows <= first_row:
-                row += num_rows
-                continue
-            batches = opened.iter_batches(ROWS, row_groups=[group], columns=[column])
-            while texts := next_texts(batches, name, row):
-                for text in texts:
-                    if not isinstance(text, str | None):
-                        raise ValueError(
-                            f"{name}: column {column} holds {type(text).__name__}, not text; name "
-                            "another column with --column"
-                        )
-                if row + len(texts) > first_row:
-                    yield max(row, first_row), texts[max(first_row - row, 0) :]
-                row += len(texts)
-
-
-def next_texts(batches: Iterator, name: str | Path, row: int) -> list[str | None]:
-    """Return the texts of the next batch of a parquet file; [] after the last batch.
-
-    Raises:
-        ValueError: the file is damaged there
-    """
-    try:
-        batch = next(batches, None)
-        return [] if batch is None else batch.column(0).to_pylist()
-    except (ValueError, OSError, RuntimeError) as error:  # of pyarrow, or text that is not UTF-8
-        raise ValueError(
-            f"{name} is damaged near row {row} ({first_line(error)}); download it again"
-        ) from error
-
-
-def read_parquet(path: Path, column: str, first_row: int) -> Iterator[tuple[int, str, bool]]:
-    """Yield the row and text of each document of a parquet file, and True: it begins there."""
-    for first, texts in read_parquet_texts(path, path, column, first_row):
-        for row, text in enumerate(texts, first):
-            if text is not None:
-                yield row, text, True
-
-
-def read_json_lines(path: Path, column: str, position: int) -> Iterator[tuple[int, str, bool]]:
-    """Yield the byte and text of each document of a .jsonl file, and True: it begins there.
-
-    Raises:
-        ValueError: a line is not JSON, or has no text under the key `column`
-    """
-    with open(path, "rb") as file:
-        file.seek(position)
-        for line in file:
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(
-                        f"{path} has a line that is not JSON at byte {position} "
-                        f"({first_line(error)}); repair or remove that line"
-                    ) from error
-                if not isinstance(row, dict) or not isinstance(row.get(column), str):
-                    raise ValueError(
-                        f"{path} has no text under the key {column!r} in the line at byte "
-                        f"{position}; name another key with --column"
-                    )
+def read_json(path: Path, column: str, first_row: int) -> Iterator[tuple[int, object]]:
+    """Yield the number and value of each row of JSON lines, or of one array."""
+    columns: set[str] = set()
+    with open_file(path) as file:
+        is_array = file.read(1000).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        file.seek(0)
+        rows = enumerate(json.load(file) if is_array else file)
+        for row, entry in itertools.islice(rows, first_row, None):
+            if not is_array:
+                if not entry.strip():
+                    continue
+                entry = json.loads(entry)
+            entry = entry if isinstance(entry, dict) else {}
+            columns |= entry.keys()
+            value = entry.get(column)
+            if isinstance(value, str):
                 # JSON can hold half of a surrogate pair, but UTF-8 cannot
-                yield position, row[column].encode("utf-8", "replace").decode(), True
-            position += len(line)
+                value = value.encode("utf-8", "replace").decode()
+            yield row, value
+    if columns and first_row == 0:
+        check_column(path, column, sorted(columns))
+
+
+def read_csv(path: Path, column: str, first_row: int) -> Iterator[tuple[int, object]]:
+    """Yield the number and value of each row of a .csv file, whose first line names the columns."""
+    with open_file(path) as file:
+        lines = (line.decode("utf-8-sig") for line in file)
+        rows = csv.DictReader(lines)
+        if rows.fieldnames:
+            check_column(path, column, rows.fieldnames)
+        for row, entry in itertools.islice(enumerate(rows), first_row, None):
+            yield row, entry[column]
+
+
+# by the suffix of the file, in lower case
+READERS = {
+    ".parquet": read_parquet,
+    ".jsonl": read_json,
+    ".ndjson": read_json,
+    ".json": read_json,
+    ".csv": read_csv,
+}
+# tables wherever they are found; in folders, other files of a kind may be anything else
+STRICT_KINDS = (".parquet", ".jsonl", ".ndjson")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Local files are read as documents, in a known order, and reading resumes from every cursor."""
 
+import gzip
 import hashlib
 import json
 import re
@@ -162,6 +163,61 @@ def write_mixed_folder(folder: Path) -> list[str]:
     return [*many, *TEXTS, *rows, *text_files, *last_rows]
 
 
+ROWS_OF_TABLE = [{"id": 0, "text": "a"}, {"text": None}, {"text": "b,\n\"c\""}, {"id": 3}, {"text": 5}]
+
+
+def write_table(path: Path) -> None:
+    """Write rows, two of which have text, in the format of the suffix."""
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS_OF_TABLE).encode()
+    name = path.name.lower()
+    if ".csv" in name:
+        lines = b'\xef\xbb\xbfid,text\r\n0,a\r\n2,"b,\n""c"""\r\n3\r\n'
+    elif name.startswith("array"):
+        lines = json.dumps(ROWS_OF_TABLE, indent=1).encode()
+    path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "A.JSONL", "a.ndjson", "part-0.json", "array.json", "a.csv", "a.JSONL.gz", "a.csv.gz"],
+)
+def test_rows_of_tables_are_documents_and_rows_without_text_are_counted(tmp_path, name):
+    write_table(tmp_path / name)
+    source = Files([str(tmp_path / name)])
+    assert join_pieces(source.read()) == ["a", 'b,\n"c"']
+    num_skipped = 1 if ".csv" in name else 3
+    line = f"rows skipped because they have no text in column text: {num_skipped}"
+    assert source.describe_skipped() == [line]
+
+
+@pytest.mark.usefixtures("_small_batches")
+@pytest.mark.parametrize("name", ["a.jsonl", "array.json", "a.csv.gz"])
+def test_tables_are_read_on_from_every_cursor(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 1)
+    write_table(tmp_path / name)
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "c.txt").write_text("c")
+    assert_resumes_everywhere(Files([str(tmp_path)]))
+
+
+def test_a_compressed_text_is_one_document(tmp_path):
+    text = "größe\n" * 100
+    (tmp_path / "a.txt.GZ").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "b.txt").write_text(text)
+    assert read(tmp_path, unique=True) == [text]
+    assert Files([str(tmp_path / "a.txt.GZ")]).text_bytes() == len(text.encode())
+
+
+def test_files_of_folders_that_only_look_like_tables_are_skipped(tmp_path):
+    (tmp_path / "package.json").write_text(json.dumps({"name": "x"}, indent=1))
+    (tmp_path / "one.json").write_text('{"name": "x"}')
+    (tmp_path / "other.csv").write_text("id;body\n1;x\n")
+    (tmp_path / "a.txt").write_text("a")
+    source = Files([str(tmp_path)])
+    assert join_pieces(source.read()) == ["a"]
+    assert len(source.not_text) == 3
+
+
 # ---- order and cursors ----
 
 
@@ -240,9 +296,9 @@ def list_paths(numbered: Path) -> list[str]:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_order_does_not_depend_on_the_listing(numbered, monkeypatch, reverse):
-    list_folder = Path.rglob
+    list_folder = sources.list_folder
     monkeypatch.setattr(
-        Path, "rglob", lambda path, pattern: sorted(list_folder(path, pattern), reverse=reverse)
+        sources, "list_folder", lambda folder: sorted(list_folder(folder), reverse=reverse)
     )
     by_name = list_paths(numbered)
     by_hash = sorted(by_name, key=lambda path: hashlib.sha256(path.encode()).hexdigest())
@@ -254,6 +310,32 @@ def test_order_does_not_depend_on_the_listing(numbered, monkeypatch, reverse):
 def test_a_file_that_several_patterns_name_is_read_once(numbered):
     # ** matches the folder and its contents
     assert read(numbered, numbered / "a" / "3.txt", numbered / "**") == list_paths(numbered)
+
+
+@pytest.mark.parametrize("name", ["notes [2013].txt", "[c].txt", "a*.txt", "folder [1]/a.txt"])
+def test_a_path_that_exists_is_not_a_pattern(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    for other in ("c.txt", "ab.txt", name):
+        (tmp_path / other).write_text(other)
+    assert read(tmp_path / name) == [name]
+    assert name in read(tmp_path / name.partition("/")[0], tmp_path / "c.txt")
+
+
+@pytest.mark.parametrize("missing", ["typo.txt", "essays/*.txt"])
+def test_a_source_without_files_is_refused_beside_others(numbered, missing):
+    with pytest.raises(ValueError, match=f"--source={re.escape(str(numbered / missing))}: there are no"):
+        Files([str(numbered / "a"), str(numbered / missing)])
+
+
+def test_links_to_folders_are_read_once(numbered):
+    outside = numbered.parent / f"{numbered.name}_outside"
+    outside.mkdir()
+    (outside / "o.txt").write_text("outside")
+    (numbered / "a" / "link").symlink_to(outside)
+    (numbered / "a" / "again").symlink_to(numbered / "b")
+    (numbered / "b" / "loop").symlink_to(numbered)
+    (numbered / "broken").symlink_to("nowhere")
+    assert sorted(read(numbered)) == sorted([*list_paths(numbered), "outside"])
 
 
 # ---- identity and size ----
@@ -311,13 +393,12 @@ def test_text_bytes_of_texts_are_those_of_utf_8():
 # ---- files that cannot be read ----
 
 FIRST = b'{"text": "first"}\n'
-NO_TEXT = r"has no text under the key 'text' in the line at byte 18; name another key with --column"
 BROKEN = [
     ("a.txt", b"ok\n\xff\xfe", "is not UTF-8 text at byte 3; convert it to UTF-8"),
-    ("a.jsonl", FIRST + b'{"text": "cut of', "has a line that is not JSON at byte 18"),
-    ("a.jsonl", FIRST + b'{"body": "x"}', NO_TEXT),
-    ("a.jsonl", FIRST + b'{"text": null}', NO_TEXT),
-    ("a.jsonl", FIRST + b'"text"', NO_TEXT),
+    ("a.jsonl", FIRST + b'{"text": "cut of', r"is damaged after row 0 \(Unterminated string"),
+    ("a.jsonl", b'{"body": "x"}', "has no column text; name one of .* --column: body"),
+    ("a.csv", b"id,body\n1,x\n", "has no column text; name one of .* --column: id, body"),
+    ("a.jsonl.gz", b"\x1f\x8bno", "is damaged after row 0"),
     ("a.parquet", b"", r"is not a complete parquet file .*; download it again"),
     ("a.parquet", b"PAR1" + b"x" * 200, r"is not a complete parquet file .*; download it again"),
 ]
@@ -360,7 +441,7 @@ def test_damaged_pages_are_named_and_the_rows_before_them_are_read(tmp_path, dam
     path.write_bytes(content)
 
     rows = []
-    message = r"a\.parquet is damaged near row 768 .*; download it again"
+    message = r"a\.parquet is damaged after row 767 .*; repair it, or download it again"
     with pytest.raises(ValueError, match=message):
         rows.extend(piece.text for piece in Files([str(path)]).read_pieces({"file": 0, "at": 0}))
     assert rows == texts[:768]
@@ -382,10 +463,10 @@ def test_a_missing_column_is_refused_with_those_of_the_file(columns_without_text
 
 
 @pytest.mark.parametrize(
-    ("column", "kind"), [("number", "int"), ("raw", "bytes"), ("list", "list")]
+    ("column", "kind"), [("number", "int64"), ("raw", "binary"), ("list", "list<element: string>")]
 )
 def test_a_column_that_is_no_text_is_refused(columns_without_text, column, kind):
-    message = rf"a\.parquet: column {column} holds {kind}, not text; name another column"
+    message = rf"a\.parquet: column {column} holds {re.escape(kind)}, not text; name another"
     with pytest.raises(ValueError, match=message):
         read(columns_without_text, column=column)
 

@@ -28,7 +28,6 @@ from data import preparation, shards
 from data.preparation import PreparationOptions
 from data.sources import Files
 from model.options import option
-from utils import units
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,6 @@ def main() -> None:
             if old_plan and not args.overwrite:
                 args.val_tokens = old_plan[0]["tokens"]
         preparation.prepare(args, "text", preparation.split_one_source(source, args.val_tokens))
-        if source.num_copies:
-            size = units.format_bytes(source.copied_bytes)
-            print(f"documents dropped as exact duplicates: {source.num_copies:,} ({size})")
-        if source.not_text:
-            print(f"files skipped because they are not UTF-8 text: {len(source.not_text):,}")
 
 
 if __name__ == "__main__":
