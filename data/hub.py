@@ -1,13 +1,15 @@
 """Datasets, shards and tokenizers of the Hugging Face Hub, downloaded file by file.
 
-huggingface_hub resumes interrupted downloads and checks their sizes. Whatever may be temporary is
-retried here, for up to --retry_minutes.
+huggingface_hub resumes interrupted downloads and checks their sizes. It repeats most requests for
+20 seconds, and those of a file's content not at all if the Hub responds with an error. So whatever
+may be temporary is retried here, for up to --retry_minutes.
 """
 
 import argparse
 import contextlib
 import http.client
 import logging
+import os
 import re
 import shutil
 import sys
@@ -31,6 +33,7 @@ from data.sources import (
     batch_pieces,
     compute_listing_digest,
     first_line,
+    list_folder,
     read_table,
 )
 from model.options import option
@@ -63,86 +66,35 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def has_cause(error: BaseException, *error_types: type[BaseException]) -> bool:
-    """Return whether an error, or one that it was raised from, is of one of these types."""
-    return any(isinstance(cause, error_types) for cause in causes(error))
-
-
-def get_status(error: BaseException) -> int | None:
-    """Return the status of the HTTP response that an error reports; None if it reports none."""
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def transient_types() -> tuple[type[BaseException], ...]:
-    """Return the exceptions with which a connection fails, is cut, or times out."""
-    error_types: list[type[BaseException]] = [
-        # of httpx, in the version that huggingface_hub uses
-        import_hub("utils").httpx.TransportError,
-        ConnectionError,
-        TimeoutError,
-        http.client.HTTPException,  # IncompleteRead
-        urllib.error.URLError,
-    ]
-    # some tasks of lm-evaluation-harness download with requests
-    with contextlib.suppress(ImportError):
-        from requests import exceptions
-
-        error_types.extend(
-            [exceptions.ConnectionError, exceptions.Timeout, exceptions.ChunkedEncodingError]
-        )
-    return tuple(error_types)
-
-
-def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids to connect."""
-    # asked of the packages, because `datasets` reports this as an ordinary ConnectionError
-    if import_hub("constants").HF_HUB_OFFLINE:
-        return True
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and bool(datasets.config.HF_HUB_OFFLINE)
-
-
-def is_xet_failure(error: BaseException) -> bool:
-    """Return whether hf_xet, which downloads large files, failed to read from its server.
-
-    It reports every error as a plain RuntimeError, this one as of its content-addressed store (CAS).
-    """
-    return isinstance(error, RuntimeError) and bool(
-        re.search("CAS (client|service) error", str(error), re.IGNORECASE)
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether an error says that a connection failed, was cut, or timed out."""
+    # the httpx that huggingface_hub uses; some tasks of lm-evaluation-harness use requests
+    httpx = import_hub("utils").httpx
+    error_types = (httpx.TransportError, ConnectionError, TimeoutError, http.client.HTTPException)
+    return (
+        isinstance(error, (*error_types, urllib.error.URLError))
+        or type(error).__module__ == "requests.exceptions"
+        # huggingface_hub raises a plain OSError if a download is incomplete
+        or "Consistency check failed" in str(error)
+        # hf_xet raises a plain RuntimeError if its content-addressed store (CAS) fails
+        or re.search("CAS (client|service) error", str(error), re.IGNORECASE) is not None
     )
 
 
 def describe_transient(error: BaseException) -> str | None:
     """Return a description of an error that may be temporary; None for any other error."""
-    if is_offline():
+    if import_hub().is_offline_mode() or os.environ.get("HF_DATASETS_OFFLINE"):
         return None
     # Libraries wrap each other's errors: the outermost one that is about a connection decides.
     for cause in causes(error):
-        status = get_status(cause)
-        if status is not None:
-            if status in (408, 425, 429) or status >= 500:
-                return f"the Hub responds with status {status}"
-            return None
-        # huggingface_hub raises a plain OSError if a download is incomplete
-        is_incomplete = isinstance(cause, OSError) and "Consistency check failed" in str(cause)
-        if is_incomplete or is_xet_failure(cause) or isinstance(cause, transient_types()):
+        status = getattr(getattr(cause, "response", cause), "status_code", None)
+        status = getattr(cause, "code", status)  # of urllib
+        if isinstance(status, int):
+            is_temporary = status in (408, 425, 429) or status >= 500
+            return f"the Hub responds with status {status}" if is_temporary else None
+        if is_connection_error(cause):
             return f"{type(cause).__name__}: {first_line(cause)}"
     return None
-
-
-def is_not_found(error: BaseException) -> bool:
-    """Return whether the Hub has no such repository, or hides it from this account."""
-    # the error for a gated repository is a subclass
-    if has_cause(error, import_hub("errors").RepositoryNotFoundError):
-        return True
-    with contextlib.suppress(ImportError):
-        from datasets.exceptions import DatasetNotFoundError
-
-        return has_cause(error, DatasetNotFoundError)
-    return False
 
 
 def retry(action: Callable[[], Result], subject: str, retry_minutes: float | None = None) -> Result:
@@ -336,14 +288,8 @@ class HubDataset(Source):
         }
         clone = Path(self.repository)
         if clone.is_dir():
-            # A clone has no commit that would distinguish its states. `git fetch` changes .git/.
-            files = [
-                path
-                for path in sorted(clone.rglob("*"))
-                if path.is_file()
-                and not any(part.startswith(".") for part in path.relative_to(clone).parts)
-            ]
-            identity["sha256"] = compute_listing_digest(files)
+            # a clone has no commit that would distinguish its states
+            identity["sha256"] = compute_listing_digest(sorted(list_folder(clone)))
         return identity
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
@@ -414,7 +360,7 @@ class HubDataset(Source):
 
         Raises:
             RetriesExhausted: the Hub was down for too long
-            PermanentSourceError: any other error, in one line that says what to do
+            PermanentSourceError: any other error, in the words of the library
         """
         import_hub()  # a missing package needs no other advice
         try:
@@ -422,34 +368,14 @@ class HubDataset(Source):
         except (PermanentSourceError, RetriesExhausted):
             raise
         except Exception as error:  # httpx, pyarrow, fsspec and datasets have their own exceptions
+            # what the Hub answered says more than what `datasets` makes of it
+            answers = [cause for cause in causes(error) if hasattr(cause, "response")]
+            cause = answers[0] if answers else error
+            words = " ".join(f"{type(cause).__name__}: {cause}".split())
             raise PermanentSourceError(
-                f"{self.description} cannot be read: {self.advise(error)} "
-                f"({type(error).__name__}: {first_line(error)})"
+                f"{self.description} cannot be read ({words[:500]}); correct what it says, or "
+                f"{self.alternative}"
             ) from error
-
-    def advise(self, error: Exception) -> str:
-        """Say what to do about an error that is not temporary."""
-        hub_errors = import_hub("errors")
-        if is_offline():
-            return f"HF_HUB_OFFLINE disables all connections; unset it, or {self.alternative}"
-        # `datasets` raises its own error instead, which tells in its text alone
-        is_gated = has_cause(error, hub_errors.GatedRepoError) or "gated dataset" in str(error)
-        if is_gated:
-            return "accept its terms on its web page, then run `hf auth login`"
-        if has_cause(error, hub_errors.RevisionNotFoundError):
-            if self.commit:
-                return (
-                    f"it no longer has the commit {self.commit}; give another --out to start again "
-                    "from the latest one"
-                )
-            return f"it has no revision {self.revision}; give another --revision"
-        statuses = {get_status(cause) for cause in causes(error)}
-        if is_not_found(error) or statuses & {401, 403}:
-            return (
-                "the Hub has no such dataset, or it is private or gated; check the name, or run "
-                "`hf auth login` with an account that may read it"
-            )
-        return self.alternative
 
 
 # ---- shards and tokenizers ----
@@ -529,7 +455,7 @@ def fetch_model_file(repository: str, path: str, retry_minutes: float | None = N
     except RetriesExhausted:
         raise
     except Exception as error:  # each library has its own exceptions
-        if has_cause(error, import_hub("errors").RemoteEntryNotFoundError):
+        if isinstance(error, import_hub("errors").RemoteEntryNotFoundError):
             return None
         raise ValueError(
             f"{path} of {repository} cannot be downloaded from the Hugging Face Hub "

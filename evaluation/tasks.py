@@ -19,14 +19,8 @@ import jinja2
 import numpy as np
 import torch
 
-from data.hub import (
-    RetriesExhausted,
-    check_retry_minutes,
-    has_cause,
-    is_not_found,
-    retry,
-    transient_types,
-)
+from data import hub
+from data.hub import RetriesExhausted, check_retry_minutes, retry
 from training import distributed
 from training.distributed import World
 from utils import errors, machine
@@ -124,9 +118,9 @@ def go_offline_without_a_hub() -> bool:
     """
     if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE"):
         return False
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urllib.request.urlopen(hub, timeout=5).close()
+        urllib.request.urlopen(address, timeout=5).close()
     except (urllib.error.HTTPError, ConnectionResetError):
         pass  # the hub responds; its failure may be temporary
     except (OSError, ValueError):
@@ -286,7 +280,18 @@ def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str
 def is_connection_error(error: Exception) -> bool:
     """Return whether a connection failed, or was not allowed although the cache lacks the dataset."""
     # `datasets` reports the latter in the text alone if it has cached a part of the dataset
-    return has_cause(error, *transient_types()) or "Couldn't find cache for" in str(error)
+    is_missing = "Couldn't find cache for" in str(error)
+    return is_missing or any(hub.is_connection_error(cause) for cause in hub.causes(error))
+
+
+def is_not_found(error: Exception) -> bool:
+    """Return whether the Hub has no such dataset, or hides it from this account."""
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    # the error for a gated repository is a subclass of the second one
+    error_types = (DatasetNotFoundError, RepositoryNotFoundError)
+    return any(isinstance(cause, error_types) for cause in hub.causes(error))
 
 
 # ---- evaluation ----

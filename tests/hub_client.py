@@ -18,7 +18,7 @@ from data import hub, sources, tokenizer
 
 hub.FIRST_PAUSE = 0.02
 hub.MAX_PAUSE = 0.3
-sources.ROWS = 16
+sources.BATCH_CHARACTERS = 3000
 tokenizer.gpt2_tokenizer = tokenizer.byte_tokenizer
 
 for line in sys.stdin:
