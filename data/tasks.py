@@ -16,7 +16,7 @@ import numpy as np
 from data import preparation
 from data.preparation import PreparationOptions, Stage
 from data.shards import MAX_UINT16_VOCAB
-from data.sources import ROWS, Batch
+from data.sources import ROWS, Batch, Source
 from model.options import collect_options, option
 from utils import errors
 
@@ -124,7 +124,7 @@ def uniform_guess(num_answers: int) -> dict:
 
 
 @dataclass(frozen=True)
-class Sequences:
+class Sequences(Source):
     """A source of documents with `count` sequences of a task.
 
     Sequence i is a function of (task, seed, split, i).

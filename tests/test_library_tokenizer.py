@@ -288,12 +288,12 @@ def test_a_killed_preparation_resumes_with_the_same_bytes(
     assert prepare(documents, folder, tmp_path / "uninterrupted").returncode == 0
     out = tmp_path / "out"
 
-    def fail_at_shard_4(self, record):
+    def fail_at_shard_4(record, *_):
         if record.file.endswith("000004.bin"):
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation.Preparation, "show", fail_at_shard_4)
+        patch.setattr(preparation, "print_progress", fail_at_shard_4)
         with pytest.raises(MemoryError):
             prepare(documents, folder, out)
     assert not (out / "meta.json").exists()

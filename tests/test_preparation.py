@@ -338,7 +338,7 @@ def test_a_corpus_that_is_being_extended_is_not_complete(folder, tmp_path, monke
     prepare(out, plan_files(folder), "--max_tokens=4444")
     with monkeypatch.context() as patch:
         # the preparation ends after the first new shard
-        patch.setattr(preparation.Preparation, "show", None)
+        patch.setattr(preparation, "print_progress", None)
         with pytest.raises(TypeError):
             prepare(out, plan_files(folder))
     with pytest.raises(ValueError, match="is not prepared completely"):
@@ -440,6 +440,19 @@ def test_another_preparation_is_refused(folder, tmp_path, options, source, val_t
     with pytest.raises(ValueError, match=message_of_other_preparation(out, difference)):
         prepare(out, plan_files(tmp_path / source, val_tokens), *options)
     assert read_stamps(out) == stamps
+
+
+def test_a_preparation_of_an_earlier_version_is_not_resumed(folder, tmp_path):
+    """Its positions are counted in another way."""
+    out = tmp_path / "out"
+    prepare(out, plan_files(folder))
+    progress = shards.read_progress(out)
+    del progress["options"]["version"]
+    progress["options"]["plan"] = []
+    shards.write_json(out / "preparation.json", progress)
+    with pytest.raises(ValueError, match=r"other options \(version was None and is now 2\)"):
+        prepare(out, plan_files(folder))
+    assert read_tokens(prepare(out, plan_files(folder), "--overwrite")) == TOKENS
 
 
 def test_overwrite_resumes_the_same_preparation(folder, tmp_path):
@@ -601,7 +614,7 @@ def test_complete_shards_need_no_space_again(plan_of_ten, set_free_space, tmp_pa
     assert len(read_tokens(prepare(out, plan_of_ten))) == NUM_ESTIMATED + 10
 
 
-def press_ctrl_c(self, record):
+def press_ctrl_c(record, *_):
     """Send SIGINT at the seventh shard."""
     if record.file.endswith("000006.bin"):
         os.kill(os.getpid(), signal.SIGINT)
@@ -615,7 +628,7 @@ def open_on_full_disk(path, *arguments, **keys):
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "code", "message"),
     [
-        (preparation.Preparation, "show", press_ctrl_c, 130, "prepare.py: interrupted"),
+        (preparation, "print_progress", press_ctrl_c, 130, "prepare.py: interrupted"),
         (shards, "open", open_on_full_disk, 2, "prepare.py: error: the disk of {out} is full"),
     ],
     ids=["interrupted", "full disk"],

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
-from data import hub, preparation
+from data import existing_shards, hub, preparation
 from data.hub import HubOptions
 from data.preparation import PreparationOptions
 from model.options import option
@@ -63,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     with errors.one_line_errors():
         if args.pretokenized and not args.verify:
-            preparation.adopt(args)
+            existing_shards.adopt(args)
             return
         source = hub.choose_source(args, args.sample, num_tokens=SAMPLES[args.sample])
         plan = preparation.split_one_source(source, args.val_tokens)

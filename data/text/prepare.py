@@ -97,9 +97,9 @@ def main() -> None:
                 num_tokens = min(num_tokens, args.max_tokens)
             args.val_tokens = max(int(args.val_share * num_tokens), 1)
             # a corpus that grows keeps its validation split
-            old_plan = shards.read_progress(args.out).get("options", {}).get("plan", [])
-            if old_plan and not args.overwrite:
-                args.val_tokens = old_plan[0]["tokens"]
+            old_plan = shards.read_progress(args.out).get("options", {}).get("plan", {})
+            if "val" in old_plan and not args.overwrite:
+                args.val_tokens = old_plan["val"]["tokens"]
         preparation.prepare(args, "text", preparation.split_one_source(source, args.val_tokens))
 
 
