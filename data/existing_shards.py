@@ -77,7 +77,7 @@ def adopt(args: argparse.Namespace) -> None:
             tokenizer_files.write(out)
             meta["tokenizer_sha256"] = tokenizer_files.sha256
         else:
-            shards.write_json(out / "tokenizer.json", tokenizer.to_json(encoding))
+            shards.write_json(out / "tokenizer.json", encoding.to_json())
         if fetched.commit is not None:
             meta["commit"] = fetched.commit
         shards.write_meta(out, meta, adopted.records)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +25,15 @@ CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library, which is imported when the first text is encoded.
 
     Args:
         name: what meta.json and messages call it
-        description: the content of its tokenizer.json, which must be valid
+        description: the content of its tokenizer.json
         eot_text: its end-of-text token
+
+    Raises:
+        ValueError: the description is not of a tokenizer, or has no such end-of-text token
     """
 
     def __init__(self, name: str, description: dict, eot_text: str):
@@ -40,35 +42,39 @@ class LibraryTokenizer(Tokenizer):
         self.description = remove_unused_settings(description)
         self.eot_text = eot_text
         self.ids = tokenizer_json.read_vocabulary(description)
+        if eot_text not in self.ids:
+            raise ValueError(f"the end-of-text token {eot_text} is not in its vocabulary")
         self.n_vocab = max(self.ids.values()) + 1
-        self.eot_token = find_eot_token(self.ids, eot_text)
+        self.eot_token = self.ids[eot_text]
         self.special_tokens_set = {eot_text, *tokenizer_json.find_special_tokens(description)}
+        self._thread = threading.local()
+
+    def _build(self, encode_special_tokens: bool) -> Any:
+        """Build the library's tokenizer.
+
+        Args:
+            encode_special_tokens: whether it reads special tokens in a text as plain text
+        """
         # A preparation has threads of its own, and --workers says how many.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._thread = threading.local()
-        self._plain_encoder = self._build_plain_encoder()
-
-    def _build(self) -> Any:
-        """Build the library's tokenizer."""
         library = errors.import_optional("tokenizers", f"the tokenizer {self.name}")
         try:
-            return library.Tokenizer.from_str(json.dumps(self.description))
+            encoder = library.Tokenizer.from_str(json.dumps(self.description))
         except Exception as error:  # the library raises no narrower class
             raise ValueError(
                 f"the tokenizer.json of {self.name} cannot be read by the tokenizers library "
                 f"({error}); give a valid one"
             ) from error
-
-    def _build_plain_encoder(self) -> Any:
-        """Build the library's tokenizer, which reads special tokens in a text as plain text."""
-        encoder = self._build()
-        encoder.encode_special_tokens = True
+        encoder.encode_special_tokens = encode_special_tokens
         return encoder
 
     @cached_property
+    def _plain_encoder(self) -> Any:
+        return self._build(encode_special_tokens=True)
+
+    @cached_property
     def _special_encoder(self) -> Any:
-        """The library's tokenizer, which reads special tokens in a text as such."""
-        return self._build()
+        return self._build(encode_special_tokens=False)
 
     @cached_property
     def _bytes_of(self) -> dict[int, bytes]:
@@ -90,7 +96,7 @@ class LibraryTokenizer(Tokenizer):
         # One tokenizer per thread: threads that share one wait for the lock of its cache, so that
         # two of them are no faster than one.
         if not hasattr(self._thread, "encoder"):
-            self._thread.encoder = self._build_plain_encoder()
+            self._thread.encoder = self._build(encode_special_tokens=True)
         # "fast" leaves out the positions of tokens in the text
         encodings = self._thread.encoder.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
@@ -110,7 +116,11 @@ class LibraryTokenizer(Tokenizer):
         return lengths
 
     def to_json(self) -> dict:
-        return describe(self.name, self.description, self.eot_text)
+        return {
+            "name": self.name,
+            "eot_text": self.eot_text,
+            "tokenizer_json": self.description,
+        }
 
     def to_hugging_face(self) -> dict:
         return self.description
@@ -130,63 +140,23 @@ def remove_unused_settings(description: dict) -> dict:
     }
 
 
-def find_eot_token(ids: dict[str, int], eot_text: str) -> int:
-    """Return the id of the end-of-text token; raise ValueError if it is not in the vocabulary."""
-    if eot_text not in ids:
-        raise ValueError(f"the end-of-text token {eot_text} is not in its vocabulary")
-    return ids[eot_text]
+def read_config(folder: Path) -> dict:
+    """Return the name_or_path and the eos_token that the config files of a folder tell."""
+    return merge_configs([path for name in CONFIG_FILES if (path := folder / name).exists()])
 
 
-def describe(name: str, description: dict, eot_text: str) -> dict:
-    """Return the description that a checkpoint stores.
-
-    Args:
-        description: the content of tokenizer.json
-
-    Raises:
-        ValueError: it is not the tokenizer.json of a tokenizer, or has no such end-of-text token
-    """
-    find_eot_token(tokenizer_json.read_vocabulary(description), eot_text)
-    return {
-        "name": name,
-        "eot_text": eot_text,
-        "tokenizer_json": remove_unused_settings(description),
-    }
-
-
-def describe_folder(folder: Path) -> dict:
-    """Return the description of the tokenizer in a folder with Hugging Face's files.
-
-    Raises:
-        ValueError: it is damaged, or does not say which token is end-of-text
-    """
-    description = files.read_json(folder / "tokenizer.json")
-    configs = [files.read_json(path) for name in CONFIG_FILES if (path := folder / name).exists()]
-    eot_text = find_eot_text(configs)
-    if eot_text is None:
-        raise ValueError(
-            f"it does not say which token ends a document; write it as eos_token into "
-            f"{folder / 'tokenizer_config.json'}"
-        )
-    names = [config["name_or_path"] for config in configs if config.get("name_or_path")]
-    name = names[0] if names else folder.resolve().name
-    return describe(name_own_tokenizer(name), description, eot_text)
-
-
-def name_own_tokenizer(name: str) -> str:
-    """Return a name that distinguishes a tokenizer of your own from gpt2, bytes or ids."""
-    return NAME_PREFIX + name
-
-
-def find_eot_text(configs: list[dict]) -> str | None:
-    """Return the eos_token that one of these tokenizer configs names; None if none does."""
-    for config in configs:
+def merge_configs(paths: list[Path]) -> dict:
+    """Return the first name_or_path and the first eos_token of config files."""
+    merged: dict[str, str] = {}
+    for path in paths:
+        config = files.read_json(path)
         eos_token = config.get("eos_token")
         if isinstance(eos_token, dict):
             eos_token = eos_token.get("content")
-        if isinstance(eos_token, str) and eos_token:
-            return eos_token
-    return None
+        for key, value in (("name_or_path", config.get("name_or_path")), ("eos_token", eos_token)):
+            if isinstance(value, str) and value:
+                merged.setdefault(key, value)
+    return merged
 
 
 class TokenizerFiles(NamedTuple):
@@ -210,7 +180,7 @@ class TokenizerFiles(NamedTuple):
         description = json.loads(self.content)
         if self.eot_text is None:
             return description
-        return describe(name_own_tokenizer(self.name), description, self.eot_text)
+        return LibraryTokenizer(NAME_PREFIX + self.name, description, self.eot_text).to_json()
 
     def write(self, folder: Path) -> None:
         """Write the files into the folder of a corpus, as Hugging Face names them."""
@@ -229,58 +199,28 @@ class TokenizerFiles(NamedTuple):
             temporary.write_bytes(self.content)
 
 
-class Location(NamedTuple):
-    """Where the files of a tokenizer are."""
-
-    name: str
-    tokenizer_path: Path
-
-    # returns the path of a file by its name; None if there is no such file
-    find_file: Callable[[str], Path | None]
-
-
-def locate(tokenizer: str, retry_minutes: float | None = None) -> Location:
-    """Find the tokenizer that --tokenizer names: a folder, a tokenizer.json, or a Hub repository.
+def find_file(tokenizer: str, file_name: str, retry_minutes: float | None) -> Path | None:
+    """Return a file of the tokenizer that --tokenizer names; None if it has no such file.
 
     Raises:
         ValueError: there is no such tokenizer
     """
     path = Path(tokenizer).expanduser()
-
-    def find_in_folder(file_name: str) -> Path | None:
+    if path.exists():
         folder = path if path.is_dir() else path.parent
-        file = folder / file_name
-        return file if file.is_file() else None
-
-    def find_on_hub(file_name: str) -> Path | None:
-        return hub.fetch_model_file(tokenizer, file_name, retry_minutes)
-
-    if path.is_file():
-        return Location(path.resolve().parent.name, path, find_in_folder)
-    if path.is_dir():
-        find_file = find_in_folder
-        name = path.resolve().name
-    elif is_repository_name(tokenizer):
-        find_file = find_on_hub
-        name = tokenizer
-    else:
+        return folder / file_name if (folder / file_name).is_file() else None
+    if not is_repository_name(tokenizer):
         raise ValueError(
             f"--tokenizer={tokenizer}: there is no such file or folder; give one that exists, "
             "gpt2, bpe, bytes, or OWNER/NAME of a repository on the Hugging Face Hub"
         )
-    tokenizer_path = find_file("tokenizer.json")
-    if tokenizer_path is None:
-        raise ValueError(
-            f"--tokenizer={tokenizer}: there is no tokenizer.json in it; give a folder or "
-            "repository that has one, such as the output of a fast tokenizer's save_pretrained()"
-        )
-    return Location(name, tokenizer_path, find_file)
+    return hub.fetch_model_file(tokenizer, file_name, retry_minutes)
 
 
 def read_files(
     tokenizer: str, eot_text: str | None = None, retry_minutes: float | None = None
 ) -> TokenizerFiles:
-    """Read the tokenizer that --tokenizer names.
+    """Read the tokenizer that --tokenizer names: a folder, a tokenizer.json, or a Hub repository.
 
     Args:
         eot_text: its end-of-text token (default: the eos_token of its config files)
@@ -288,7 +228,17 @@ def read_files(
     Raises:
         ValueError: there is no such tokenizer, it is damaged, or its end-of-text token is unknown
     """
-    name, tokenizer_path, find_file = locate(tokenizer, retry_minutes)
+    path = Path(tokenizer).expanduser()
+    tokenizer_path = path
+    name = path.resolve().parent.name
+    if not path.is_file():
+        tokenizer_path = find_file(tokenizer, "tokenizer.json", retry_minutes)
+        name = path.resolve().name if path.is_dir() else tokenizer
+    if tokenizer_path is None:
+        raise ValueError(
+            f"--tokenizer={tokenizer}: there is no tokenizer.json in it; give a folder or "
+            "repository that has one, such as the output of a fast tokenizer's save_pretrained()"
+        )
     content = tokenizer_path.read_bytes()
     description = files.read_json(tokenizer_path)
     if "model" not in description and "tokens" in description:
@@ -302,14 +252,8 @@ def read_files(
             "one that is"
         ) from error
     if eot_text is None:
-        config_paths = [find_file(file_name) for file_name in CONFIG_FILES]
-        eot_text = find_eot_text(
-            [
-                files.read_json(config_path)
-                for config_path in config_paths
-                if config_path is not None
-            ]
-        )
+        found = [find_file(tokenizer, file_name, retry_minutes) for file_name in CONFIG_FILES]
+        eot_text = merge_configs([path for path in found if path is not None]).get("eos_token")
     check_eot_text(tokenizer_path, eot_text, ids, tokenizer_json.find_special_tokens(description))
     return TokenizerFiles(name, content, eot_text)
 

@@ -423,16 +423,17 @@ def load_tokenizer(job: Preparation, own_tokenizer: TokenizerFiles | None) -> To
     """Return the tokenizer, which is kept beside the shards, since training it takes minutes."""
     path = job.out / "tokenizer.json"
     if path.exists():
-        return tokenizer.from_json(tokenizer.describe(job.out))
+        return tokenizer.read(job.out)
     # preparation.json comes before it: it tells that the files beside it are our own
     if own_tokenizer is not None:
         encoding = tokenizer.from_json(own_tokenizer.describe())
+        encoding.encode("")  # an error of the library comes before anything is written
         job.save()
         own_tokenizer.write(job.out)
     else:
         encoding = build_tokenizer(job)
         job.save()
-        shards.write_json(path, tokenizer.to_json(encoding))
+        shards.write_json(path, encoding.to_json())
     return encoding
 
 

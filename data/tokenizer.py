@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,9 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 # tiktoken's regular expressions fail on a run of about a million blanks
 MAX_BLANKS = 500_000
+# Training counts pairs in pieces of at most this many characters. It is quadratic in the length of
+# a piece, and text without spaces (DNA, base64, minified code) would be one piece.
+MAX_TRAINING_PIECE = 500
 SINGLE_BYTES = [bytes([value]) for value in range(256)]
 
 
@@ -53,6 +57,8 @@ class BytePairTokenizer(Tokenizer):
     special_tokens_set = frozenset({END_OF_TEXT})
 
     def __init__(self, name: str, pattern: str, tokens: list[bytes]):
+        if len({token for token in tokens if len(token) == 1}) != 256:
+            raise ValueError("some bytes have no token")
         self.name = name
         self.pattern = pattern
         self.tokens = tokens
@@ -93,7 +99,11 @@ class BytePairTokenizer(Tokenizer):
         return np.array([*(len(token) for token in self.tokens), 0], dtype=np.int64)
 
     def to_json(self) -> dict:
-        return describe_byte_pairs(self.name, self.pattern, self.tokens)
+        return {
+            "name": self.name,
+            "pattern": self.pattern,
+            "tokens": [base64.b64encode(token).decode("ascii") for token in self.tokens],
+        }
 
     def to_hugging_face(self) -> dict:
         return tokenizer_json.write(self.pattern, self.tokens, END_OF_TEXT)
@@ -208,13 +218,16 @@ def train_byte_pairs(
     learner.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.Split(
+                tokenizers.Regex(rf"[\s\S]{{1,{MAX_TRAINING_PIECE}}}"), "isolated"
+            ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     learner.train_from_iterator(texts, trainer)
     # The library writes bytes as printable characters and has an order of its own for them; merges
@@ -295,20 +308,6 @@ def tokens_from_merges(vocab_bpe: str) -> list[bytes]:
 # ---- stored tokenizers ----
 
 
-def to_json(tokenizer: Tokenizer) -> dict:
-    """Return the description from which `from_json` rebuilds a tokenizer."""
-    return tokenizer.to_json()
-
-
-def describe_byte_pairs(name: str, pattern: str, tokens: list[bytes]) -> dict:
-    """Return the description of a byte-pair encoding, with its tokens in base64."""
-    return {
-        "name": name,
-        "pattern": pattern,
-        "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],
-    }
-
-
 def from_json(description: dict) -> Tokenizer:
     """Return the tokenizer of a description.
 
@@ -325,8 +324,6 @@ def from_json(description: dict) -> Tokenizer:
             raise ValueError(f"vocab_size is {vocab_size!r}, not 2 to {MAX_UINT16_VOCAB}")
         return IdTokenizer(vocab_size)
     tokens = [base64.b64decode(token) for token in description["tokens"]]
-    if len({token for token in tokens if len(token) == 1}) != 256:
-        raise ValueError("some bytes have no token")
     if description["name"] == "gpt2" and tokenizer_json.name_tokens(tokens) != "gpt2":
         raise ValueError("it is named gpt2, but its tokens are not GPT-2's")
     return BytePairTokenizer(description["name"], description["pattern"], tokens)
@@ -341,10 +338,11 @@ def meta_entries(tokenizer: Tokenizer) -> dict:
     }
 
 
-def describe(folder: Path) -> dict:
-    """Return the description of the tokenizer of a corpus, a checkpoint or an exported model.
+def read(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a corpus, a checkpoint or an exported model.
 
-    A folder without tokenizer.json has GPT-2's.
+    A folder without tokenizer.json has GPT-2's. The `tokenizers` library is not needed before the
+    tokenizer is used.
 
     Raises:
         ValueError: tokenizer.json is damaged, or GPT-2's vocabulary cannot be found
@@ -353,63 +351,46 @@ def describe(folder: Path) -> dict:
     # a broken link is an error, and does not stand for GPT-2's tokenizer
     description = files.read_json(path) if os.path.lexists(path) else {"name": "gpt2"}
     if description == {"name": "gpt2"}:
-        return to_json(gpt2_tokenizer())
+        return gpt2_tokenizer()
     try:
-        if "model" in description:
-            return describe_hugging_face(folder, description)
-        if "tokenizer_json" in description:
-            # checked without the tokenizers library, which training does not need
-            return library_tokenizer.describe(
-                description["name"], description["tokenizer_json"], description["eot_text"]
-            )
-        from_json(description)
+        if "model" not in description:
+            return from_json(description)
+        return read_hugging_face(folder, description)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is damaged: it does not describe a tokenizer ({error})"
         ) from error
-    return description
 
 
-def describe_hugging_face(folder: Path, description: dict) -> dict:
-    """Return the description of the tokenizer in a folder with Hugging Face's files.
+def read_hugging_face(folder: Path, description: dict) -> Tokenizer:
+    """Return the tokenizer of a folder with Hugging Face's files.
 
     export.py writes tiktoken encodings in that format. Corpora and models with a tokenizer of your
     own have its name in tokenizer_config.json.
     """
-    config_path = folder / "tokenizer_config.json"
-    config = files.read_json(config_path) if config_path.exists() else {}
-    if config.get("name_or_path"):
-        return library_tokenizer.describe_folder(folder)
-    try:
-        byte_pairs = describe_byte_pairs(*tokenizer_json.read(description, END_OF_TEXT))
-        from_json(byte_pairs)
-        return byte_pairs
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    config = library_tokenizer.read_config(folder)
+    reason = "it has a name of its own"
+    if not config.get("name_or_path"):
         try:
-            return library_tokenizer.describe_folder(folder)
-        except ValueError as library_error:
-            raise ValueError(
-                f"it is not a tokenizer that export.py writes ({error}), nor a valid one of the "
-                f"tokenizers library ({library_error})"
-            ) from error
+            return BytePairTokenizer(*tokenizer_json.read(description, END_OF_TEXT))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error)
+    eot_text = config.get("eos_token")
+    if eot_text is None:
+        raise ValueError(
+            f"it is not a tokenizer that export.py writes ({reason}), and does not say which token "
+            f"ends a document; write it as eos_token into {folder / 'tokenizer_config.json'}"
+        )
+    name = config.get("name_or_path") or folder.resolve().name
+    return LibraryTokenizer(library_tokenizer.NAME_PREFIX + name, description, eot_text)
 
 
-def get_vocab_size(description: dict) -> int:
-    """Return the vocabulary size of a described tokenizer, end-of-text included."""
-    if "tokenizer_json" in description:
-        return max(tokenizer_json.read_vocabulary(description["tokenizer_json"]).values()) + 1
-    if description["name"] == "ids":
-        return description["vocab_size"]
-    return len(description["tokens"]) + 1
-
-
-def same_tokens(one: dict, other: dict) -> bool:
-    """Return whether two described tokenizers make the same tokens of every text."""
-    if one["name"] == other["name"] == "gpt2":
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers make the same tokens of every text."""
+    if one.name == other.name == "gpt2":
         # its pattern is written in more than one way
         return True
-    keys = ("vocab_size", "pattern", "tokens", "tokenizer_json", "eot_text")
-    return all(one.get(key) == other.get(key) for key in keys)
+    return {**one.to_json(), "name": ""} == {**other.to_json(), "name": ""}
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

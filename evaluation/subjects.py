@@ -125,7 +125,7 @@ def find_common_folder(paths: list[str]) -> Path:
 
 def check_has_text(subject: Subject) -> None:
     """Raise ValueError if the tokens of a model are ids of a synthetic corpus, and not text."""
-    if tokenizer.describe(subject.folder)["name"] == "ids":
+    if tokenizer.read(subject.folder).name == "ids":
         raise ValueError(
             f"{subject.folder}: the tokens of this model are ids, not text, so it cannot be "
             "evaluated on tasks; give --val without --tasks"
@@ -152,8 +152,8 @@ def open_corpus_of(subject: Subject, dataset: str, option: str = "--val") -> Cor
             f"{corpus.path} is no longer the corpus that {subject.folder} was trained on; to "
             f"evaluate on it all the same, give {option}={subject.state['run_config']['dataset']}"
         )
-    corpus_tokenizer = tokenizer.describe(corpus.path)
-    model_tokenizer = tokenizer.describe(subject.folder)
+    corpus_tokenizer = tokenizer.read(corpus.path)
+    model_tokenizer = tokenizer.read(subject.folder)
     if not tokenizer.same_tokens(corpus_tokenizer, model_tokenizer):
         raise ValueError(
             f"{corpus.path} was tokenized with a different tokenizer than that of "

@@ -49,7 +49,7 @@ def save_run(
         checkpoint.get_model_tensors(model),
         {"a:m": torch.ones(1)},
         state,
-        tokenizer.to_json(encoding or tokenizer.byte_tokenizer()),
+        (encoding or tokenizer.byte_tokenizer()).to_json(),
     )
     return folder
 

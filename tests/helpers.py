@@ -131,7 +131,7 @@ def corpus(tmp_path_factory) -> Path:
         "val": {"tokens": 2_389, "bytes": 2_389},
     }
     (folder / "meta.json").write_text(json.dumps(meta))
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)))
+    (folder / "tokenizer.json").write_text(json.dumps(encoding.to_json()))
     return folder
 
 

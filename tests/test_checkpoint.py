@@ -44,7 +44,7 @@ def save(run, step):
         checkpoint.get_model_tensors(model),
         {"a:m": torch.arange(3.0)},
         state,
-        tokenizer.to_json(tokenizer.byte_tokenizer()),
+        tokenizer.byte_tokenizer().to_json(),
     )
     return model, path
 

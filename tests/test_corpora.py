@@ -155,7 +155,7 @@ def test_wikitext_lines_are_tokenized_one_by_one(wikitext, tmp_path, prepare):
         "--tokenizer=bpe",
         "--vocab_size=270",
     )
-    encoding = tokenizer.from_json(tokenizer.describe(tmp_path / "out"))
+    encoding = tokenizer.read(tmp_path / "out")
     expected = []
     for line in WIKI["train"]:
         if line in (FIRST_ARTICLE[0], SECOND_ARTICLE[0], " = X = \n"):
@@ -380,7 +380,7 @@ def test_characters_have_nanogpts_ids(play, tmp_path, prepare, monkeypatch):
     train_length = int(0.9 * len(PLAY))
     for shards, text in ((corpus.train, PLAY[:train_length]), (corpus.val, PLAY[train_length:])):
         assert np.concatenate(shards).tolist() == [EOT, *(ids[character] for character in text)]
-    encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
+    encoding = tokenizer.read(corpus.path)
     assert encoding.decode(list(ids.values())) == "".join(sorted(set(PLAY)))
     assert encoding.decode(encoding.encode("é~")) == "é~"
 
@@ -456,7 +456,7 @@ def test_a_new_source_moves_few_others_to_the_other_split(sources):
 def test_shards_of_the_standard_library_decode_to_its_sources(library, tmp_path, prepare):
     (library / "special.py").write_text("x = '<|endoftext|>'\n" * 9)  # which is plain text
     corpus = prepare("python_stdlib", tmp_path / "new" / "out", "--vocab_size=260")
-    encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
+    encoding = tokenizer.read(corpus.path)
     assert encoding.name == corpus.meta["tokenizer"] == "bpe260"
     assert corpus.meta["source"] == f"standard library of Python {platform.python_version()}"
     for split, texts in split_by_hash(source_files(library)).items():

@@ -114,7 +114,7 @@ def export_model(model, model_name, encoding, folder):
             "run_config": {},
             "corpus": {},
         },
-        tokenizer.to_json(encoding),
+        encoding.to_json(),
     )
     exported = folder / "exported"
     exported.mkdir()
@@ -842,7 +842,7 @@ def test_mistakes_end_in_one_line_before_any_work(
     for split in ("train", "val"):
         shards.write_shard(tmp_path / f"a_{split}_000000.bin", np.arange(99) % 250)
     (tmp_path / "meta.json").write_text(json.dumps(tokenizer.meta_entries(other)))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(other)))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other.to_json()))
     arguments = arguments.replace("TASKS", str(folder)).replace("OTHER", str(tmp_path)).split()
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", read_own_tasks)

@@ -75,7 +75,7 @@ def saved(tmp_path_factory) -> SavedModel:
         "corpus": {},
     }
     saved_checkpoint = checkpoint.save(
-        root, checkpoint.get_model_tensors(model), {}, state, tokenizer.to_json(encoding)
+        root, checkpoint.get_model_tensors(model), {}, state, encoding.to_json()
     )
     exported = root / "exported"
     exported.mkdir()

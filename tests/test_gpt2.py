@@ -66,7 +66,7 @@ def test_a_text_has_known_tokens(gpt2):
 @pytest.fixture(scope="module")
 def description(gpt2) -> dict:
     """Return the tokenizer as tokenizer.json holds it."""
-    return json.loads(json.dumps(tokenizer.to_json(gpt2)))
+    return json.loads(json.dumps(gpt2.to_json()))
 
 
 def test_the_tokenizer_is_rebuilt_from_its_description(oracle, description):
@@ -75,11 +75,11 @@ def test_the_tokenizer_is_rebuilt_from_its_description(oracle, description):
 
 def test_a_folder_holds_the_complete_description(description, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    assert tokenizer.describe(tmp_path) == description
+    assert tokenizer.read(tmp_path).to_json() == description
 
 
 def test_the_description_has_the_size_of_the_vocabulary(description):
-    assert tokenizer.get_vocab_size(description) == 50257
+    assert tokenizer.from_json(description).n_vocab == 50257
 
 
 def test_the_meta_entries_of_a_corpus(gpt2):
@@ -92,13 +92,13 @@ def test_the_meta_entries_of_a_corpus(gpt2):
 
 def test_a_folder_without_a_tokenizer_has_gpt2s(gpt2, tmp_path):
     """Shards of llm.c come without one."""
-    assert tokenizer.describe(tmp_path) == tokenizer.to_json(gpt2)
+    assert tokenizer.read(tmp_path).to_json() == gpt2.to_json()
 
 
 def test_a_folder_that_only_names_gpt2_has_its_tokens(gpt2, tmp_path):
     """Corpora and checkpoints of earlier versions hold the name alone."""
     (tmp_path / "tokenizer.json").write_text('{"name": "gpt2"}')
-    assert tokenizer.describe(tmp_path) == tokenizer.to_json(gpt2)
+    assert tokenizer.read(tmp_path).to_json() == gpt2.to_json()
 
 
 def swap_300_and_301(items: list) -> list:
@@ -109,7 +109,7 @@ def test_other_tokens_under_the_name_of_gpt2_are_refused(description, tmp_path):
     damaged = {**description, "tokens": swap_300_and_301(description["tokens"])}
     (tmp_path / "tokenizer.json").write_text(json.dumps(damaged))
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
-        tokenizer.describe(tmp_path)
+        tokenizer.read(tmp_path)
 
 
 @pytest.fixture

@@ -168,18 +168,17 @@ def test_special_tokens_have_no_bytes(folders):
 @pytest.mark.parametrize("kind", ["byte-level", "unigram"])
 def test_a_stored_description_rebuilds_the_tokenizer(folders, tmp_path, kind):
     encoding = load(folders[kind])
-    stored = json.loads(json.dumps(tokenizer.to_json(encoding)))
+    stored = json.loads(json.dumps(encoding.to_json()))
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-    assert tokenizer.describe(tmp_path) == stored
-    assert tokenizer.get_vocab_size(stored) == encoding.n_vocab
+    assert tokenizer.read(tmp_path).to_json() == stored
+    assert tokenizer.from_json(stored).n_vocab == encoding.n_vocab
     assert tokenizer.from_json(stored).encode(TEXTS[0]) == encoding.encode(TEXTS[0])
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "unigram"])
 def test_tokenizers_are_compared_by_their_tokens(folders, kind):
-    description = tokenizer.to_json(load(folders[kind]))
-    assert tokenizer.same_tokens(description, json.loads(json.dumps(description)))
-    assert not tokenizer.same_tokens(description, tokenizer.to_json(tokenizer.byte_tokenizer()))
+    assert tokenizer.same_tokens(load(folders[kind]), load(folders[kind]))
+    assert not tokenizer.same_tokens(load(folders[kind]), tokenizer.byte_tokenizer())
 
 
 # ---- corpora ----
@@ -261,7 +260,7 @@ def test_a_corpus_names_its_tokenizer(prepared):
 
 
 def test_a_corpus_describes_its_tokenizer(prepared):
-    assert tokenizer.describe(prepared.corpus.path) == tokenizer.to_json(prepared.encoding)
+    assert tokenizer.read(prepared.corpus.path).to_json() == prepared.encoding.to_json()
 
 
 def test_shards_are_uint16_by_default(prepared):
@@ -427,7 +426,7 @@ def test_shards_of_version_7_are_read_with_their_tokenizer(large, llama_shards, 
     assert read_tokens(corpus) == [70_000, 1, 69_999, 70_000, 5, 65_536, 7, 8, 9]
     assert corpus.meta["dtype"] == "uint32"
     assert corpus.meta["train"]["documents"] == 1
-    assert tokenizer.describe(out)["eot_text"] == "<|end|>"
+    assert tokenizer.read(out).eot_text == "<|end|>"
     assert verify(out).returncode == 0
 
 

@@ -26,7 +26,7 @@ from training.distributed import World
 from training.peers import StorePeers
 
 MODEL = "DDL-gpt-mha-rope"
-TOKENIZER = tokenizer.to_json(tokenizer.byte_tokenizer())
+TOKENIZER = tokenizer.byte_tokenizer().to_json()
 # engine, shard_size, whether norms and gates are replicated (bfloat16)
 ENGINES = {
     "ddp": ("ddp", None, False),

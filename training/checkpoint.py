@@ -493,15 +493,14 @@ def load_model(
         ValueError: the folder is damaged, hostile, or its files do not fit together
     """
     folder = describe(Path(path))
-    tokenizer_json = tokenizer.describe(folder.path)
+    encoding = tokenizer.read(folder.path)
     model = weight_files.read_model(
         folder.path, folder.model, folder.config, released.convert_weights
     )
-    tokenizer_size = tokenizer.get_vocab_size(tokenizer_json)
-    if tokenizer_size > model.config.vocab_size:
+    if encoding.n_vocab > model.config.vocab_size:
         raise ValueError(
-            f"{folder.path}: the tokenizer has {tokenizer_size} tokens, but the model has only "
+            f"{folder.path}: the tokenizer has {encoding.n_vocab} tokens, but the model has only "
             f"vocab_size={model.config.vocab_size}"
         )
     state = {"model": folder.model, "model_config": folder.config, **folder.state}
-    return model.to(device), tokenizer.from_json(tokenizer_json), state
+    return model.to(device), encoding, state

@@ -114,11 +114,11 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
 
 def check_tokenizer(path: Path, init_folder: str, corpus: Path) -> None:
     """Raise ValueError if the corpus was tokenized with another tokenizer than the model's."""
-    model_tokenizer = tokenizer.describe(path)
-    corpus_tokenizer = tokenizer.describe(corpus)
+    model_tokenizer = tokenizer.read(path)
+    corpus_tokenizer = tokenizer.read(corpus)
     if not tokenizer.same_tokens(model_tokenizer, corpus_tokenizer):
         raise ValueError(
-            f"init_from={init_folder} was trained with the tokenizer {model_tokenizer['name']}, but "
-            f"{corpus} was tokenized with {corpus_tokenizer['name']}; prepare the corpus with the "
+            f"init_from={init_folder} was trained with the tokenizer {model_tokenizer.name}, but "
+            f"{corpus} was tokenized with {corpus_tokenizer.name}; prepare the corpus with the "
             "model's tokenizer"
         )

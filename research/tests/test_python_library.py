@@ -51,7 +51,7 @@ def prepare(out, *options: str) -> Corpus:
 
 
 def read_documents(corpus: Corpus, split: str) -> list[str]:
-    encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
+    encoding = tokenizer.read(corpus.path)
     tokens = np.concatenate(getattr(corpus, split)).tolist()
     return encoding.decode(tokens).split("<|endoftext|>")[1:]
 
