@@ -6,12 +6,11 @@ may be temporary is retried here, for up to --retry_minutes.
 """
 
 import argparse
-import contextlib
+import functools
 import http.client
 import logging
 import os
 import re
-import shutil
 import sys
 import time
 import urllib.error
@@ -25,6 +24,7 @@ from tqdm import tqdm
 
 from data import shards
 from data.sources import (
+    READERS,
     Batch,
     Files,
     PermanentSourceError,
@@ -33,6 +33,7 @@ from data.sources import (
     batch_pieces,
     compute_listing_digest,
     first_line,
+    get_kind,
     list_folder,
     read_table,
 )
@@ -254,14 +255,8 @@ class HubDataset(Source):
     commit: str | None = None
 
     def __post_init__(self):
-        check_retry_minutes(self.retry_minutes)
         self.files: list[str] | None = None
         self.description = f"{self.repository} ({self.name})" if self.name else self.repository
-
-    @property
-    def api(self) -> Any:
-        """The client of the Hub."""
-        return import_hub().HfApi()
 
     def pin(self, commit: str | None = None) -> str | None:
         """Read from this commit, or from the latest one; a branch may move between two runs.
@@ -269,12 +264,11 @@ class HubDataset(Source):
         Returns:
             The commit; None for a local clone.
         """
-        if not Path(self.repository).is_dir():
-            self.commit = commit or self.ask(self.fetch_latest_commit)
-        return self.commit
-
-    def fetch_latest_commit(self) -> str:
-        return self.api.dataset_info(self.repository, revision=self.revision).sha
+        if commit is None and not Path(self.repository).is_dir():
+            info = self.ask(import_hub().dataset_info, self.repository, revision=self.revision)
+            commit = info.sha
+        self.commit = commit
+        return commit
 
     def identity(self) -> dict:
         """Return what distinguishes these documents from others."""
@@ -332,39 +326,36 @@ class HubDataset(Source):
             )
         files = [str(file) for file in splits[self.split]]
         for file in files:
-            if not file.endswith(".parquet"):
+            if get_kind(Path(file)) not in READERS:
                 raise PermanentSourceError(
-                    f"{self.description} cannot be read, because {file} is not a parquet file; "
-                    "give --revision=refs/convert/parquet, where the Hub keeps parquet files of "
-                    f"public datasets, or {self.alternative}"
+                    f"{self.description} cannot be read, because {file} is not a file of the kinds "
+                    f"{', '.join(READERS)}; give --revision=refs/convert/parquet, where the Hub "
+                    f"keeps parquet files of public datasets, or {self.alternative}"
                 )
         return files
 
     def download(self, path: str) -> str:
         """Download a file of the commit, and return its local path."""
         import_hub("utils").disable_progress_bars()
+        return self.ask(
+            import_hub().hf_hub_download,
+            self.repository,
+            path,
+            repo_type="dataset",
+            revision=self.commit,
+            local_dir=self.download_folder,
+        )
 
-        def download() -> str:
-            return self.api.hf_hub_download(
-                self.repository,
-                path,
-                repo_type="dataset",
-                revision=self.commit,
-                local_dir=self.download_folder,
-            )
-
-        return self.ask(download)
-
-    def ask(self, action: Callable[[], Result]) -> Result:
+    def ask(self, action: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         """Return the result of a request to the Hub, which is retried while the Hub is down.
 
         Raises:
             RetriesExhausted: the Hub was down for too long
             PermanentSourceError: any other error, in the words of the library
         """
-        import_hub()  # a missing package needs no other advice
         try:
-            return retry(action, self.description, self.retry_minutes)
+            request = functools.partial(action, *args, **kwargs)
+            return retry(request, self.description, self.retry_minutes)
         except (PermanentSourceError, RetriesExhausted):
             raise
         except Exception as error:  # httpx, pyarrow, fsspec and datasets have their own exceptions
@@ -414,13 +405,13 @@ def fetch_shards(
     commit = dataset.pin(earlier_fetch.get("commit"))
     shards.write_json(out / "fetched.json", {**requested, "commit": commit})
 
-    def list_tree() -> list:
-        return list(dataset.api.list_repo_tree(repository, repo_type="dataset", revision=commit))
-
-    entries = [entry for entry in dataset.ask(list_tree) if entry.path.endswith(".bin")]
+    entries = [
+        entry
+        for entry in dataset.ask(list_repository, repository, commit)
+        if entry.path.endswith(".bin")
+    ]
     for entry in tqdm(entries, unit="shard", disable=None):
         dataset.download(entry.path)
-    delete_download_notes(out)
     # the Hub knows the SHA-256 of large files, which reveals flipped bits
     return FetchedShards(
         commit=commit,
@@ -428,15 +419,10 @@ def fetch_shards(
     )
 
 
-def delete_download_notes(folder: Path) -> None:
-    """Delete what huggingface_hub notes of its downloads in a folder, and nothing else in .cache."""
-    notes = folder / ".cache" / "huggingface"
-    shutil.rmtree(notes / "download", ignore_errors=True)
-    for name in (".gitignore", "CACHEDIR.TAG"):
-        (notes / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # they hold other files
-        notes.rmdir()
-        notes.parent.rmdir()
+def list_repository(repository: str, commit: str) -> list:
+    """Return the files of a dataset, with their SHA-256 where the Hub knows it."""
+    entries = import_hub().list_repo_tree(repository, repo_type="dataset", revision=commit)
+    return list(entries)
 
 
 def fetch_model_file(repository: str, path: str, retry_minutes: float | None = None) -> Path | None:

@@ -171,7 +171,6 @@ class ShardRecord:
     documents: int
     bytes: int  # of text that the tokens stand for
     sha256: str
-    ended: bool  # whether the source ended with this shard
 
     # where in the source the next shard begins: the batch, and how many of its tokens precede it
     cursor: dict | None
@@ -190,6 +189,9 @@ class Preparation:
     options: dict = field(default_factory=dict)
 
     records: list[ShardRecord] = field(default_factory=list)
+    # the splits whose sources have ended
+    ended: list[str] = field(default_factory=list)
+
     encoding: Tokenizer | None = None
     progress_bar: tqdm | None = None
 
@@ -210,9 +212,8 @@ class Preparation:
     def save(self) -> None:
         """Write preparation.json."""
         records = [dataclasses.asdict(record) for record in self.records]
-        shards.write_json(
-            self.out / "preparation.json", {"options": self.options, "shards": records}
-        )
+        progress = {"options": self.options, "ended": self.ended, "shards": records}
+        shards.write_json(self.out / "preparation.json", progress)
 
 
 def count_text(counts: np.ndarray, encoding: Tokenizer) -> dict[str, int]:
@@ -317,6 +318,7 @@ def claim_folder(job: Preparation) -> TokenizerFiles | None:
     job.options, own_tokenizer = list_options(job, old_options if is_resumable else {})
     if job.options == old_options:
         job.records = [ShardRecord(**record) for record in progress["shards"]]
+        job.ended = progress["ended"]
     else:
         if old_options and args.overwrite:
             job.options, own_tokenizer = list_options(job, {})
@@ -462,12 +464,13 @@ def build_tokenizer(job: Preparation) -> Tokenizer:
 
 def count_tokens_left(job: Preparation, stage: Stage) -> int:
     """Return how many tokens a split may still get; 0 if its source has ended."""
-    records = [record for record in job.records if record.split == stage.split]
-    if records and records[-1].ended:
+    if stage.split in job.ended:
         return 0
     tokens_left = sys.maxsize
     if stage.num_tokens:
-        tokens_left = stage.num_tokens - sum(record.tokens for record in records)
+        tokens_left = stage.num_tokens - sum(
+            record.tokens for record in job.records if record.split == stage.split
+        )
     if job.args.max_tokens:
         tokens_left = min(tokens_left, job.args.max_tokens - job.num_tokens)
     return tokens_left
@@ -495,8 +498,10 @@ def write_shards(job: Preparation, expected_tokens: int) -> None:
                 reader = open_reader(job, len(job.records), stage.source)
             num_wanted = min(job.args.shard_tokens, tokens_left)
             tokens = reader.take(num_wanted)
+            if tokens.size < num_wanted:
+                job.ended.append(stage.split)
             if not tokens.size:
-                mark_end(job, stage.split)
+                job.save()
                 break
             path = job.out / f"{job.name}_{stage.split}_{len(job.records):06d}.bin"
             # while it grows, the folder is not a complete corpus
@@ -508,7 +513,6 @@ def write_shards(job: Preparation, expected_tokens: int) -> None:
                 tokens=tokens.size,
                 **count_text(counts, job.encoding),
                 sha256=shards.write_shard(path, tokens, get_format(job)),
-                ended=tokens.size < num_wanted,
                 cursor=reader.cursor,
                 skip=reader.num_used,
             )
@@ -517,15 +521,6 @@ def write_shards(job: Preparation, expected_tokens: int) -> None:
             seconds = max(time.monotonic() - start_time, 1e-9)
             tokens_per_second = (job.num_tokens - tokens_before) / seconds
             print_progress(record, job.num_tokens, expected_tokens, tokens_per_second)
-
-
-def mark_end(job: Preparation, split: str) -> None:
-    """Record that the source of a split has ended with its last complete shard."""
-    for number in reversed(range(len(job.records))):
-        if job.records[number].split == split:
-            job.records[number] = dataclasses.replace(job.records[number], ended=True)
-            job.save()
-            return
 
 
 def restore_shard(job: Preparation, number: int) -> None:

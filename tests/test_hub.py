@@ -1,6 +1,7 @@
 """Test data sets of the Hub: on a local clone, and on a local server whose answers fail."""
 
 import functools
+import gzip
 import hashlib
 import io
 import json
@@ -53,7 +54,15 @@ def make_repository(texts) -> dict[str, bytes]:
 
 
 def read_files(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    paths = [path for path in sorted(Path(folder).iterdir()) if path.is_file()]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def test_json_lines_of_a_data_set_are_read(tmp_path):
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    batches = HubDataset(str(tmp_path)).read()
+    assert [text for batch in batches for text in batch.texts] == DOCUMENTS
 
 
 def read_tokens(corpus) -> list[int]:
@@ -413,8 +422,8 @@ def test_a_split_that_is_missing_is_named(clone):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    message = r"cannot be read, because .*/train\.jsonl is not a parquet file; give --revision=refs/convert"
+    (tmp_path / "train.txt").write_text("a\n")
+    message = r"because .*/train\.txt is not a file of the kinds .*; give --revision=refs/convert"
     with pytest.raises(sources.PermanentSourceError, match=message):
         list(HubDataset(str(tmp_path)).read())
 
@@ -463,21 +472,6 @@ def test_shards_are_fetched_unchanged_although_requests_fail_at_first(
     fetched = read_files(tmp_path / "out")
     assert expected.items() <= fetched.items()
     assert sorted(fetched.keys() - expected) == ["fetched.json", "meta.json", "tokenizer.json"]
-
-
-def test_only_notes_of_downloads_are_deleted(tmp_path):
-    notes = tmp_path / ".cache" / "huggingface"
-    (notes / "download").mkdir(parents=True)
-    (notes / ".gitignore").touch()
-    hub.delete_download_notes(tmp_path)
-    assert not (tmp_path / ".cache").exists()
-    (notes / "download").mkdir(parents=True)
-    (notes / "token").touch()
-    (tmp_path / ".cache" / "mine").touch()
-    hub.delete_download_notes(tmp_path)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [
-        ".cache", "huggingface", "mine", "token",
-    ]  # fmt: skip
 
 
 def test_meta_names_repository_commit_and_checksums_of_fetched_shards(
