@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from tqdm import tqdm
 
@@ -158,7 +158,7 @@ class HubOptions:
     )
     column: str = option(
         "text",
-        "name of the text column (.parquet) or key (.jsonl)",
+        "column of tables that holds the text",
     )
 
 
@@ -167,8 +167,8 @@ def add_source_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         nargs="+",
-        help="read these local .parquet or .jsonl files instead of the Hugging Face Hub: paths, "
-        "glob patterns or folders (default: read from the Hub)",
+        help="read these local files instead of the Hugging Face Hub: paths, glob patterns or "
+        "folders (default: read from the Hub)",
     )
 
 

@@ -363,9 +363,7 @@ def list_options(job: Preparation, old_options: dict) -> tuple[dict, TokenizerFi
         options["eot_token"] = args.eot_token
         # A local file is compared with the copy in the folder, because it may have changed. The
         # Hub is asked only once.
-        has_copy = (
-            (job.out / "tokenizer.json").exists() and old_options.items() >= options.items()
-        )
+        has_copy = (job.out / "tokenizer.json").exists() and old_options.items() >= options.items()
         if has_copy and not Path(args.tokenizer).expanduser().exists():
             options["tokenizer_sha256"] = old_options["tokenizer_sha256"]
         else:

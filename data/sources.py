@@ -360,7 +360,9 @@ def read_text(path: Path, position: int, refuse_zeros: bool) -> Iterator[tuple[i
             try:
                 text = data.decode("utf-8")
                 if refuse_zeros and "\0" in text:
-                    raise UnicodeDecodeError("utf-8", data, data.index(0), data.index(0) + 1, "zero")
+                    raise UnicodeDecodeError(
+                        "utf-8", data, data.index(0), data.index(0) + 1, "zero"
+                    )
             except UnicodeDecodeError as error:
                 error_type = NotTextError if position == 0 else ValueError
                 raise error_type(

@@ -163,7 +163,13 @@ def write_mixed_folder(folder: Path) -> list[str]:
     return [*many, *TEXTS, *rows, *text_files, *last_rows]
 
 
-ROWS_OF_TABLE = [{"id": 0, "text": "a"}, {"text": None}, {"text": "b,\n\"c\""}, {"id": 3}, {"text": 5}]
+ROWS_OF_TABLE = [
+    {"id": 0, "text": "a"},
+    {"text": None},
+    {"text": 'b,\n"c"'},
+    {"id": 3},
+    {"text": 5},
+]
 
 
 def write_table(path: Path) -> None:
@@ -179,7 +185,16 @@ def write_table(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["a.jsonl", "A.JSONL", "a.ndjson", "part-0.json", "array.json", "a.csv", "a.JSONL.gz", "a.csv.gz"],
+    [
+        "a.jsonl",
+        "A.JSONL",
+        "a.ndjson",
+        "part-0.json",
+        "array.json",
+        "a.csv",
+        "a.JSONL.gz",
+        "a.csv.gz",
+    ],
 )
 def test_rows_of_tables_are_documents_and_rows_without_text_are_counted(tmp_path, name):
     write_table(tmp_path / name)
@@ -323,7 +338,9 @@ def test_a_path_that_exists_is_not_a_pattern(tmp_path, name):
 
 @pytest.mark.parametrize("missing", ["typo.txt", "essays/*.txt"])
 def test_a_source_without_files_is_refused_beside_others(numbered, missing):
-    with pytest.raises(ValueError, match=f"--source={re.escape(str(numbered / missing))}: there are no"):
+    with pytest.raises(
+        ValueError, match=f"--source={re.escape(str(numbered / missing))}: there are no"
+    ):
         Files([str(numbered / "a"), str(numbered / missing)])
 
 
