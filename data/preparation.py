@@ -10,6 +10,7 @@ written last: a folder with the first file and without the second is not a compl
 import argparse
 import dataclasses
 import errno
+import itertools
 import shutil
 import sys
 import time
@@ -454,7 +455,16 @@ def build_tokenizer(job: Preparation) -> Tokenizer:
         )
     print(f"training a byte-pair tokenizer of {args.vocab_size:,} tokens", flush=True)
     texts = read_first_bytes(job.plan[-1].source, args.tokenizer_bytes)
-    return tokenizer.train_byte_pairs(texts, args.vocab_size)
+    first_text = next(texts, None)
+    if first_text is None:
+        raise ValueError(describe_empty(job))
+    return tokenizer.train_byte_pairs(itertools.chain([first_text], texts), args.vocab_size)
+
+
+def describe_empty(job: Preparation) -> str:
+    """Say that the sources hold no text, and what they hold instead."""
+    skipped = [line for source in job.sources for line in source.describe_skipped()]
+    return "; ".join(["the source holds no text", *skipped])
 
 
 # shards
@@ -623,15 +633,15 @@ def finish(job: Preparation, extra: dict) -> None:
         ValueError: a split has no tokens
     """
     shutil.rmtree(job.out / DOWNLOADS, ignore_errors=True)
-    skipped = [line for source in job.sources for line in source.describe_skipped()]
+    if not job.records:
+        raise ValueError(describe_empty(job))
     splits = {record.split for record in job.records}
     for split, use in (("train", "training"), ("val", "validation")):
         if split not in splits:
             advice = f"give more text, or --val_tokens below {job.num_tokens} and --overwrite"
             if "val_tokens" in job.args.fixed or job.args.max_tokens:
                 advice = "give a larger --max_tokens"
-            reason = f"{job.num_tokens:,} tokens leave nothing for {use}"
-            raise ValueError("; ".join([reason, advice, *skipped]))
+            raise ValueError(f"{job.num_tokens:,} tokens leave nothing for {use}; {advice}")
     origin = job.options["plan"]["train"]
     meta = {**tokenizer.meta_entries(job.encoding), **describe_format(get_format(job))}
     for entries, keys in (
@@ -641,8 +651,9 @@ def finish(job: Preparation, extra: dict) -> None:
         meta.update({key: entries[key] for key in keys if entries.get(key)})
     records = [dataclasses.asdict(record) for record in job.records]
     shards.write_meta(job.out, {**meta, **extra}, records)
-    for line in skipped:
-        print(line)
+    for source in job.sources:
+        for line in source.describe_skipped():
+            print(line)
 
 
 def is_own_tokenizer(name: str) -> bool:

@@ -351,6 +351,22 @@ def test_text_answers_mistakes_in_one_line(tmp_path, arguments, message, monkeyp
     assert not list(tmp_path.glob("out/*"))
 
 
+@pytest.mark.parametrize("tokenizer_name", ["bytes", "bpe"])
+def test_a_source_without_text_says_so(tmp_path, tokenizer_name):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": 5}\n')
+    (tmp_path / "empty.txt").touch()
+    result = call(
+        "data/text/prepare.py",
+        f"--source={tmp_path}",
+        f"--tokenizer={tokenizer_name}",
+        f"--out={tmp_path / 'out'}",
+    )
+    line = one_line_error(result)
+    assert (
+        "the source holds no text; rows skipped because they have no text in column text: 2" in line
+    )
+
+
 # ---- Shakespeare by characters ----
 
 PLAY = "First Citizen:\nSpeak, speak.\n\nAll:\nWe know't, we know't!\n" * 3
