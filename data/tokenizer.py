@@ -11,6 +11,7 @@ tokenizer. It is either a description that `to_json` returns, or a file of the `
 import base64
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -106,7 +107,16 @@ class BytePairTokenizer(Tokenizer):
         }
 
     def to_hugging_face(self) -> dict:
-        return tokenizer_json.write(self.pattern, self.tokens, END_OF_TEXT)
+        converters = errors.import_optional(
+            "transformers.convert_slow_tokenizer", "writing a tokenizer for transformers"
+        )
+        ranks = {token: rank for rank, token in enumerate(self.tokens)}
+        converter = converters.TikTokenConverter(pattern=self.pattern)
+        # it would read them from a file
+        converter.load_tiktoken_bpe = lambda _path: ranks
+        converted = converter.converted()
+        converted.add_special_tokens([END_OF_TEXT])
+        return json.loads(converted.to_str())
 
 
 def split_blanks(text: str) -> Iterator[str]:

@@ -1,16 +1,12 @@
-"""The tokenizer.json of the `tokenizers` library.
+"""What is needed of a tokenizer.json of the `tokenizers` library without that library.
 
-`write` and `read` convert a byte-pair encoding of tiktoken. tiktoken merges the neighbors whose
-union has the lowest rank, but `tokenizers` goes through a list of merges. So each token of two or
-more bytes becomes one merge, of the two parts that the tokens before it make of it.
-
-The other functions read from any tokenizer.json what is needed without the library.
+`read` recognizes the byte-pair encodings of this repository, which export.py converts to that
+format.
 """
 
 import functools
 import hashlib
 import re
-from itertools import pairwise
 
 # SHA-256 of repr() of GPT-2's tokens in rank order
 GPT2_SHA256 = "b7cc3f4d1607c17604556413145cd3ecef05b33f90bd8fe4f42b83260e2b290f"
@@ -32,92 +28,8 @@ def printable_bytes() -> dict[str, int]:
 # ---- byte-pair encodings of tiktoken ----
 
 
-def find_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """Return the two parts that tokens of lower rank make of a token.
-
-    Raises:
-        ValueError: they make more than two
-    """
-    rank_limit = ranks[token]
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        unions = [ranks.get(left + right, rank_limit) for left, right in pairwise(parts)]
-        rank = min(unions)
-        if rank >= rank_limit:
-            raise ValueError(
-                f"the token {token!r} is not the union of two earlier tokens, so it cannot be "
-                "written as a merge"
-            )
-        index = unions.index(rank)
-        parts[index : index + 2] = [parts[index] + parts[index + 1]]
-    return parts[0], parts[1]
-
-
-def write(pattern: str, tokens: list[bytes], end_of_text: str) -> dict:
-    """Return the tokenizer.json of a byte-pair encoding.
-
-    Args:
-        pattern: regular expression that splits text
-        tokens: in rank order
-        end_of_text: the special token, whose id follows the others
-
-    Raises:
-        ValueError: a token cannot be written as a merge
-    """
-    character_of = {value: character for character, value in printable_bytes().items()}
-    texts = {token: "".join(character_of[value] for value in token) for token in tokens}
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    merges = [
-        [texts[part] for part in find_merge(token, ranks)] for token in tokens if len(token) > 1
-    ]
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    end_of_text_token = {
-        "id": len(tokens),
-        "content": end_of_text,
-        "special": True,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [end_of_text_token],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # like tiktoken, take a piece of text that is a token as a whole
-            "ignore_merges": True,
-            "vocab": {texts[token]: rank for token, rank in ranks.items()},
-            "merges": merges,
-        },
-    }
-
-
 def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
-    """Read the byte-pair encoding that `write` wrote, even if the library saved it again.
+    """Read a byte-pair encoding that was converted from tiktoken, even if the library saved it again.
 
     Returns:
         name, pattern, and tokens in rank order

@@ -85,13 +85,6 @@ def test_the_encoding_is_read_from_the_json_of_the_library(pair, tmp_path):
     assert tokenizer.read(tmp_path).to_json() == pair.encoding.to_json()
 
 
-def test_merges_of_gpt2_are_those_of_openai():
-    """The parts of each token follow from the ranks, and equal the lines of OpenAI's vocab.bpe."""
-    lines = tokenizer.read_packaged_merges().splitlines()[1:]
-    merges = tokenizer.gpt2_tokenizer().to_hugging_face()["model"]["merges"]
-    assert [" ".join(merge) for merge in merges] == lines
-
-
 def test_gpt2_is_known_by_its_tokens():
     tokens = tokenizer.gpt2_tokens()
     assert tokenizer_json.name_tokens(tokens) == "gpt2"
@@ -143,16 +136,3 @@ def test_a_library_tokenizer_that_makes_other_tokens_is_refused(tmp_path, change
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"is damaged: .*{message}"):
         tokenizer.read(tmp_path)
-
-
-BYTES = [bytes([value]) for value in range(256)]
-
-
-def test_a_merge_is_found_by_the_ranks_of_its_parts():
-    ranks = {token: rank for rank, token in enumerate([*BYTES, b"bc", b"abc"])}
-    assert tokenizer_json.find_merge(b"abc", ranks) == (b"a", b"bc")
-
-
-def test_a_token_without_its_parts_is_refused():
-    with pytest.raises(ValueError, match=r"b'abc' is not the union of two earlier tokens"):
-        tokenizer_json.write("x", [*BYTES, b"abc", b"bc"], "<|endoftext|>")
