@@ -252,8 +252,12 @@ def read_files(
             "one that is"
         ) from error
     if eot_text is None:
-        found = [find_file(tokenizer, file_name, retry_minutes) for file_name in CONFIG_FILES]
-        eot_text = merge_configs([path for path in found if path is not None]).get("eos_token")
+        config_paths = [
+            find_file(tokenizer, file_name, retry_minutes) for file_name in CONFIG_FILES
+        ]
+        eot_text = merge_configs([path for path in config_paths if path is not None]).get(
+            "eos_token"
+        )
     check_eot_text(tokenizer_path, eot_text, ids, tokenizer_json.find_special_tokens(description))
     return TokenizerFiles(name, content, eot_text)
 

@@ -169,11 +169,13 @@ class Files(Source):
         paths = []
         for match in map(Path, matches):
             if match.is_dir():
-                found = [
+                files_below = [
                     path for path in list_folder(match) if not suffixes or path.suffix in suffixes
                 ]
-                paths += found
-                self.skippable |= {path for path in found if get_kind(path) not in STRICT_KINDS}
+                paths += files_below
+                self.skippable |= {
+                    path for path in files_below if get_kind(path) not in STRICT_KINDS
+                }
             else:
                 paths.append(match)
         if not paths:
