@@ -5,6 +5,7 @@ source at a cursor. The texts that follow a cursor do not depend on where readin
 data/hub.py has the source that reads datasets of the Hugging Face Hub.
 """
 
+import contextlib
 import csv
 import glob
 import gzip
@@ -12,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -307,9 +309,26 @@ def get_kind(path: Path) -> str:
     return Path(name).suffix
 
 
-def open_file(path: Path) -> IO[bytes]:
-    """Open a file for reading, and decompress it if it is a .gz file."""
-    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")  # type: ignore
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, and decompress it if it is a .gz file.
+
+    Raises:
+        NotTextError: the file is not compressed, although its name says so
+        PermanentSourceError: it is damaged
+    """
+    if path.suffix.lower() != ".gz":
+        with open(path, "rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path) as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        error_type = NotTextError if "Not a gzipped" in str(error) else PermanentSourceError
+        raise error_type(
+            f"{path} is not a complete .gz file ({first_line(error)}); download it again"
+        ) from error
 
 
 def count_text_bytes(path: Path, column: str) -> int:
@@ -405,8 +424,8 @@ def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[in
             yield row, value if isinstance(value, str) else None
     except PermanentSourceError:
         raise
-    # of json, csv, gzip and pyarrow, or text that is not UTF-8
-    except (ValueError, OSError, RuntimeError, EOFError, csv.Error) as error:
+    # of json, csv and pyarrow, or text that is not UTF-8
+    except (ValueError, OSError, RuntimeError, csv.Error) as error:
         error_type = NotTextError if row is None and first_row == 0 else ValueError
         raise error_type(
             f"{path} is damaged after row {row or first_row} ({first_line(error)}); repair it, or "

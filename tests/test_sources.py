@@ -227,10 +227,11 @@ def test_files_of_folders_that_only_look_like_tables_are_skipped(tmp_path):
     (tmp_path / "package.json").write_text(json.dumps({"name": "x"}, indent=1))
     (tmp_path / "one.json").write_text('{"name": "x"}')
     (tmp_path / "other.csv").write_text("id;body\n1;x\n")
+    (tmp_path / "plain.gz").write_text("not compressed")
     (tmp_path / "a.txt").write_text("a")
     source = Files([str(tmp_path)])
     assert join_pieces(source.read()) == ["a"]
-    assert len(source.not_text) == 3
+    assert len(source.not_text) == 4
 
 
 # ---- order and cursors ----
@@ -415,7 +416,9 @@ BROKEN = [
     ("a.jsonl", FIRST + b'{"text": "cut of', r"is damaged after row 0 \(Unterminated string"),
     ("a.jsonl", b'{"body": "x"}', "has no column text; name one of .* --column: body"),
     ("a.csv", b"id,body\n1,x\n", "has no column text; name one of .* --column: id, body"),
-    ("a.jsonl.gz", b"\x1f\x8bno", "is damaged after row 0"),
+    ("a.jsonl.gz", b"plain", r"is not a complete \.gz file \(Not a gzipped file"),
+    ("a.txt.gz", b"plain", r"is not a complete \.gz file \(Not a gzipped file"),
+    ("a.txt.gz", gzip.compress(b"text" * 9)[:-9], r"is not a complete \.gz file .*; download it"),
     ("a.parquet", b"", r"is not a complete parquet file .*; download it again"),
     ("a.parquet", b"PAR1" + b"x" * 200, r"is not a complete parquet file .*; download it again"),
 ]
