@@ -363,8 +363,11 @@ class HubDataset(Source):
             answers = [cause for cause in causes(error) if hasattr(cause, "response")]
             cause = answers[0] if answers else error
             words = " ".join(f"{type(cause).__name__}: {cause}".split())
+            advice = "correct what it says"
+            if isinstance(cause, import_hub("errors").GatedRepoError):
+                advice = "accept its terms on its web page and run `hf auth login`"
             raise PermanentSourceError(
-                f"{self.description} cannot be read ({words[:500]}); correct what it says, or "
+                f"{self.description} cannot be read ({words[:500]}); {advice}, or "
                 f"{self.alternative}"
             ) from error
 
