@@ -20,7 +20,7 @@ import torch
 
 from model import check_settings, every_config, model_class, weights
 from model.gpt import GPT
-from model.options import collect_options, legacy_defaults
+from model.options import collect_options
 from model.residual import fold_channel_conv
 from utils import errors, files
 
@@ -350,8 +350,8 @@ def derive_settings(
     """Return the settings of a released model that follow from its weights, not from its config."""
     is_current = is_current_release(tensors)
     derived: dict[str, object] = {}
-    if is_current and "init" not in settings:
-        derived["init"] = "spectral"
+    if "init" not in settings:
+        derived["init"] = "spectral" if is_current else "normal"
     if "-CC" not in variant:
         return derived
     weight = tensors.get("readout.weight")
@@ -417,7 +417,6 @@ def describe(folder: Path) -> tuple[str, dict[str, object]]:
         derived = derive_settings(tensors, variant, settings)
     return variant, {
         # lowest precedence first
-        **legacy_defaults(model_class(variant).Config),
         **settings,
         **derived,
     }

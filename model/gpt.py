@@ -126,7 +126,6 @@ class GPTConfig:
         "current code of the DDL authors does; normal draws every matrix from "
         "N(0, hidden_init_std_factor / sqrt(hidden_size)), as their earlier code did",
         only_initializes=True,
-        legacy_default="normal",
     )
     hidden_init_std_factor: float = option(
         0.5,
@@ -137,10 +136,8 @@ class GPTConfig:
     init_order: Literal["named", "sequential"] = option(
         "named",
         "order of random numbers in the initialization; named seeds each parameter by the seed and "
-        "its name, so that processes can share the work; sequential draws all parameters from one "
-        "generator, as earlier versions did",
+        "its name; sequential draws all parameters from one generator, one after the other",
         only_initializes=True,
-        legacy_default="sequential",
     )
     num_hidden_layers_base: int | None = option(
         None,

@@ -86,7 +86,6 @@ class ManifoldConfig(StreamsConfig):
         "normalize the rows of the mixing matrix last, so that the weights into each stream sum "
         "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
         "each stream sum to 1",
-        legacy_default=False,
     )
     mhc_read_eps: float = option(
         0.0,

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-NOT_GIVEN = object()
-
 
 @dataclass(frozen=True)
 class Option:
@@ -56,14 +54,8 @@ class Option:
     # no weight depends on it, so that it may differ from the model that init_from names
     changes_no_weight: bool = False
 
-    # what a saved configuration without the key meant; NOT_GIVEN: the default
-    legacy_default: object = NOT_GIVEN
-
     # (another key, the value of it, or a test of its value, with which this one has an effect)
     counts_with: tuple[str, object] | None = None
-
-    # a former name, which is still read from the command line, config files and saved runs
-    alias: str | None = None
 
     @property
     def kind(self) -> str:
@@ -152,9 +144,7 @@ def option(
     changeable: bool = False,
     only_initializes: bool = False,
     changes_no_weight: bool = False,
-    legacy_default: object = NOT_GIVEN,
     counts_with: tuple[str, object | Callable[[Any], bool]] | None = None,
-    alias: str | None = None,
     group: str | None = None,
 ) -> Any:
     """Return the dataclass field of an option. The arguments are explained at `Option`.
@@ -171,9 +161,7 @@ def option(
         "changeable": changeable,
         "only_initializes": only_initializes,
         "changes_no_weight": changes_no_weight,
-        "legacy_default": legacy_default,
         "counts_with": counts_with,
-        "alias": alias,
         "group": group,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -267,31 +255,3 @@ def check_effects(typed_keys: Iterable[str], settings: dict, options: dict[str, 
                     f"{other_key}={settings[other_key]}; {advice}"
                 )
             key = other_key
-
-
-def legacy_defaults(*config_classes: type) -> dict[str, object]:
-    """Return what saved configurations without a key meant, for the keys whose default changed."""
-    return {
-        name: declared.legacy_default
-        for name, declared in collect_options(*config_classes).items()
-        if declared.legacy_default is not NOT_GIVEN
-    }
-
-
-def rename_aliases(settings: dict, options: dict[str, Option]) -> dict:
-    """Return the settings with today's names in place of former ones.
-
-    Raises:
-        ValueError: a key is given under both of its names
-    """
-    renamed = dict(settings)
-    for name, declared in options.items():
-        alias = declared.alias
-        if alias in settings:
-            if name in settings:
-                raise ValueError(
-                    f"{name} is given twice, because {alias} is its former name; omit "
-                    f"{alias}={settings[alias]}"
-                )
-            renamed[name] = renamed.pop(alias)
-    return renamed

@@ -341,7 +341,6 @@ class ChannelConvConfig(ExpandedConfig):
         "pair",
         "parameters of the compressor; pair is a convolution over value channels followed by a "
         "read vector, folded is a single weight for each feature and value channel",
-        legacy_default="folded",
     )
     ddl_state_dv_shortconv_causal: bool = option(
         False,

@@ -154,7 +154,7 @@ def read_arguments(argv: list[str]) -> SweepArguments:
         sys.exit(0)
     train_options = {key: text for key, text in options.items() if key not in sweep_options}
     known_keys = {**sweep_options, **list_train_options(files, train_options)}
-    configurator.check_names(options, configurator.known_names(known_keys), prefix="--")
+    configurator.check_names(options, known_keys, prefix="--")
     sweep = SweepConfig(**configurator.read_settings({}, options, sweep_options))
     swept = {}
     fixed = {}

@@ -15,7 +15,7 @@ from helpers import ROOT
 
 import configurator
 from model import MODEL_NAMES, check_settings, model_class
-from model.options import Option, check_ranges, collect_options, legacy_defaults, option
+from model.options import Option, check_ranges, collect_options, option
 from training.config import TrainConfig
 from training.settings import every_option
 from utils import errors, files
@@ -501,13 +501,3 @@ def test_the_beginning_of_a_name_suggests_the_name():
     assert errors.suggest("", MODEL_NAMES) == errors.suggest("xyz", MODEL_NAMES) == ""
 
 
-def test_saved_configurations_keep_the_meaning_of_keys_that_they_do_not_have():
-    model_configs = [model_class(name).Config for name in MODEL_NAMES]
-    assert legacy_defaults(TrainConfig, *model_configs) == {
-        "ddl_cc_read": "folded",
-        "decay_steps": 10_000,
-        "init": "normal",
-        "init_order": "sequential",
-        "mhc_rows_last": False,
-        "muon_dtype": "bfloat16",
-    }

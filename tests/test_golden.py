@@ -30,9 +30,7 @@ from in_process import call, train_in_processes
 
 from data.shards import read_optional_json, write_json, write_shard
 from model import MODEL_NAMES, model_class
-from model.options import legacy_defaults
 from training import checkpoint, metrics
-from training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -219,15 +217,8 @@ def complete_settings(keys: dict) -> dict:
 
 
 def train(num_processes: int, settings: dict, out: Path) -> None:
-    """Run train.py with these settings; resume from the checkpoint in `out` if there is one.
-
-    Keys of the model that are newer than the settings have the value that was computed with then.
-    """
-    legacy_settings = legacy_defaults(model_class(settings["model"]).Config)
-    if settings["optimizer"] == "muon":
-        legacy_settings["muon_dtype"] = legacy_defaults(TrainConfig)["muon_dtype"]
+    """Run train.py with these settings; resume from the checkpoint in `out` if there is one."""
     settings = {
-        **legacy_settings,
         **settings,
         "dataset": "tests/golden/corpus",
         "out_dir": out,
@@ -430,14 +421,6 @@ def test_a_later_key_that_changes_a_run_is_noticed(golden_copy, tmp_path, monkey
     add_later_key(golden_copy, monkeypatch)
     with pytest.raises(AssertionError):
         check_run(CC, tmp_path / "run", RESUMED_STEP)
-
-
-@pytest.mark.golden
-def test_a_later_key_that_declares_its_former_value_changes_nothing(
-    golden_copy, tmp_path, monkeypatch
-):
-    add_later_key(golden_copy, monkeypatch, legacy_default=4.0)
-    check_run(CC, tmp_path / "run", RESUMED_STEP)
 
 
 def write_corpus() -> None:

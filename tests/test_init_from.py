@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from export_helpers import export_run, save_released, save_run
-from helpers import SMALL, change_default, one_line_error, small_run, write_checksums
+from helpers import SMALL, one_line_error, small_run, write_checksums
 from in_process import call
 from safetensors.torch import load_file, save_file
 
@@ -339,88 +339,6 @@ def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
     )
     assert "model.safetensors: ln_f.weight holds NaN or infinite numbers" in line
     assert not (tmp_path / "out").exists()
-
-
-# ---- keys that are newer than what is saved ----
-
-NEW_KEY = "ddl_v_sigmoid_scale"  # its default is 4 in this version
-
-
-def use_later_default(monkeypatch) -> None:
-    """Let the default be 1, as in a later version; `legacy_default` is what it was without the key."""
-    change_default(monkeypatch, model_class(MODEL_NAME), NEW_KEY, float, 1.0, legacy_default=4.0)
-
-
-@pytest.mark.parametrize("kind", ["run", "exported", "released"])
-def test_a_folder_that_is_older_than_a_key_keeps_the_earlier_default(
-    folders, tmp_path, monkeypatch, kind
-):
-    shutil.copytree(folders / kind, tmp_path / kind)
-    file_name = "state.json" if kind == "run" else "config.json"
-    [file] = (tmp_path / kind).rglob(file_name)
-    saved = json.loads(file.read_text())
-    settings = saved["model_config"] if kind == "run" else saved
-    del settings[NEW_KEY]
-    file.write_text(json.dumps(saved))
-    if kind == "run":
-        write_checksums(file.parent)
-    use_later_default(monkeypatch)
-    assert init_from.read_init_settings(str(tmp_path / kind))[NEW_KEY] == 4.0
-    if kind != "released":  # those have no tokenizer
-        model, _, _ = checkpoint.load_model(tmp_path / kind, "cpu")
-        assert model.config.ddl_v_sigmoid_scale == 4.0
-
-
-WSD_SETTINGS = {
-    "model": MODEL_NAME,
-    "resume": "auto",
-    "eval_full": False,
-    "schedule": "wsd",
-    "decay_steps": 0,
-}
-
-
-@pytest.fixture(scope="module")
-def run_of_two_versions(corpus, tmp_path_factory) -> Path:
-    """Train three steps with a version that lacks a key, and three with a later version."""
-    out = tmp_path_factory.mktemp("two_versions") / "run"
-    run_train(small_run(corpus, out, **WSD_SETTINGS, max_steps=3))
-    folder = checkpoint.find(out)
-    state = json.loads((folder / "state.json").read_text())
-    del state["model_config"][NEW_KEY]
-    (folder / "state.json").write_text(json.dumps(state))
-    write_checksums(folder)
-    # the first checkpoint does not have the key, the second has it
-    with pytest.MonkeyPatch.context() as patch:
-        use_later_default(patch)
-        run_train(small_run(corpus, out, **WSD_SETTINGS, max_steps=6))
-    return out
-
-
-@pytest.fixture
-def run_without_key(run_of_two_versions, tmp_path, monkeypatch) -> Path:
-    """Copy the run of two versions, for a test of the later one."""
-    use_later_default(monkeypatch)
-    return shutil.copytree(run_of_two_versions, tmp_path / "run")
-
-
-def test_a_resumed_run_keeps_the_earlier_default(corpus, tmp_path, run_without_key):
-    run_train(small_run(corpus, run_without_key, **WSD_SETTINGS, max_steps=9))
-    expected_run = tmp_path / "expected"
-    arguments = small_run(
-        corpus, expected_run, **WSD_SETTINGS, max_steps=9, ddl_v_sigmoid_scale=4.0
-    )
-    run_train(arguments)
-    weights = read_weights(run_without_key, 9)
-    for name, expected in read_weights(expected_run, 9).items():
-        assert torch.equal(weights[name], expected), name
-
-
-def test_a_resumed_run_does_not_accept_the_later_default(corpus, run_without_key):
-    arguments = small_run(
-        corpus, run_without_key, **WSD_SETTINGS, max_steps=9, ddl_v_sigmoid_scale=1.0
-    )
-    assert "ddl_v_sigmoid_scale=4.0 (not 1.0" in run_train(arguments, exit_code=2)
 
 
 # ---- streams that start from a trained additive model ----

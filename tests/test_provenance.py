@@ -116,9 +116,9 @@ def test_a_file_that_matches_two_patterns_counts_once():
 
 
 def test_the_command_of_a_module_has_no_folder_of_the_machine(monkeypatch):
-    path = str(provenance.ROOT / "research" / "benchmarks" / "memory.py")
+    path = str(provenance.ROOT / "research" / "benchmarks" / "costs.py")
     monkeypatch.setattr("sys.argv", [path, "--json=out.json"])
-    assert provenance.describe_command() == "python -m research.benchmarks.memory --json=out.json"
+    assert provenance.describe_command() == "python -m research.benchmarks.costs --json=out.json"
 
 
 def test_the_command_of_a_script_is_as_it_was_typed(monkeypatch):

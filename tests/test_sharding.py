@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from model import MODEL_NAMES, build, model_class
-from training import distributed, materialize, optimizer
+from training import distributed, optimizer
 from training.muon import Muon, count_rows
 from training.optimizer import build_parameter_groups
-from training.sharded_checkpoint import load_model_tensors
+
 
 CPU = torch.device("cpu")
 SIZE = {
@@ -325,89 +325,6 @@ def test_sixty_four_ranks_exchange_each_row_once(monkeypatch):
 
 
 # ---- the start ----
-
-
-def check_start(world, names: list[str], shard_size: int | None, **keys) -> None:
-    for name in names:
-        expected = build_seeded(name, **keys)
-        torch.manual_seed(0)
-        with torch.device("meta"):
-            model = build(name, **SIZE, **keys)
-        distributed.parallelize(
-            model, world, engine="fsdp", compile=False, bfloat16=True, shard_size=shard_size
-        )
-        materialize.allocate(model, CPU)
-        materialize.initialize(model, world, seed=0)
-        check_equal(model, expected)
-
-
-def check_equal(model, expected) -> None:
-    parameters = dict(model.named_parameters())
-    assert parameters.keys() == dict(expected.named_parameters()).keys()
-    for name, parameter in expected.named_parameters():
-        assert torch.equal(full_tensor(parameters[name]), parameter), name
-    for name, buffer in expected.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
-
-
-def test_ranks_initialize_the_weights_of_one_process():
-    run_on_ranks(check_start, 2, MODEL_NAMES, None)
-
-
-def test_ranks_initialize_a_gate_that_starts_as_another():
-    """A rank that initializes the erase's gate need not have initialized the write's."""
-    check_own_gate = partial(check_start, ddl_erase_gate="own")
-    run_on_ranks(check_own_gate, 2, ["DDL-gpt-mha-rope"], None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard_size", [None, 2])
-def test_four_ranks_initialize_the_weights_of_one_process(shard_size):
-    run_on_ranks(check_start, 4, MODEL_NAMES, shard_size)
-
-
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_every_variant_is_built_on_meta(name):
-    config = build(name, **SIZE).config
-    assert materialize.build_on_meta(name, config).transformer.wte.weight.is_meta
-
-
-@pytest.mark.parametrize("kind", ["buffer", "attribute"])
-def test_a_model_with_other_tensors_than_parameters_is_built_with_its_values(kind, monkeypatch):
-    variant = model_class("gpt-mha-rope")
-
-    class Decaying(variant.Block):
-        def __init__(self, config, layer):
-            super().__init__(config, layer)
-            decay = torch.full((2,), 0.5)
-            if kind == "buffer":
-                self.register_buffer("decay", decay)
-            else:
-                self.decay = [decay]
-
-    monkeypatch.setattr(variant, "Block", Decaying)
-    model = materialize.build_on_meta("gpt-mha-rope", variant.Config(**SIZE))
-    assert not model.transformer.wte.weight.is_meta
-    decay = model.transformer.h[0].decay
-    assert (decay if kind == "buffer" else decay[0]).tolist() == [0.5, 0.5]
-
-
-def check_load(world, folder: str) -> None:
-    torch.manual_seed(1)
-    with torch.device("meta"):
-        model = build(CC_EC, **SIZE)
-    distributed.parallelize(model, world, engine="fsdp", compile=False)
-    materialize.allocate(model, CPU)
-    load_model_tensors(model, Path(folder))
-    check_equal(model, build_seeded(CC_EC))
-
-
-def test_ranks_load_their_rows_of_a_checkpoint(tmp_path):
-    from training import checkpoint
-
-    expected = build_seeded(CC_EC)
-    checkpoint.save_tensors(tmp_path / "model.safetensors", checkpoint.get_model_tensors(expected))
-    run_on_ranks(check_load, 3, str(tmp_path))
 
 
 def test_a_parameter_depends_on_the_seed_and_its_name_alone():

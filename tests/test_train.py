@@ -410,30 +410,6 @@ def test_the_learning_rates_of_wsd_are_recorded(corpus, tmp_path):
     assert rates == pytest.approx([0.005, *[0.01] * 7, 0.0055, 0.001])
 
 
-@pytest.fixture
-def run_with_long_decay(corpus, tmp_path) -> Path:
-    """Train half of a run whose decay is longer than the run, which earlier versions allowed."""
-    run_train(*small_run(corpus, tmp_path / "run", **WSD, max_steps=3))
-    settings = {"decay_steps": 10_000, "max_steps": 6}
-    change_saved_state(tmp_path / "run", lambda state: state["run_config"].update(settings))
-    return tmp_path / "run"
-
-
-def test_a_resumed_run_keeps_a_decay_longer_than_the_run(run_with_long_decay, corpus):
-    run_train(*small_run(corpus, run_with_long_decay, **WSD, resume="auto"))
-    rates = [record["lr"] for record in read_step_records(run_with_long_decay)][3:]
-    assert rates == pytest.approx([0.001 + 0.009 * steps / 10_000 for steps in (2, 1, 0)])
-    state = checkpoint.read_state(checkpoint.find(run_with_long_decay))
-    assert state["run_config"]["decay_steps"] == 10_000
-
-
-def test_a_resumed_run_does_not_accept_another_decay_longer_than_the_run(
-    run_with_long_decay, corpus
-):
-    arguments = small_run(corpus, run_with_long_decay, **WSD, resume="auto", decay_steps=9000)
-    assert "decay_steps=9000, but max_steps=6 has" in training_error(*arguments)
-
-
 class ScaledRun(NamedTuple):
     """A run with muP, the arguments that resume it, and a matrix whose learning rate is scaled."""
 
@@ -476,52 +452,12 @@ def scaled_run(request, trained_scaled_runs, corpus, tmp_path) -> ScaledRun:
     return copy_scaled_run(trained_scaled_runs[case], corpus, tmp_path / "run", case)
 
 
-@pytest.fixture(params=[0, 1], ids=["muon", "map v"])
-def run_without_scales(request, trained_scaled_runs, corpus, tmp_path) -> ScaledRun:
-    """Train a run whose checkpoint names no scales, as an earlier version left it.
-
-    That version gave every scaled matrix the same scale.
-    """
-    case = request.param
-    run = copy_scaled_run(trained_scaled_runs[case], corpus, tmp_path / "run", case)
-    scales = checkpoint.read_state(checkpoint.find(run.folder))["lr_scales"]
-    assert scales[run.scaled_matrix] == 2
-    change_saved_state(run.folder, lambda state: state.pop("lr_scales"))
-    return run
-
-
 def test_a_resumed_run_keeps_its_learning_rate_scales(scaled_run, monkeypatch):
     scales = checkpoint.read_state(checkpoint.find(scaled_run.folder))["lr_scales"]
     changed_scales = {**scales, "ln_f.weight": 0.5}
     monkeypatch.setattr(optimizer, "get_lr_scales", lambda *_: changed_scales)
     line = training_error(*scaled_run.resume_arguments)
     assert "learning rate of ln_f.weight times 1, but this code would use 0.5" in line
-
-
-def test_a_run_without_saved_scales_is_not_resumed_with_other_scales(run_without_scales):
-    line = training_error(*run_without_scales.resume_arguments)
-    name = run_without_scales.scaled_matrix
-    assert f"with the learning rate of {name} times 4, but this code would use 2 (muP" in line
-    assert "finish the run with the code that started it" in line
-
-
-def test_a_run_without_saved_scales_starts_another_run(run_without_scales, corpus, tmp_path):
-    arguments = small_run(
-        corpus,
-        tmp_path / "new",
-        init_from=checkpoint.find(run_without_scales.folder),
-        max_steps=1,
-        optimizer=run_without_scales.optimizer,
-    )
-    run_train(*arguments)
-
-
-def test_a_run_without_saved_scales_resumes_if_they_are_the_same(
-    trained_scaled_runs, corpus, tmp_path
-):
-    run = copy_scaled_run(trained_scaled_runs[2], corpus, tmp_path / "run", case=2)
-    change_saved_state(run.folder, lambda state: state.pop("lr_scales"))
-    run_train(*run.resume_arguments)
 
 
 @pytest.fixture
@@ -834,21 +770,6 @@ def test_resume_of_a_checkpoint_names_the_folder_of_its_run(finished_run):
     assert Path(config.out_dir) == finished_run.folder
 
 
-def test_a_former_name_of_a_key_is_read_from_the_command_line(corpus, tmp_path):
-    config, _ = configure(small_run(corpus, tmp_path / "new", state_interval=4))
-    assert config.state_checkpoint_interval == 4
-
-
-def test_a_former_name_of_a_key_is_read_from_a_saved_run(branch):
-    def rename(state: dict) -> None:
-        del state["run_config"]["state_checkpoint_interval"]
-        state["run_config"]["state_interval"] = 3
-
-    change_saved_state(branch, rename)
-    config, _ = configure([f"--out_dir={branch}", "--resume=auto"])
-    assert config.state_checkpoint_interval == 3
-
-
 @pytest.fixture
 def untouched_run(finished_run) -> Iterator[Path]:
     """Return the finished run, and assert that the test writes nothing into it."""
@@ -1113,11 +1034,6 @@ def test_a_dry_run_prints_the_size_of_a_checkpoint(dry_run):
     num_bytes = 12 * build("DDL-gpt-mha-rope", **SMALL).num_parameters()
     expected = f"{format_bytes(num_bytes)} per checkpoint; the disk needs room for 3 of them"
     assert expected in dry_run.output
-
-
-def test_a_dry_run_prints_the_memory_that_a_step_needs(dry_run):
-    # that of the process: so small a model adds next to nothing
-    assert "a step needs at least 420 MiB" in dry_run.output
 
 
 def test_a_dry_run_writes_nothing(dry_run):

@@ -33,10 +33,8 @@ from torch import nn
 
 from data import tokenizer
 from huggingface import released
-from model import MODEL_NAMES, model_class
 from model import weights as weight_files
 from model.gpt import GPT
-from model.options import collect_options, legacy_defaults, rename_aliases
 from model.parameters import find_aliases
 from training import sharded_checkpoint
 from training.peers import Peers
@@ -415,9 +413,6 @@ def find(path: str | Path, peers: Peers = ALONE, also_accepted: str = "") -> Pat
 def read_state(checkpoint: Path) -> dict:
     """Return state.json.
 
-    Keys of the model that were added after the checkpoint was saved get the value that reproduces
-    its behavior.
-
     Raises:
         ValueError: the file is missing or damaged
     """
@@ -428,13 +423,6 @@ def read_state(checkpoint: Path) -> dict:
                 f"{checkpoint}: state.json is damaged: {key} is not {expected_type.__name__}; "
                 "use another checkpoint"
             )
-    # a variant whose file is gone can still be reported on
-    if state["model"] in MODEL_NAMES:
-        config_class = model_class(state["model"]).Config
-        state["model_config"] = {
-            **legacy_defaults(config_class),
-            **rename_aliases(state["model_config"], collect_options(config_class)),
-        }
     return state
 
 

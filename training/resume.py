@@ -10,7 +10,7 @@ from torch import nn
 
 from data.shards import is_same_corpus
 from model import model_class
-from model.options import collect_options, legacy_defaults, rename_aliases
+from model.options import collect_options
 from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
 from training.peers import Peers
@@ -18,9 +18,6 @@ from training.provenance import compute_code_digest, current_model_digest
 
 # Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
 KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")
-
-# Keys of older runs that have been removed, and had no effect on what a step computes.
-REMOVED_KEYS = ("max_epochs", "tensorboard")
 
 
 def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
@@ -75,7 +72,7 @@ def is_restarted_branch(resume: str | None, out_dir: str) -> bool:
 def saved_settings(state: dict) -> dict[str, object]:
     """Return all keys of a saved run and of its model; an empty dict if nothing is resumed.
 
-    Keys that were added after the run was saved get the value that reproduces its behavior.
+    Keys that were added after the run was saved have their default.
     """
     if not state:
         return {}
@@ -84,9 +81,8 @@ def saved_settings(state: dict) -> dict[str, object]:
     return {
         # lowest precedence first
         **{name: option.default for name, option in options.items()},
-        **legacy_defaults(TrainConfig, model_config_class),
-        **rename_aliases(state["model_config"], options),
-        **rename_aliases(state["run_config"], options),
+        **state["model_config"],
+        **state["run_config"],
         "model": state["model"],
     }
 
@@ -107,7 +103,7 @@ def check_unchanged(
     unknown_keys = [
         f"{name}={value!r}"
         for name, value in sorted(saved.items())
-        if name not in options and name not in REMOVED_KEYS and value is not None
+        if name not in options and value is not None
     ]
     if unknown_keys:
         raise ValueError(
@@ -293,9 +289,7 @@ def check_lr_scales(
     """
     scales = optimizer.get_lr_scales(model, config.optimizer == "muon")
     # factors depend on the code (the rules of parameters), not only on the settings
-    saved_scales = state.get("lr_scales")
-    if saved_scales is None:
-        saved_scales = optimizer.get_legacy_lr_scales(model)
+    saved_scales = state["lr_scales"]
     for name in sorted(saved_scales.keys() | scales.keys()):
         saved_scale = saved_scales.get(name, 1.0)
         scale = scales.get(name, 1.0)

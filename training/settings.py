@@ -45,8 +45,8 @@ def resolve(
     from_command_line = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
     options = known_options(from_file, from_command_line)
-    configurator.check_names(from_file, configurator.known_names(options))
-    configurator.check_names(from_command_line, configurator.known_names(options), prefix="--")
+    configurator.check_names(from_file, options)
+    configurator.check_names(from_command_line, options, prefix="--")
 
     # The keys of the run determine the model, and the checkpoint to resume from.
     run_options = collect_options(TrainConfig)
@@ -141,8 +141,7 @@ def known_options(from_file: dict, from_command_line: dict[str, str]) -> dict[st
     options = collect_options(
         TrainConfig, *(model_class(name).Config for name in models if name in MODEL_NAMES)
     )
-    names = set(configurator.known_names(options))
-    if names >= from_file.keys() and names >= from_command_line.keys():
+    if options.keys() >= from_file.keys() | from_command_line.keys():
         return options
     return every_option()
 
@@ -193,8 +192,7 @@ def check_model_keys(
         raise ValueError(
             f"model/{model}.py: {key} is already a key of the run; rename the key of the model"
         )
-    known_names = configurator.known_names({**run_options, **model_options})
-    for key in sorted(from_command_line.keys() - set(known_names)):
+    for key in sorted(from_command_line.keys() - run_options.keys() - model_options.keys()):
         raise ValueError(f"--{key} is not a key of {model}; omit it, or choose another --model")
 
 
@@ -206,7 +204,7 @@ def report_ignored_keys(
     note: Callable[[str], object],
 ) -> None:
     """Print a note on keys of a config file that the chosen model does not have."""
-    ignored = sorted(from_file.keys() - set(configurator.known_names(options)))
+    ignored = sorted(from_file.keys() - options.keys())
     if ignored and machine.rank() == 0:
         note(f"note: {', '.join(ignored)} of {config_file} have no effect with model={model}")
 

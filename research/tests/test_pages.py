@@ -127,7 +127,6 @@ def bytes_moved(row: dict) -> list[float]:
 
 
 DERIVED = {  # what a page computes from a stored row
-    "memory_cpu.json": lambda row: [row[key] / row["measured"] for key in ("least", "estimate")],
     "predicted_small_h200.json": bytes_moved,
 }
 
