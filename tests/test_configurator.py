@@ -499,5 +499,3 @@ def test_the_beginning_of_a_name_suggests_the_name():
     assert errors.suggest("MUDD", MODEL_NAMES) == ", did you mean MUDD-gpt-mha-rope?"
     assert errors.suggest("attnres", MODEL_NAMES) == ", did you mean AttnRes-gpt-mha-rope?"
     assert errors.suggest("", MODEL_NAMES) == errors.suggest("xyz", MODEL_NAMES) == ""
-
-

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from export_helpers import export_run, save_released, save_run
-from helpers import SMALL, one_line_error, small_run, write_checksums
+from helpers import SMALL, one_line_error, small_run
 from in_process import call
 from safetensors.torch import load_file, save_file
 
 from data import tokenizer
-from model import build, model_class
+from model import build
 from model.causality import move_parameters
-from training import checkpoint, init_from, metrics
+from training import checkpoint, metrics
 from training.residual_statistics import ObservedStream
 from training.settings import configure
 

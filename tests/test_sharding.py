@@ -2,19 +2,16 @@
 
 import copy
 import tempfile
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from model import MODEL_NAMES, build, model_class
+from model import MODEL_NAMES, build
 from training import distributed, optimizer
 from training.muon import Muon, count_rows
 from training.optimizer import build_parameter_groups
-
 
 CPU = torch.device("cpu")
 SIZE = {

@@ -136,9 +136,7 @@ def estimate_activations(
     model = build_without_memory(config.model, model_config, 1)
     state_dtype = getattr(torch, model_config.state_dtype if is_bfloat16 else "float32")
     num_tokens = config.local_micro_batch_size * model_config.block_size
-    states = (
-        model_config.num_hidden_layers * num_tokens * model.state_bytes_per_token(state_dtype)
-    )
+    states = model_config.num_hidden_layers * num_tokens * model.state_bytes_per_token(state_dtype)
     return one_block + states
 
 
@@ -160,9 +158,7 @@ def count_saved_bytes(
     sized_config = dataclasses.replace(model_config, num_hidden_layers=num_layers)
     with FakeTensorMode():
         model = build(config.model, sized_config)
-        ids = torch.zeros(
-            config.local_micro_batch_size, model_config.block_size, dtype=torch.int64
-        )
+        ids = torch.zeros(config.local_micro_batch_size, model_config.block_size, dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
             model.hidden(ids)
