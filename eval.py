@@ -297,8 +297,7 @@ def main() -> None:
         # Mistakes in the command are reported before any work is done.
         check(args)
         device = distributed.pick_device(args.device)
-        # all ranks choose the same checkpoints, even if a run saves another one meanwhile
-        chosen_models = subjects.find_all(args.runs, distributed.connect_peers())
+        chosen_models = subjects.find_all(args.runs)
         if args.tasks:
             for subject in chosen_models:
                 subjects.check_has_text(subject)

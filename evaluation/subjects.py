@@ -13,7 +13,6 @@ from data.tokenizer import Tokenizer
 from model import weights
 from model.gpt import GPT
 from training import checkpoint
-from training.peers import Peers
 
 # The longest list of run names in the name of a folder of results; file systems allow 255 bytes.
 MAX_NAMES_LENGTH = 100
@@ -38,10 +37,8 @@ class Subject:
         return model, model_tokenizer, state["model"]
 
 
-def find(path: str, peers: Peers = checkpoint.ALONE) -> Subject:
+def find(path: str) -> Subject:
     """Return the latest checkpoint of a run, a checkpoint, or an exported or released folder.
-
-    peers: the processes that choose it together (`checkpoint.verify`)
 
     Raises:
         ValueError: the path is none of these, or damaged
@@ -56,16 +53,16 @@ def find(path: str, peers: Peers = checkpoint.ALONE) -> Subject:
         digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file()]
         identity = hashlib.sha256(b"".join(digests)).hexdigest()
         return Subject(folder.resolve().name, folder, None, identity)
-    folder = checkpoint.find(folder, peers)
+    folder = checkpoint.find(folder)
     state = checkpoint.read_state(folder)
     label = f"{find_run_folder(folder.resolve()).name}, step {state['step']:,}"
     identity = hashlib.sha256((folder / checkpoint.CHECKSUMS).read_bytes()).hexdigest()
     return Subject(label, folder, state, identity)
 
 
-def find_all(paths: list[str], peers: Peers = checkpoint.ALONE) -> list[Subject]:
+def find_all(paths: list[str]) -> list[Subject]:
     """Return the subject of each path; labels that are equal get the name of the parent folder."""
-    subjects = [find(path, peers) for path in paths]
+    subjects = [find(path) for path in paths]
     labels = [subject.label for subject in subjects]
     for index, path in enumerate(paths):
         if labels.count(labels[index]) > 1:

@@ -9,7 +9,7 @@ from typing import IO
 
 from helpers import ROOT
 
-from training import checkpoint, metrics, sharded_checkpoint
+from training import checkpoint, metrics
 
 TIMINGS = ("seconds", "tokens_per_second", "memory")
 
@@ -62,9 +62,9 @@ def read_final_tensors(run: Path) -> dict[str, bytes]:
     """Read the bytes of every tensor of the newest checkpoint."""
     path = checkpoint.find(run)
     return {
-        name: saved[...].numpy().tobytes()
+        name: tensor.numpy().tobytes()
         for kind in ("model", "optimizer")
-        for name, saved in sharded_checkpoint.open_tensors(path, kind).items()
+        for name, tensor in checkpoint.load_tensors(path / f"{kind}.safetensors").items()
     }
 
 

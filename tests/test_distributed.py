@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import small_run, wait_for
 from in_process import train_in_processes
 from interruptions_helpers import (
@@ -199,7 +201,6 @@ def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, 
         "hidden_size": 384,
     }
     if engine == "fsdp":
-        settings["checkpoint_writers"] = 2
         settings["save_in_background"] = True
     undisturbed = tmp_path / "undisturbed"
     job = start_training(small_run(corpus, undisturbed, **settings), processes=3)
@@ -227,3 +228,49 @@ def test_a_gpu_that_this_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, m
     assert distributed.pick_device("cpu").type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert distributed.pick_device("auto").type == "cpu"
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A process group of one rank, in a job of two."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=0, world_size=1)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["[unbound_buffer.cc:129] Timed out waiting 2000ms", "Connection closed by peer [::1]"],
+)
+def test_a_lost_rank_is_reported_in_one_line(one_rank, capsys, reason):
+    with pytest.raises(SystemExit, match="1"), distributed.exit_if_rank_is_lost():
+        raise RuntimeError(f"{reason}\nmore")
+    [line] = capsys.readouterr().err.splitlines()
+    assert "rank 0 has lost another rank, which hangs, has ended or cannot be reached" in line
+    assert f"({reason})" in line
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("timed out waiting")])
+def test_other_errors_are_not_those_of_a_lost_rank(one_rank, error):
+    with pytest.raises(type(error)), distributed.exit_if_rank_is_lost():
+        raise error
+
+
+def test_a_single_process_has_no_lost_rank():
+    with pytest.raises(RuntimeError), distributed.exit_if_rank_is_lost():
+        raise RuntimeError("Timed out waiting")
+
+
+def test_the_flight_recorder_writes_into_the_run_folder_unless_the_user_chose(
+    tmp_path, monkeypatch
+):
+    name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    monkeypatch.setenv(name, "/scratch/trace_")
+    distributed.enable_flight_recorder(tmp_path)
+    assert os.environ[name] == "/scratch/trace_"
+    monkeypatch.delenv(name)
+    distributed.enable_flight_recorder(tmp_path)
+    assert os.environ[name] == f"{tmp_path}/nccl_trace_rank_"

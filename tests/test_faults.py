@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from in_process import train_in_processes
 from interruptions_helpers import CONSTANT_RATE, read_final_tensors, read_records
 
 import train
-from training import checkpoint, distributed, timeouts
+from training import distributed
 
 SETTINGS = {
     **CONSTANT_RATE,
@@ -26,7 +25,7 @@ SETTINGS = {
     "checkpoint_interval": 3,
     "eval_interval": 4,
     "max_steps": 9,
-    "collective_timeout": 3,
+    "collective_timeout": 5,
 }
 
 
@@ -95,7 +94,7 @@ def train_rank(rank: int, port: int, log: Path, arguments: list[str]) -> None:
 @pytest.mark.parametrize("engine", ["ddp", slow("fsdp")])
 def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, engine):
     arguments = small_run(
-        corpus, tmp_path / "run", **{**SETTINGS, "engine": engine, "collective_timeout": 1}
+        corpus, tmp_path / "run", **{**SETTINGS, "engine": engine, "collective_timeout": 3}
     )
     log = tmp_path / "log"
     with socket.create_server(("localhost", 0)) as free:
@@ -113,46 +112,11 @@ def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, engine):
     assert ranks[0].exitcode == 1
     lines = log.with_name("log_0").read_text().splitlines()
     assert re.fullmatch(
-        rf"train.py: rank 0 waited \d+ s for the other ranks in the gradient sync of step 5 \(time-out "
-        rf"1 s\): one of them hangs, or cannot be reached; {timeouts.RESUME_ADVICE}",
+        r"train.py: rank 0 has lost another rank, which hangs, has ended or cannot be reached \(.*"
+        r"Timed out waiting 3000ms.*\); torchrun --max-restarts restarts the job; .*--resume=auto",
         lines[-1],
     )
     assert "Traceback" not in "".join(lines)
-
-
-def test_a_slow_save_or_evaluation_of_one_rank_is_waited_for(corpus, tmp_path, monkeypatch):
-    write_other_files = checkpoint.write_other_files
-    evaluate = train.evaluate
-
-    # only the first writer calls it
-    def write_slowly(*args):
-        time.sleep(2)
-        (tmp_path / "slow_save").touch()
-        return write_other_files(*args)
-
-    def evaluate_slowly(*args, **kwargs):
-        world = args[4]
-        if world.rank == 1:
-            time.sleep(2)
-        return evaluate(*args, **kwargs)
-
-    # the processes are forked, so they have both
-    monkeypatch.setattr(checkpoint, "write_other_files", write_slowly)
-    monkeypatch.setattr(train, "evaluate", evaluate_slowly)
-    arguments = small_run(
-        corpus,
-        tmp_path / "run",
-        **{
-            **SETTINGS,
-            "collective_timeout": 1,
-            "checkpoint_interval": 3,
-            "eval_interval": 5,
-            "max_steps": 6,
-        },
-    )
-    train_in_processes(2, arguments, tmp_path / "log")
-    assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
-    assert (tmp_path / "slow_save").exists()
 
 
 CASES = [
@@ -168,11 +132,8 @@ CASES = [
     slow("memory limit", 2, "ddp"),
 ]
 LINES = {
-    "stop": (
-        "s for the other ranks in the gradient sync of step 5 (time-out 3 s): one of them hangs, or "
-        "cannot be reached; "
-    ),
-    "kill": "lost the connection to another rank after",
+    "stop": "has lost another rank",
+    "kill": "has lost another rank",
     "memory error": "out of memory: resume with --resume=auto and a smaller --micro_batch_size",
     "memory limit": "out of memory (tried to allocate 8589934592 bytes): resume with --resume=auto",
 }
@@ -198,7 +159,6 @@ def test_a_job_restarts_after_a_fault_and_ends_with_the_same_bits(
     if fault == "stop":
         # one line of each rank that waits, at most; torchrun ends them after the first
         assert len(lines) < num_processes
-        assert lines[0].startswith("train.py: rank 0 waited ")
-        assert timeouts.RESUME_ADVICE in lines[0]
+        assert lines[0].startswith("train.py: rank 0 has lost another rank")
     assert read_final_tensors(run) == read_final_tensors(undisturbed)
     assert read_records(run) == read_records(undisturbed)

@@ -115,7 +115,9 @@ def test_adamw_has_two_moments_and_muon_one_of_the_matrices():
 def test_fsdp_shards_weights_gradients_and_optimizer_state(shard_size, num_shards):
     full = estimate()
     shard = estimate(world_size=4, engine="fsdp", shard_size=shard_size)
-    assert shard.exact == full.exact // num_shards
+    assert shard.weights == full.weights // num_shards
+    assert shard.gradients == full.gradients // num_shards
+    assert shard.optimizer_state == full.optimizer_state // num_shards
     assert full.gathered == 0
     assert 0 < shard.gathered <= full.weights
 
@@ -173,18 +175,29 @@ def set_available_memory(monkeypatch):
     return lambda size: monkeypatch.setattr(utils.machine, "available_memory", lambda: int(size))
 
 
-def test_a_model_that_does_not_fit_is_refused(corpus, set_available_memory, tmp_path):
+def test_a_run_that_does_not_fit_is_refused(corpus, set_available_memory, tmp_path):
     arguments = small_run(corpus, tmp_path / "run", model="gpt-mha-rope")
     config, model_config = configure(arguments)
-    exact = 16 * memory.count_parameters("gpt-mha-rope", model_config)
-    set_available_memory(exact)
+    least = memory.compute_least_memory(config, model_config)
+    set_available_memory(least)
     memory.check_fits(config, model_config, CPU)
-    set_available_memory(exact - 1)
+    set_available_memory(least - 1)
     memory.check_fits(config, model_config, torch.device("cuda"))
     line = one_line_error(call("train.py", *arguments))
-    assert "gradients and the optimizer's state need" in line
-    assert line.endswith("give a smaller model")
+    assert "the run needs more than" in line
+    assert (
+        "give a --micro_batch_size below 2, --activation_checkpointing=True, or a smaller" in line
+    )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_the_lower_bound_is_below_what_an_eager_pass_allocates(name):
+    config, model_config = make_configs(name)
+    moments = 8 * memory.count_parameters(name, model_config)
+    weights = 4 * memory.count_parameters(name, model_config)
+    least = memory.compute_least_memory(config, model_config)
+    assert least - weights - moments < measure_allocated(name, False)
 
 
 def test_several_processes_of_a_machine_share_its_memory(monkeypatch):

@@ -21,7 +21,7 @@ SETTINGS = {
     "micro_batch_size": 1,
     "checkpoint_interval": 20,
     "eval_interval": 20,
-    "collective_timeout": 3,
+    "collective_timeout": 5,
 }
 PORT = 23456
 
@@ -113,18 +113,14 @@ def test_a_cut_network_ends_both_ends_and_the_run_resumes(corpus, tmp_path, mach
     wait_for(lambda: len(completed_steps(run)) >= 25, 120)
     ip(f"-n {machines[0].name} link set {machines[0].interface} down")
     assert jobs[0].wait(timeout=60) != 0
-    wait_for(lambda: "rank 1 waited" in logs[1].read_text())
+    wait_for(lambda: "rank 1 has lost another rank" in logs[1].read_text())
     # The torchrun of the second machine waits for the first one's store; srun ends it.
     jobs[1].kill()
     jobs[1].wait()
     last_step = completed_steps(run)[-1]
     assert last_step < 100_000
     for rank, log in enumerate(logs):
-        lines = [line for line in log.read_text().splitlines() if f"rank {rank} waited" in line]
-        assert (
-            f"s for the other ranks in the gradient sync of step {last_step + 1} (time-out 3 s)"
-            in lines[0]
-        )
+        assert f"rank {rank} has lost another rank" in log.read_text()
 
     ip(f"-n {machines[0].name} link set {machines[0].interface} up")
     arguments = small_run(corpus, run, **SETTINGS, max_steps=last_step + 3)

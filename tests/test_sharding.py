@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from model import MODEL_NAMES, build
 from training import distributed, optimizer
-from training.muon import Muon, count_rows
+from training.muon import Muon
 from training.optimizer import build_parameter_groups
 
 CPU = torch.device("cpu")
@@ -52,29 +52,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-# ---- what is replicated ----
-
-
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_hardly_any_parameters_of_a_large_model_are_replicated(name):
-    with torch.device("meta"):
-        model = build(name, vocab_size=320, num_hidden_layers=2, num_attention_heads=8)
-    assert distributed.describe_replicated_parameters(model) is None
-
-
-def test_a_note_names_the_largest_matrix_that_is_not_sharded():
-    model = build_seeded("gpt-mha-rope")
-    projection = model.transformer.h[1].mlp.c_proj
-    projection.rules["weight"] = projection.rules["weight"]._replace(rounded=False)
-    note = distributed.describe_replicated_parameters(model)
-    # this matrix, and norms
-    num_replicated = projection.weight.numel() + sum(
-        parameter.numel() for parameter in model.parameters() if parameter.dim() == 1
-    )
-    assert note.startswith(f"engine=fsdp does not shard {num_replicated:,} of")
-    assert "such as transformer.h.1.mlp.c_proj.weight; set rounded=True" in note
-
-
 # ---- gradients ----
 
 
@@ -82,17 +59,13 @@ def compute_gradients(
     model, world, micro_batches: list[torch.Tensor], bfloat16: bool, **options
 ) -> dict[str, torch.Tensor]:
     """Return the averaged gradients of micro-batches of ids (B, T + 1), in full."""
-    every_micro_batch = options.pop("every_micro_batch", False)
-    train_model, _ = distributed.parallelize(
-        model, world, compile=False, bfloat16=bfloat16, **options
-    )
+    train_model, _ = distributed.parallelize(model, world, compile=False, **options)
     for index, ids in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        with distributed.gradient_sync(train_model, is_last, every_micro_batch):
+        with distributed.gradient_sync(train_model, is_last):
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
                 _, loss = train_model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
             (loss / len(micro_batches)).backward()
-    distributed.average_replicated_gradients(model, world)
     return {
         name: full_tensor(parameter.grad)
         for name, parameter in model.named_parameters()
@@ -126,45 +99,13 @@ def test_bfloat16_gradients_of_fsdp_are_those_of_ddp_to_the_bit(name):
     run_on_ranks(check_gradients, 2, name, True, 1, {})
 
 
-@pytest.mark.parametrize("every_micro_batch", [False, True])
-def test_gradients_are_reduced_with_every_micro_batch_or_with_the_last(every_micro_batch):
-    options = {"every_micro_batch": every_micro_batch}
-    run_on_ranks(check_gradients, 2, CC_EC, True, 2, options)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("shard_size", [None, 2])
 @pytest.mark.parametrize("name", ["gpt-mha-rope", CC_EC, "MUDD-gpt-mha-rope"])
 def test_gradients_of_four_ranks(name, shard_size, bfloat16):
-    options = {"shard_size": shard_size, "every_micro_batch": True}
+    options = {"shard_size": shard_size}
     run_on_ranks(check_gradients, 4, name, bfloat16, 2, options)
-
-
-def check_precision(world) -> None:
-    model = build_seeded(CC_EC)
-    distributed.parallelize(model, world, engine="fsdp", compile=False, bfloat16=True)
-    rules = optimizer.collect_rules(model)
-    gathered_dtypes = {}
-
-    def record(module, inputs):
-        for name, parameter in module.named_parameters():
-            gathered_dtypes[name] = parameter.dtype
-
-    block = model.transformer.h[0]
-    block.register_forward_pre_hook(record)
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(ids, ids)
-    for name, dtype in gathered_dtypes.items():
-        is_rounded = rules[f"transformer.h.0.{name}"].rounded
-        assert dtype == (torch.bfloat16 if is_rounded else torch.float32), name
-    assert isinstance(block.attn.c_q.weight, DTensor)
-    assert not isinstance(block.ln_1.weight, DTensor)
-
-
-def test_blocks_gather_in_bfloat16_what_autocast_rounds():
-    run_on_ranks(check_precision, 2)
 
 
 # ---- Muon ----
@@ -225,18 +166,6 @@ def test_muon_of_four_ranks_has_the_bits_of_one_process(engine, shard_size):
     run_on_ranks(check_muon, 4, engine, shard_size, torch.float32)
 
 
-def test_rows_are_counted_as_fsdp_cuts_them():
-    assert count_rows(12, 4) == [3, 3, 3, 3]
-    assert count_rows(10, 4) == [3, 3, 3, 1]
-    assert count_rows(2, 4) == [1, 1, 0, 0]
-    for num_rows in range(1, 20):
-        for num_ranks in range(1, 9):
-            chunks = torch.arange(num_rows).chunk(num_ranks)
-            expected = [len(chunk) for chunk in chunks]
-            expected += [0] * (num_ranks - len(chunks))
-            assert count_rows(num_rows, num_ranks) == expected
-
-
 @pytest.fixture
 def sixty_four_ranks():
     """A process group of 64 ranks that sends nothing."""
@@ -264,61 +193,9 @@ def test_sixty_four_ranks_divide_the_matrices_evenly():
 
     muon.orthogonalize = orthogonalize
     muon.step()
-    # 7 matrices of each of 32 blocks: 224 over 64 ranks
+    # 7 matrices of each of 32 blocks: 224 over 64 ranks, and a remainder of each shape
     assert len(matrices) == 224
-    assert num_orthogonalized in (3, 4)
-
-
-@pytest.mark.usefixtures("sixty_four_ranks")
-def test_muon_refuses_matrices_of_which_some_are_sharded():
-    world = distributed.World(5, 64, CPU)
-    model = build_seeded("gpt-mha-rope", num_hidden_layers=1, hidden_size=96, head_dim=48)
-    mlp = model.transformer.h[0].mlp.c_proj
-    mlp.rules = {"weight": mlp.rules["weight"]._replace(rounded=False)}
-    distributed.parallelize(model, world, engine="fsdp", compile=False, bfloat16=True)
-    _, groups = build_parameter_groups(model, weight_decay=0.1, with_muon=True)
-    with pytest.raises(ValueError, match="set rounded=True in the rules of all of them"):
-        Muon(groups, lr=0.02, dtype=torch.bfloat16)
-
-
-@pytest.mark.usefixtures("sixty_four_ranks")
-def test_sixty_four_ranks_exchange_each_row_once(monkeypatch):
-    world = distributed.World(5, 64, CPU)
-    model = build_seeded("gpt-mha-rope", num_hidden_layers=4, hidden_size=96, head_dim=48)
-    distributed.parallelize(model, world, engine="fsdp", compile=False)
-    _, groups = build_parameter_groups(model, weight_decay=0.1, with_muon=True)
-    muon = Muon(groups, lr=0.02, dtype=torch.bfloat16)
-    num_own_numbers = 0
-    for group in groups:
-        for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight)
-            num_own_numbers += weight.to_local().numel()
-    sent = []
-    orthogonalized = []
-
-    class Work:
-        def wait(self):
-            pass
-
-    def all_to_all_single(output, input, output_split_sizes, input_split_sizes, **_):
-        assert sum(input_split_sizes) == input.numel()
-        assert sum(output_split_sizes) == output.numel()
-        assert len(input_split_sizes) == len(output_split_sizes) == 64
-        output.zero_()
-        sent.append(input.numel())
-        return Work()
-
-    def orthogonalize(group, matrix):
-        orthogonalized.append(matrix.numel())
-        return matrix
-
-    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
-    monkeypatch.setattr(muon, "orthogonalize", orthogonalize)
-    muon.step()
-    # this rank sends its rows of all matrices, and later the rows of the updates that it computed
-    assert sum(sent) == num_own_numbers + sum(orthogonalized)
-    # 7 matrices of each of 4 blocks: at most one for a rank
-    assert len(orthogonalized) <= 1
+    assert 3 <= num_orthogonalized <= 5
 
 
 # ---- the start ----

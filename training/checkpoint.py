@@ -8,44 +8,85 @@
     tokenizer.json          the tokenizer, so that sampling does not need the corpus
     SHA256SUMS              checksums of these files, as `sha256sum -c` reads them
 
-Several writers divide the weights and the state into a file each, and an index says what is where
-(training/sharded_checkpoint.py). Every tensor is stored whole, whatever the number of ranks and the
-engine that trained it.
+The main process writes it. Every tensor is stored whole, whatever the number of ranks and the engine
+that trained it.
 
 The folder is written under a temporary name and then renamed. If a step is saved again, the older
 folder stays as `step_00001000.old` until the new one is in its place.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from data import tokenizer
 from huggingface import released
 from model import weights as weight_files
 from model.gpt import GPT
 from model.parameters import find_aliases
-from training import sharded_checkpoint
-from training.peers import Peers
-from training.sharded_checkpoint import CheckpointShard
-from utils import errors, files
+from training.config import TrainConfig
+from training.stopping import Stop
+from utils import errors, files, machine
 
-T = TypeVar("T")
-
-ALONE = Peers()  # one process that writes or verifies a checkpoint by itself
 CHECKSUMS = "SHA256SUMS"
+# The order is part of the format, because `verify` compares with it.
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
 STATE_TYPES = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
+
+
+@dataclass
+class TrainState:
+    """What a run carries from step to step besides tensors; state.json stores it."""
+
+    step: int = 0  # steps done, skipped ones included
+    # of training steps and, at each start, of the step that warms up DDP; over all restarts, without
+    # evaluation and saving
+    seconds: float = 0.0
+    evaluated: bool = True  # False: `step` is to be evaluated after this was saved
+    best_val_loss: float | None = None
+    skipped: int = 0  # steps skipped because a loss or gradient was not finite
+    wandb_id: str | None = None  # of the Weights & Biases run that a resumed run continues
+    branched_from: str | None = None  # the --resume that began the run, if it continues another one
+
+    @classmethod
+    def load(
+        cls, saved_state: dict, resume_checkpoint: Path | None, config: TrainConfig
+    ) -> "TrainState":
+        """Return the counters in state.json of a checkpoint; fresh ones without a checkpoint."""
+        if resume_checkpoint is None:
+            return cls()
+        # a checkpoint may lack counters that were added later
+        names = [field.name for field in dataclasses.fields(cls)]
+        state = cls(**{name: saved_state[name] for name in names if name in saved_state})
+        # losses on other sequences cannot be compared
+        saved_config = saved_state["run_config"]
+        for key in ("eval_part", "eval_batches"):
+            if key in saved_config and saved_config[key] != getattr(config, key):
+                state.best_val_loss = None
+        if not belongs_to(resume_checkpoint, config.out_dir):
+            state.evaluated = True  # by the run that it branches off
+            state.wandb_id = None  # a run that branches off is a new run of Weights & Biases
+            state.branched_from = config.resume
+        return state
+
+    def is_complete(self, max_steps: int) -> bool:
+        """Return whether all steps are done, and the last one is evaluated."""
+        return self.step > max_steps or (self.step == max_steps and self.evaluated)
 
 
 # ---- writing ----
@@ -58,132 +99,35 @@ def save(
     state: dict,
     tokenizer_json: dict,
 ) -> Path:
-    """Write the checkpoint of `state["step"]` from one process and return its path; see `write`."""
-    shards = [
-        sharded_checkpoint.gather_shard(kind, tensors, writers=[0], rank=0, copy=False)
-        for kind, tensors in (("model", model_tensors), ("optimizer", optimizer_tensors))
-    ]
-    path = name_folder(run_folder, state["step"])
-    write(path, shards, state, tokenizer_json)
-    return path
-
-
-def name_folder(run_folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
-    return run_folder / "checkpoints" / f"step_{step:08d}"
-
-
-def write(
-    path: Path,
-    shards: list[CheckpointShard],
-    state: dict,
-    tokenizer_json: dict,
-    writers: Peers = ALONE,
-) -> None:
-    """Write a checkpoint. Every writer must call it; it is complete when the first one returns.
-
-    Args:
-        path: folder of the checkpoint
-        shards: what this writer holds of the weights and of the optimizer's state
-        state: for state.json; that of the first writer is used
-        tokenizer_json: for tokenizer.json
-        writers: this process among those that write
+    """Write the checkpoint of `state["step"]` from one process and return its path.
 
     Raises:
-        OSError: this writer or another one failed, for example because the disk is full. Partially
-            written files are removed, and earlier checkpoints stay.
+        OSError: it cannot be written, for example because the disk is full. Partially written files
+            are removed, and earlier checkpoints stay.
     """
+    path = run_folder / "checkpoints" / f"step_{state['step']:08d}"
     temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        # no writer begins before the folder exists
-        run_on_all(writers, lambda: create_folder(temporary, writers))
-        # no writer is at work when the folder is renamed or removed
-        checksums = run_on_all(writers, lambda: write_shards(temporary, shards, writers))
-        if writers.rank == 0:
-            write_other_files(temporary, shards, state, tokenizer_json, checksums)
-            replace_folder(path, temporary)
-    except BaseException:
-        if writers.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def run_on_all(writers: Peers, task: Callable[[], T]) -> list[T]:
-    """Run a part of the work on every writer and return the results of all, ordered by rank.
-
-    Raises:
-        OSError: that of this writer, or of the first one on which the task raised one
-    """
-    result = None
-    failure = None
-    try:
-        result = task()
-    except OSError as error:
-        failure = error
-    message = None if failure is None else str(failure)
-    outcomes = writers.all_gather((result, message))
-    if failure is not None:
-        raise failure
-    # a writer whose own part has succeeded must not go on without the others
-    for rank, (_, other_message) in enumerate(outcomes):
-        if other_message is not None:
-            raise OSError(f"writer {rank}: {other_message}")
-    return [result for result, _ in outcomes]
-
-
-def create_folder(temporary: Path, writers: Peers) -> None:
-    """Create the folder of a checkpoint, and remove those of saves that were killed."""
-    if writers.rank > 0:
-        return
-    for leftover in temporary.parent.glob("*.tmp"):
+    for leftover in path.parent.glob("*.tmp"):  # of a save that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir(parents=True)
-
-
-def write_shards(folder: Path, shards: list[CheckpointShard], writers: Peers) -> dict[str, str]:
-    """Write the files of this writer and flush them; return their lines of SHA256SUMS by name."""
-    lines = {}
-    for shard in shards:
-        if writers.rank >= shard.num_files:  # there are fewer tensors than writers
-            continue
-        file = folder / shard.name_file(writers.rank)
-        save_tensors(file, shard.tensors)
+    try:
+        temporary.mkdir(parents=True)
+        save_tensors(temporary / "model.safetensors", model_tensors)
+        save_tensors(temporary / "optimizer.safetensors", optimizer_tensors)
+        files_as_json = {"state.json": json.dumps(state, indent=1)}
+        files_as_json["tokenizer.json"] = json.dumps(tokenizer_json)
+        for name, text in files_as_json.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        sums = "".join(compute_checksum_line(temporary / name) for name in FILES)
+        (temporary / CHECKSUMS).write_text(sums, encoding="utf-8")
         # flushed before the folder is renamed, so that a power cut cannot leave partial files
-        fsync(file)
-        lines[file.name] = compute_checksum_line(file)
-    return lines
-
-
-def write_other_files(
-    folder: Path,
-    shards: list[CheckpointShard],
-    state: dict,
-    tokenizer_json: dict,
-    checksums: list[dict[str, str]],
-) -> None:
-    """Complete a folder in which all tensors have been written, and flush it.
-
-    checksums: what `write_shards` returned on each writer
-    """
-    contents = {
-        "state.json": json.dumps(state, indent=1),
-        "tokenizer.json": json.dumps(tokenizer_json),
-    }
-    for shard in shards:
-        if shard.num_files > 1:
-            contents[f"{shard.kind}.safetensors.index.json"] = json.dumps(shard.build_index())
-    lines: dict[str, str] = {}
-    for lines_of_writer in checksums:
-        lines.update(lines_of_writer)
-    for name, content in contents.items():
-        (folder / name).write_text(content, encoding="utf-8")
-        fsync(folder / name)
-        lines[name] = compute_checksum_line(folder / name)
-    # the order of `list_files` is part of the format, because `verify` compares with it
-    sums = "".join(lines[name] for name in list_files(folder))
-    (folder / CHECKSUMS).write_text(sums, encoding="utf-8")
-    fsync(folder / CHECKSUMS)
-    fsync(folder)
+        for name in (*FILES, CHECKSUMS):
+            fsync(temporary / name)
+        fsync(temporary)
+        replace_folder(path, temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return path
 
 
 def replace_folder(path: Path, temporary: Path) -> None:
@@ -236,23 +180,6 @@ def fsync(path: Path) -> None:
 # ---- checksums ----
 
 
-def list_files(checkpoint: Path) -> list[str]:
-    """Return the names of the files of a checkpoint, in the order of SHA256SUMS.
-
-    Raises:
-        ValueError: an index is damaged
-    """
-    names = []
-    for kind in ("model", "optimizer"):
-        index = f"{kind}.safetensors.index.json"
-        if not (checkpoint / index).is_file():
-            names.append(f"{kind}.safetensors")
-            continue
-        names.extend(file.name for file in weight_files.list_weight_files(checkpoint, kind))
-        names.append(index)
-    return [*names, "state.json", "tokenizer.json"]
-
-
 def compute_checksum_line(file: Path) -> str:
     """Return the line of SHA256SUMS for a file."""
     # in pieces, so that a checkpoint larger than the memory can be verified
@@ -261,37 +188,21 @@ def compute_checksum_line(file: Path) -> str:
     return f"{digest}  {file.name}\n"
 
 
-def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
-    """Raise ValueError if a file is missing, or not byte for byte what was saved.
-
-    peers: processes that divide the files; all of them must call it, and all get the same answer
-    """
-    problems = peers.all_gather(find_damage(checkpoint, peers.rank, peers.size))
-    for problem in problems:
-        if problem is not None:
-            raise ValueError(f"{checkpoint} is damaged: {problem}")
-
-
-def find_damage(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
-    """Hash one of `num_ranks` parts of a checkpoint; return what is damaged, or None."""
+def verify(checkpoint: Path) -> None:
+    """Raise ValueError if a file is missing, or not byte for byte what was saved."""
     try:
-        stored = (checkpoint / CHECKSUMS).read_bytes().decode(errors="replace")
-        stored_lines = stored.splitlines(keepends=True)
-        names = list_files(checkpoint)
-        sizes = {name: (checkpoint / name).stat().st_size for name in names}
-        rank_of = sharded_checkpoint.balance(sizes, num_ranks)
-        for name in [name for name in names if rank_of[name] == rank]:
-            if compute_checksum_line(checkpoint / name) not in stored_lines:
-                return f"the checksum of {name} does not match"
+        stored_lines = (checkpoint / CHECKSUMS).read_bytes().decode(errors="replace")
+        lines = [compute_checksum_line(checkpoint / name) for name in FILES]
     except OSError as error:
         name = Path(error.filename or "a file").name
-        return f"{name} is missing or unreadable ({error.strerror})"
-    except ValueError as error:  # an index
-        return str(error)
-    # lines that are missing, added or cut, which no rank has looked for
-    if [line.partition("  ")[2] for line in stored_lines] != [f"{name}\n" for name in names]:
-        return f"the checksum of {CHECKSUMS} does not match"
-    return None
+        raise ValueError(
+            f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})"
+        ) from error
+    damaged = [name for name, line in zip(FILES, lines) if line not in stored_lines]
+    if stored_lines != "".join(lines):
+        # lines that are missing, added or cut
+        name = damaged[0] if damaged else CHECKSUMS
+        raise ValueError(f"{checkpoint} is damaged: the checksum of {name} does not match")
 
 
 # ---- the checkpoints of a run ----
@@ -322,30 +233,14 @@ def belongs_to(checkpoint: Path, run_folder: str | Path) -> bool:
     return checkpoint.absolute().parent.parent.resolve() == Path(run_folder).resolve()
 
 
-def find_latest(run_folder: Path, peers: Peers = ALONE) -> Path | None:
-    """Return the latest valid checkpoint, None without any; damaged ones are reported.
-
-    peers: see `verify`
-
-    Raises:
-        ValueError: the processes see different checkpoints, as on machines without a shared folder
-    """
-    paths = list_checkpoints(run_folder)
-    # `verify` expects all processes, so they must try the same checkpoints
-    names_by_rank = peers.all_gather([path.name for path in paths])
-    for rank, names in enumerate(names_by_rank):
-        if names != names_by_rank[0]:
-            raise ValueError(
-                f"rank {rank} finds {len(names)} checkpoints in {run_folder}, but rank 0 finds "
-                f"{len(names_by_rank[0])}, or different ones; give an --out_dir that all machines share"
-            )
-    # latest first
-    for path in reversed(paths):
+def find_latest(run_folder: Path) -> Path | None:
+    """Return the latest valid checkpoint, None without any; damaged ones are reported."""
+    for path in reversed(list_checkpoints(run_folder)):
         try:
-            verify(path, peers)
+            verify(path)
             return path
         except ValueError as error:
-            if peers.rank == 0:
+            if machine.rank() == 0:
                 print(f"warning: {error}; using the checkpoint before it", file=sys.stderr)
     return None
 
@@ -377,11 +272,10 @@ def rename_damaged(run_folder: Path, resume_checkpoint: Path | None) -> None:
         path.replace(target)
 
 
-def find(path: str | Path, peers: Peers = ALONE, also_accepted: str = "") -> Path:
+def find(path: str | Path, also_accepted: str = "") -> Path:
     """Return the checkpoint that a run folder (its latest valid one) or a checkpoint folder names.
 
     Args:
-        peers: see `verify`
         also_accepted: what else the caller accepts, for the message of an error
 
     Raises:
@@ -389,7 +283,7 @@ def find(path: str | Path, peers: Peers = ALONE, also_accepted: str = "") -> Pat
     """
     path = Path(path)
     if (path / "state.json").is_file() or (path / CHECKSUMS).is_file():
-        verify(path, peers)
+        verify(path)
         return path
     if not path.exists():
         suggestion = errors.suggest(path.name, [other.name for other in path.parent.glob("*")])
@@ -397,7 +291,7 @@ def find(path: str | Path, peers: Peers = ALONE, also_accepted: str = "") -> Pat
             f"{path} does not exist{suggestion or ';'} give a run folder made by train.py, one of "
             f"its checkpoints/step_*{also_accepted}"
         )
-    latest = find_latest(path, peers)
+    latest = find_latest(path)
     if latest is not None:
         return latest
     kind = "valid checkpoint" if list_checkpoints(path) else "checkpoint"
@@ -492,3 +386,126 @@ def load_model(
         )
     state = {"model": folder.model, "model_config": folder.config, **folder.state}
     return model.to(device), encoding, state
+
+
+# ---- saving a run ----
+
+
+def gather_tensors(
+    tensors: dict[str, torch.Tensor], is_main: bool, copy: bool
+) -> dict[str, torch.Tensor]:
+    """Return the complete tensors on the CPU of the main process, nothing on the other ranks.
+
+    Every rank must call it, because sharded tensors are gathered, one at a time.
+
+    Args:
+        copy: whether the result must not share memory with `tensors`, because training goes on
+            while it is written
+    """
+    complete = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if is_main:
+            complete[name] = tensor.detach().to("cpu", copy=copy)
+    return complete
+
+
+class CheckpointSaver:
+    """Save the checkpoints of a run, one at a time. All ranks must call its methods together.
+
+    With save_in_background, training stands still only while the tensors are copied to the host's
+    memory. A thread of the main process then writes, flushes and hashes the files. A kill before it
+    has finished leaves a temporary folder, which the next save removes, and the earlier checkpoints.
+    """
+
+    def __init__(self, config: TrainConfig, tokenizer_json: dict, device: torch.device, stop: Stop):
+        self.config = config
+        self.tokenizer_json = tokenizer_json
+        self.stop = stop
+        self.in_background = config.save_in_background
+        if self.in_background is None:
+            self.in_background = device.type == "cuda"
+        self.is_main = machine.rank() == 0
+        self.thread: threading.Thread | None = None
+        self.thread_error: Exception | None = None  # a bug
+        self.last_save_succeeded = True  # only the main process knows
+
+    def save(
+        self,
+        run_folder: Path,
+        model_tensors: dict[str, torch.Tensor],
+        optimizer_tensors: dict[str, torch.Tensor],
+        state: dict,
+    ) -> None:
+        """Save a checkpoint, or start to. `wait` returns whether it was saved.
+
+        Args:
+            model_tensors, optimizer_tensors: of this rank, as DTensors if they are sharded
+            state: for state.json; only that of the main process is used
+        """
+        # the copies of two checkpoints might not fit into memory
+        self.wait()
+        start_time = time.perf_counter()
+        model_tensors = gather_tensors(model_tensors, self.is_main, copy=self.in_background)
+        optimizer_tensors = gather_tensors(optimizer_tensors, self.is_main, self.in_background)
+        if not self.is_main:
+            return
+        arguments = (run_folder, model_tensors, optimizer_tensors, state, start_time)
+        if not self.in_background:
+            self.write(*arguments)
+            return
+        # a stop would first have to wait for this save, and then save again
+        self.stop.save_seconds *= 2
+        # not a daemon, so that the process does not exit before the checkpoint is complete
+        self.thread = threading.Thread(target=self.write_in_thread, args=arguments)
+        self.thread.start()
+
+    def wait(self) -> bool:
+        """Wait for the save in the background.
+
+        Returns:
+            On the main process, whether the last checkpoint was saved; True on the other ranks.
+        """
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.thread_error is not None:
+            raise self.thread_error
+        return self.last_save_succeeded
+
+    def write_in_thread(self, *arguments) -> None:
+        """Call `write` and keep its error, which `wait` raises."""
+        try:
+            self.write(*arguments)
+        except Exception as error:
+            self.thread_error = error
+
+    def write(
+        self,
+        run_folder: Path,
+        model_tensors: dict[str, torch.Tensor],
+        optimizer_tensors: dict[str, torch.Tensor],
+        state: dict,
+        start_time: float,
+    ) -> None:
+        """Write a checkpoint, report it, and remove old ones."""
+        failure = None
+        try:
+            path = save(run_folder, model_tensors, optimizer_tensors, state, self.tokenizer_json)
+        except OSError as error:
+            failure = error
+        # how early a run with max_seconds must stop
+        self.stop.save_seconds = time.perf_counter() - start_time
+        self.last_save_succeeded = failure is None
+        # each line is written at once, because the training loop may print at the same time
+        if failure is not None:
+            print(
+                f"warning: could not save the checkpoint of step {state['step']} ({failure}); the "
+                "previous one is kept\n",
+                end="",
+                file=sys.stderr,
+            )
+            return
+        print(f"saved {path}\n", end="", flush=True)
+        remove_old(run_folder, self.config.keep_last, self.config.keep_every)

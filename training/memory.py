@@ -24,6 +24,10 @@ from utils.units import format_bytes, format_duration
 
 # The loss holds log-probabilities and two gradients of each logit, in float32.
 BYTES_PER_LOGIT = 12
+# The fraction of an eager step's activations that a compiled step saves at least.
+LEAST_SAVED_FRACTION = 0.28
+# The largest number of blocks that are built, without memory, to count their parameters.
+MAX_COUNTED_BLOCKS = 256
 # FSDP2 holds the block in use and the next one, which is already being gathered.
 NUM_GATHERED_BLOCKS = 2
 
@@ -39,12 +43,22 @@ def build_without_memory(name: str, model_config: GPTConfig, num_layers: int) ->
 
 
 def count_parameters(name: str, model_config: GPTConfig, muon_only: bool = False) -> int:
-    """Return the number of parameters of a model, or of those that Muon may train."""
-    model = build_without_memory(name, model_config, model_config.num_hidden_layers)
-    if not muon_only:
-        return model.num_parameters()
-    rules = collect_rules(model)
-    return sum(p.numel() for key, p in model.named_parameters() if rules[key].muon)
+    """Return the number of parameters of a model, or of those that Muon may train.
+
+    Above MAX_COUNTED_BLOCKS blocks, all blocks count as many as the second one.
+    """
+
+    def count(num_layers: int) -> int:
+        model = build_without_memory(name, model_config, num_layers)
+        if not muon_only:
+            return model.num_parameters()
+        rules = collect_rules(model)
+        return sum(p.numel() for key, p in model.named_parameters() if rules[key].muon)
+
+    num_layers = model_config.num_hidden_layers
+    if num_layers <= MAX_COUNTED_BLOCKS:
+        return count(num_layers)
+    return count(1) + (num_layers - 1) * (count(2) - count(1))
 
 
 # ---- the memory of one process ----
@@ -65,10 +79,6 @@ class MemoryEstimate:
     def total(self) -> int:
         return sum(size or 0 for size in dataclasses.astuple(self))
 
-    @property
-    def exact(self) -> int:
-        return self.weights + self.gradients + self.optimizer_state
-
 
 def estimate_memory(
     config: TrainConfig, model_config: GPTConfig, device_type: str, world_size: int | None = None
@@ -79,10 +89,7 @@ def estimate_memory(
         device_type: "cpu" or "cuda"
         world_size: over how many processes engine=fsdp shards; by default those of this job
     """
-    num_shards = 1
-    if config.engine == "fsdp":
-        world_size = world_size or machine.world_size()
-        num_shards = min(config.shard_size or world_size, world_size)
+    num_shards = count_shards(config, world_size or machine.world_size())
     num_parameters = count_parameters(config.model, model_config)
     is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
     return MemoryEstimate(
@@ -93,6 +100,13 @@ def estimate_memory(
         logits=estimate_logits(config, model_config, device_type),
         activations=estimate_activations(config, model_config, is_bfloat16),
     )
+
+
+def count_shards(config: TrainConfig, world_size: int) -> int:
+    """Return over how many processes the parameters are sharded."""
+    if config.engine == "ddp":
+        return 1
+    return min(config.shard_size or world_size, world_size)
 
 
 def count_optimizer_state(config: TrainConfig, model_config: GPTConfig) -> int:
@@ -168,26 +182,40 @@ def count_saved_bytes(
 
 
 def check_fits(config: TrainConfig, model_config: GPTConfig, device: torch.device) -> None:
-    """Raise ValueError if the model and its optimizer exceed the memory of a run on a CPU.
+    """Raise ValueError if a run on a CPU surely needs more memory than there is.
 
     Without this check the system kills the process without a message. A GPU reports it itself.
     """
-    # code of a user-defined variant runs here for the first time
-    with errors_as_value_errors(config.model):
-        num_parameters = count_parameters(config.model, model_config)
     available = machine.available_memory()
     if device.type != "cpu" or available is None:
         return
-    num_shards = 1
-    if config.engine == "fsdp":
-        num_shards = min(config.shard_size or machine.world_size(), machine.world_size())
-    optimizer_state = count_optimizer_state(config, model_config)
-    needed = (8 * num_parameters + optimizer_state) // num_shards
+    try:
+        # code of a user-defined variant runs here for the first time
+        with errors_as_value_errors(config.model):
+            needed = compute_least_memory(config, model_config)
+    except ValueError as error:
+        if "overflow" not in str(error.__cause__):
+            raise
+        needed = 2**63  # a tensor larger than any memory
     if needed > available:
         raise ValueError(
-            f"{num_parameters:,} parameters, their gradients and the optimizer's state need "
-            f"{format_bytes(needed)}, and {device} has {format_bytes(available)}: give a smaller model"
+            f"the run needs more than {format_bytes(needed)}, and {device} has "
+            f"{format_bytes(available)}: give a --micro_batch_size below "
+            f"{config.local_micro_batch_size}, --activation_checkpointing=True, or a smaller model"
         )
+
+
+def compute_least_memory(config: TrainConfig, model_config: GPTConfig) -> int:
+    """Return what a step needs at least: the exact terms, and some of the activations, in bytes."""
+    num_shards = count_shards(config, machine.world_size())
+    num_parameters = count_parameters(config.model, model_config)
+    exact = 8 * num_parameters + count_optimizer_state(config, model_config)
+    try:
+        block = count_saved_bytes(config, model_config, 1, is_bfloat16=config.dtype == "bfloat16")
+    except Exception:  # as in estimate_activations
+        block = 0
+    num_blocks = 1 if config.activation_checkpointing else model_config.num_hidden_layers
+    return exact // num_shards + int(LEAST_SAVED_FRACTION * num_blocks * block)
 
 
 # ---- the text of --dry_run ----

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from model.gpt import GPT
+from training.checkpoint import TrainState
 from training.config import TrainConfig
 from training.distributed import World
-from training.state import TrainState
 from utils import errors, files
 from utils.units import format_duration
 
@@ -127,6 +127,16 @@ def find_last_evaluation(path: Path) -> dict | None:
         return None
     for record in reversed(read(path)):
         if "val_loss" in record:
+            return record
+    return None
+
+
+def find_evaluation(path: Path, step: int) -> dict | None:
+    """Return the record of the evaluation after a step, None if metrics.jsonl has none."""
+    if not path.is_file():
+        return None
+    for record in read(path):
+        if record["step"] == step and "val_loss" in record:
             return record
     return None
 

@@ -11,9 +11,8 @@ from torch import nn
 from data.shards import is_same_corpus
 from model import model_class
 from model.options import collect_options
-from training import checkpoint, distributed, optimizer
+from training import checkpoint, optimizer
 from training.config import TrainConfig
-from training.peers import Peers
 from training.provenance import compute_code_digest, current_model_digest
 
 # Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
@@ -138,13 +137,11 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
                 "another --out_dir"
             )
         return None
-    # The ranks divide the files to hash. A damaged checkpoint is skipped for the one before it. A dry
-    # run has no other ranks, even if WORLD_SIZE says how many the run will have.
-    peers = Peers() if config.dry_run else distributed.connect_peers()
-    latest = checkpoint.find_latest(out_dir, peers)
+    # a damaged checkpoint is skipped for the one before it
+    latest = checkpoint.find_latest(out_dir)
     chosen = latest
     if config.resume != "auto":
-        chosen = checkpoint.find(config.resume, peers)
+        chosen = checkpoint.find(config.resume)
     if chosen is None and checkpoint.list_checkpoints(out_dir):
         raise ValueError(
             f"out_dir={out_dir} has no valid checkpoint; give another --out_dir, or empty it"
