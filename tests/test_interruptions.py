@@ -39,9 +39,8 @@ from interruptions_helpers import (
 import train
 from model import build
 from training import checkpoint, distributed, metrics, stopping
-from training.checkpoint import load_tensors
+from training.checkpoint import TrainState, load_tensors
 from training.distributed import World
-from training.state import TrainState
 
 
 def start_in_fork(arguments: list[str], log=os.devnull) -> multiprocessing.Process:

@@ -8,9 +8,9 @@ from helpers import SMALL, wait_for
 
 from model import build
 from training import metrics
+from training.checkpoint import TrainState
 from training.config import TrainConfig
 from training.distributed import World
-from training.state import TrainState
 
 LEARNING_RATES = {"lr": 4.8e-3}
 

@@ -10,9 +10,9 @@ from helpers import ROOT, one_line_error, small_run
 from in_process import call
 
 from model import MODEL_NAMES
+from training.checkpoint import TrainState
 from training.config import TrainConfig, check_command_line
 from training.settings import configure, default_out_dir
-from training.state import TrainState
 
 
 def run_train(*arguments) -> str:

@@ -47,38 +47,35 @@ def read_init_settings(folder: str, model: str | None = None) -> dict[str, objec
     return {"model": folder_model, **init_settings}
 
 
-def merge_init_settings(
-    settings: dict[str, object],
-    init_settings: dict[str, object],
+def check_given(
+    given: dict[str, object],
+    init: dict[str, object],
     options: dict[str, Option],
     note: Callable[[str], object] = print,
 ) -> dict[str, object]:
-    """Return the settings that a user gives, together with those that the folder decides.
+    """Return the settings that a user gives, without those that the weights of a folder override.
+
+    Args:
+        init: the settings that the folder decides; {} for a run with weights of its own
 
     Raises:
         ValueError: a key that the weights depend on contradicts the folder
     """
-    # the folder counts, except for keys that no weight depends on
-    merged = {**settings, **init_settings}
-    without_effect = []
-    for name in sorted(settings.keys() & init_settings.keys()):
-        if settings[name] == init_settings[name]:
+    ignored = []
+    for name in sorted(given.keys() & init.keys()):
+        if given[name] == init[name] or (name in options and options[name].changes_no_weight):
             continue
-        if name in options and options[name].changes_no_weight:
-            merged[name] = settings[name]
-        elif name in options and options[name].only_initializes:
-            without_effect.append(name)
-        else:
+        if name not in options or not options[name].only_initializes:
             raise ValueError(
-                f"{name}={settings[name]!r}, but init_from={settings['init_from']} has "
-                f"{init_settings[name]!r}; omit the key"
+                f"{name}={given[name]!r}, but init_from={given['init_from']} has "
+                f"{init[name]!r}; omit the key"
             )
-    if without_effect and machine.rank() == 0:
+        ignored.append(name)
+    if ignored and machine.rank() == 0:
         note(
-            f"note: init_from ignores {', '.join(without_effect)}, because the weights are already "
-            "trained"
+            f"note: init_from ignores {', '.join(ignored)}, because the weights are already trained"
         )
-    return merged
+    return {name: value for name, value in given.items() if name not in ignored}
 
 
 def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:

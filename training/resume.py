@@ -10,7 +10,7 @@ from torch import nn
 
 from data.shards import is_same_corpus
 from model import model_class
-from model.options import collect_options
+from model.options import Option, collect_options
 from training import checkpoint, optimizer
 from training.config import TrainConfig
 from training.provenance import compute_code_digest, current_model_digest
@@ -84,6 +84,33 @@ def saved_settings(state: dict) -> dict[str, object]:
         **state["run_config"],
         "model": state["model"],
     }
+
+
+def check_given(
+    given: dict[str, object], saved: dict[str, object], options: dict[str, Option]
+) -> dict[str, object]:
+    """Return the settings that a user gives to a resumed run, without those that have no effect.
+
+    Raises:
+        ValueError: a key is given that cannot be changed
+    """
+    if saved.get("init_from") is not None:
+        # as at the start of the run, these keys have no effect: the weights were not drawn
+        given = {
+            name: value
+            for name, value in given.items()
+            if name not in options or not options[name].only_initializes
+        }
+    location = given["resume"]
+    if location == "auto":
+        location = f"the run in {given['out_dir']}"
+    check_unchanged(
+        given,
+        saved,
+        location=location,
+        alternative="start a new run with another --out_dir and without --resume",
+    )
+    return given
 
 
 def check_unchanged(

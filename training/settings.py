@@ -14,7 +14,7 @@ from model.gpt import GPTConfig
 from model.options import Option, check_effects, collect_options
 from model.residual import DeltaConfig
 from training import init_from, resume
-from training.config import TrainConfig, check_run, read_arguments
+from training.config import Arguments, TrainConfig, check_run, read_arguments
 from utils import errors, machine
 
 
@@ -41,84 +41,52 @@ def resolve(
         ValueError: a key or a value is wrong, or differs from the run that is resumed
     """
     arguments = read_arguments(argv)
-    from_file = arguments.from_file
-    from_command_line = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
-    options = known_options(from_file, from_command_line)
-    configurator.check_names(from_file, options)
-    configurator.check_names(from_command_line, options, prefix="--")
+    known = known_options(arguments.from_file, arguments.from_command_line)
+    configurator.check_names(arguments.from_file, known)
+    configurator.check_names(arguments.from_command_line, known, prefix="--")
 
-    # The keys of the run determine the model, and the checkpoint to resume from.
+    # The keys of the run determine what is resumed, and that may determine the model.
     run_options = collect_options(TrainConfig)
-    run_settings = configurator.read_settings(from_file, from_command_line, run_options)
-    init_folder = run_settings.get("init_from")
-    out_dir = run_settings.get("out_dir") or default_out_dir(arguments.file, run_settings)
-    if out_dir is None:  # named after the model, which the folder of init_from decides
-        out_dir = f"runs/{init_from.read_init_settings(init_folder)['model']}"
-    run_settings["out_dir"] = out_dir
-    if resume.is_restarted_branch(run_settings.get("resume"), out_dir):
-        run_settings["resume"] = "auto"
+    given = configurator.read_settings(*arguments[1:], run_options)
+    given["out_dir"] = given.get("out_dir") or default_out_dir(arguments.file, given)
+    if resume.is_restarted_branch(given.get("resume"), given["out_dir"]):
+        given["resume"] = "auto"
     if saved_state is None:
-        saved_state = resume.read_saved_state(run_settings.get("resume"), out_dir)
+        saved_state = resume.read_saved_state(given.get("resume"), given["out_dir"])
     saved = resume.saved_settings(saved_state)
-    init_settings = {}
-    if init_folder is not None and not saved:  # a resumed run no longer needs the folder
-        init_settings = init_from.read_init_settings(init_folder, run_settings.get("model"))
-    # lowest precedence first, as below
-    model = {"model": TrainConfig.model, **init_settings, **saved, **run_settings}["model"]
+    init = {}
+    if given.get("init_from") is not None and not saved:  # a resumed run needs the folder no longer
+        init = init_from.read_init_settings(given["init_from"], given.get("model"))
+    model = {"model": TrainConfig.model, **init, **saved, **given}["model"]
 
-    # The keys of the model.
     # Only now is a model's file imported, which may be a user's.
     model_config_class = model_class(model).Config
     model_options = collect_options(model_config_class)
-    check_model_keys(model, run_options, model_options, from_command_line)
-    report_ignored_keys(model, arguments.file, from_file, {**run_options, **model_options}, note)
-    model_settings = configurator.read_settings(from_file, from_command_line, model_options)
-    given_settings = {**run_settings, **model_settings}
+    options = {**run_options, **model_options}
+    check_model_keys(model, run_options, model_options, arguments.from_command_line)
+    report_ignored_keys(model, arguments, options, note)
+    given = {**configurator.read_settings(*arguments[1:], model_options), **given}
     if saved:
-        settings = merge_with_saved_settings(given_settings, saved, model_options)
+        given = resume.check_given(given, saved, options)
     else:
-        given_settings = init_from.merge_init_settings(
-            given_settings, init_settings, model_options, note
-        )
-        settings = {**corpus_defaults(given_settings), **given_settings}
-    # keys that are not set keep their defaults
+        given = init_from.check_given(given, init, options, note)
+
+    settings = {
+        # lowest precedence first; a key that is in none of these has its default
+        **({} if saved else corpus_defaults(given)),
+        **init,
+        **{key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL},
+        **given,  # the command line above the config file
+    }
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
     model_config = model_config_class(
         **{key: settings[key] for key in settings if key in model_options}
     )
     # only keys that were typed: a config file may hold keys for several variants
-    check_effects(
-        from_command_line, {**vars(config), **vars(model_config)}, {**run_options, **model_options}
-    )
+    check_effects(arguments.from_command_line, {**vars(config), **vars(model_config)}, options)
     return Settings(config, model_config, saved_state)
-
-
-def merge_with_saved_settings(
-    given_settings: dict, saved: dict, model_options: dict[str, Option]
-) -> dict[str, object]:
-    """Return the settings of a resumed run: the saved ones, and above them those that are given.
-
-    Raises:
-        ValueError: a key is given that cannot be changed
-    """
-    if saved.get("init_from") is not None:
-        # as at the start of the run, these keys have no effect: the weights were not drawn
-        given_settings = {
-            key: value
-            for key, value in given_settings.items()
-            if key not in model_options or not model_options[key].only_initializes
-        }
-    is_auto = given_settings["resume"] == "auto"
-    resume.check_unchanged(
-        given_settings,
-        saved,
-        location=f"the run in {given_settings['out_dir']}" if is_auto else given_settings["resume"],
-        alternative="start a new run with another --out_dir and without --resume",
-    )
-    kept_settings = {key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL}
-    return {**kept_settings, **given_settings}
 
 
 def configure(
@@ -135,11 +103,10 @@ def known_options(from_file: dict, from_command_line: dict[str, str]) -> dict[st
     A sweep names several models, separated by commas. Only their files are imported, unless a key
     belongs to none of them: then the options of all models are returned, for the error message.
     """
-    models = str(from_command_line.get("model", from_file.get("model", TrainConfig.model))).split(
-        ","
-    )
+    models = str(from_command_line.get("model", from_file.get("model", TrainConfig.model)))
     options = collect_options(
-        TrainConfig, *(model_class(name).Config for name in models if name in MODEL_NAMES)
+        TrainConfig,
+        *(model_class(name).Config for name in models.split(",") if name in MODEL_NAMES),
     )
     if options.keys() >= from_file.keys() | from_command_line.keys():
         return options
@@ -151,10 +118,8 @@ def every_option() -> dict[str, Option]:
     return collect_options(TrainConfig, *every_config())
 
 
-def default_out_dir(config_file: Path | None, run_settings: dict) -> str | None:
+def default_out_dir(config_file: Path | None, run_settings: dict) -> str:
     """Return the run folder that follows from the other keys.
-
-    None if it is named after the model, and a folder (init_from) has yet to decide the model.
 
     Raises:
         ValueError: a checkpoint is resumed that does not lie in a run folder
@@ -174,11 +139,10 @@ def default_out_dir(config_file: Path | None, run_settings: dict) -> str | None:
         raise ValueError(
             f"resume={resumed} is not one of a run's checkpoints; give the run folder as --out_dir"
         )
-    if "model" in run_settings:
-        return f"runs/{run_settings['model']}"
-    if run_settings.get("init_from"):
-        return None
-    return f"runs/{TrainConfig.model}"
+    model = run_settings.get("model", TrainConfig.model)
+    if "model" not in run_settings and run_settings.get("init_from"):
+        model = init_from.read_init_settings(run_settings["init_from"])["model"]
+    return f"runs/{model}"
 
 
 def check_model_keys(
@@ -198,15 +162,14 @@ def check_model_keys(
 
 def report_ignored_keys(
     model: str,
-    config_file: Path | None,
-    from_file: dict,
+    arguments: Arguments,
     options: dict[str, Option],
     note: Callable[[str], object],
 ) -> None:
     """Print a note on keys of a config file that the chosen model does not have."""
-    ignored = sorted(from_file.keys() - options.keys())
+    ignored = sorted(arguments.from_file.keys() - options.keys())
     if ignored and machine.rank() == 0:
-        note(f"note: {', '.join(ignored)} of {config_file} have no effect with model={model}")
+        note(f"note: {', '.join(ignored)} of {arguments.file} have no effect with model={model}")
 
 
 def corpus_defaults(settings: dict) -> dict[str, object]:
