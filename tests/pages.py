@@ -18,7 +18,7 @@ def commands_of(text: str) -> list[str]:
     text = re.sub(r"(?ms)^for .*?^done$", "", text)  # the files in a loop have no fixed names
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    no_scripts = ("#", "pip ", "source ", "git ", "python3 -m venv", "python -m pytest")
+    no_scripts = ("#", "export ", "pip ", "source ", "git ", "python3 -m venv", "python -m pytest")
     return [line for line in lines if line and not line.startswith(no_scripts)]
 
 
