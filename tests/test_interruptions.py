@@ -297,6 +297,39 @@ def test_an_evaluation_that_a_stop_interrupts_is_repeated(corpus, tmp_path):
     assert read_final_tensors(run) == read_final_tensors(tmp_path / "expected")
 
 
+def test_an_evaluation_that_fails_loses_no_step_and_is_made_up_for(corpus, tmp_path, monkeypatch):
+    make_arguments = functools.partial(small_run, corpus, **CONSTANT_RATE, max_steps=6)
+    train_to_the_end(make_arguments(tmp_path / "expected"))
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call("train.py", *make_arguments(run))
+    state = checkpoint.read_state(checkpoint.find(run))
+    assert state["step"] == 3
+    assert not state["evaluated"]
+    train_to_the_end(make_arguments(run))
+    assert read_records(run) == read_records(tmp_path / "expected")
+    assert read_final_tensors(run) == read_final_tensors(tmp_path / "expected")
+
+
+def test_an_evaluation_that_was_recorded_is_not_repeated(corpus, tmp_path, monkeypatch):
+    make_arguments = functools.partial(small_run, corpus, tmp_path, **CONSTANT_RATE)
+    train_to_the_end(make_arguments(max_steps=3))
+    best_loss = metrics.read(tmp_path / "metrics.jsonl")[-1]["best_val_loss"]
+    evaluations = []
+    evaluate = train.evaluate
+
+    def record(*args, **keys):
+        evaluations.append(args)
+        return evaluate(*args, **keys)
+
+    monkeypatch.setattr(train, "evaluate", record)
+    train_to_the_end(make_arguments(max_steps=4, eval_interval=100))
+    assert len(evaluations) == 1  # after the last step
+    assert metrics.read(tmp_path / "metrics.jsonl")[-1]["best_val_loss"] <= best_loss
+
+
 def test_max_seconds_stops_a_run(corpus, tmp_path):
     arguments = small_run(
         corpus,

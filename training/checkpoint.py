@@ -391,6 +391,7 @@ def load_model(
 # ---- saving a run ----
 
 
+@torch.no_grad()
 def gather_tensors(
     tensors: dict[str, torch.Tensor], is_main: bool, copy: bool
 ) -> dict[str, torch.Tensor]:
