@@ -41,14 +41,16 @@ def resolve(
         ValueError: a key or a value is wrong, or differs from the run that is resumed
     """
     arguments = read_arguments(argv)
+    from_file = arguments.from_file
+    from_command_line = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
-    known = known_options(arguments.from_file, arguments.from_command_line)
-    configurator.check_names(arguments.from_file, known)
-    configurator.check_names(arguments.from_command_line, known, prefix="--")
+    known = known_options(from_file, from_command_line)
+    configurator.check_names(from_file, known)
+    configurator.check_names(from_command_line, known, prefix="--")
 
     # The keys of the run determine what is resumed, and that may determine the model.
     run_options = collect_options(TrainConfig)
-    given = configurator.read_settings(*arguments[1:], run_options)
+    given = configurator.read_settings(from_file, from_command_line, run_options)
     given["out_dir"] = given.get("out_dir") or default_out_dir(arguments.file, given)
     if resume.is_restarted_branch(given.get("resume"), given["out_dir"]):
         given["resume"] = "auto"
@@ -64,9 +66,9 @@ def resolve(
     model_config_class = model_class(model).Config
     model_options = collect_options(model_config_class)
     options = {**run_options, **model_options}
-    check_model_keys(model, run_options, model_options, arguments.from_command_line)
+    check_model_keys(model, run_options, model_options, from_command_line)
     report_ignored_keys(model, arguments, options, note)
-    given = {**configurator.read_settings(*arguments[1:], model_options), **given}
+    given |= configurator.read_settings(from_file, from_command_line, model_options)
     if saved:
         given = resume.check_given(given, saved, options)
     else:
@@ -77,7 +79,7 @@ def resolve(
         **({} if saved else corpus_defaults(given)),
         **init,
         **{key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL},
-        **given,  # the command line above the config file
+        **given,  # of the config file and, above it, of the command line
     }
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
@@ -85,7 +87,7 @@ def resolve(
         **{key: settings[key] for key in settings if key in model_options}
     )
     # only keys that were typed: a config file may hold keys for several variants
-    check_effects(arguments.from_command_line, {**vars(config), **vars(model_config)}, options)
+    check_effects(from_command_line, {**vars(config), **vars(model_config)}, options)
     return Settings(config, model_config, saved_state)
 
 
