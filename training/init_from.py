@@ -47,35 +47,37 @@ def read_init_settings(folder: str, model: str | None = None) -> dict[str, objec
     return {"model": folder_model, **init_settings}
 
 
-def check_given(
-    given: dict[str, object],
-    init: dict[str, object],
+def check_settings(
+    given_settings: dict[str, object],
+    init_settings: dict[str, object],
     options: dict[str, Option],
     note: Callable[[str], object] = print,
 ) -> dict[str, object]:
     """Return the settings that a user gives, without those that the weights of a folder override.
 
     Args:
-        init: the settings that the folder decides; {} for a run with weights of its own
+        init_settings: the settings that the folder decides; {} for a run with weights of its own
 
     Raises:
         ValueError: a key that the weights depend on contradicts the folder
     """
     ignored = []
-    for name in sorted(given.keys() & init.keys()):
-        if given[name] == init[name] or (name in options and options[name].changes_no_weight):
+    for name in sorted(given_settings.keys() & init_settings.keys()):
+        if given_settings[name] == init_settings[name] or (
+            name in options and options[name].changes_no_weight
+        ):
             continue
         if name not in options or not options[name].only_initializes:
             raise ValueError(
-                f"{name}={given[name]!r}, but init_from={given['init_from']} has "
-                f"{init[name]!r}; omit the key"
+                f"{name}={given_settings[name]!r}, but init_from={given_settings['init_from']} has "
+                f"{init_settings[name]!r}; omit the key"
             )
         ignored.append(name)
     if ignored and machine.rank() == 0:
         note(
             f"note: init_from ignores {', '.join(ignored)}, because the weights are already trained"
         )
-    return {name: value for name, value in given.items() if name not in ignored}
+    return {name: value for name, value in given_settings.items() if name not in ignored}
 
 
 def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:

@@ -86,8 +86,8 @@ def saved_settings(state: dict) -> dict[str, object]:
     }
 
 
-def check_given(
-    given: dict[str, object], saved: dict[str, object], options: dict[str, Option]
+def check_settings(
+    given_settings: dict[str, object], saved: dict[str, object], options: dict[str, Option]
 ) -> dict[str, object]:
     """Return the settings that a user gives to a resumed run, without those that have no effect.
 
@@ -96,21 +96,21 @@ def check_given(
     """
     if saved.get("init_from") is not None:
         # as at the start of the run, these keys have no effect: the weights were not drawn
-        given = {
+        given_settings = {
             name: value
-            for name, value in given.items()
+            for name, value in given_settings.items()
             if name not in options or not options[name].only_initializes
         }
-    location = given["resume"]
+    location = given_settings["resume"]
     if location == "auto":
-        location = f"the run in {given['out_dir']}"
+        location = f"the run in {given_settings['out_dir']}"
     check_unchanged(
-        given,
+        given_settings,
         saved,
         location=location,
         alternative="start a new run with another --out_dir and without --resume",
     )
-    return given
+    return given_settings
 
 
 def check_unchanged(

@@ -44,23 +44,30 @@ def resolve(
     from_file = arguments.from_file
     from_command_line = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
-    known = known_options(from_file, from_command_line)
-    configurator.check_names(from_file, known)
-    configurator.check_names(from_command_line, known, prefix="--")
+    options = known_options(from_file, from_command_line)
+    configurator.check_names(from_file, options)
+    configurator.check_names(from_command_line, options, prefix="--")
 
     # The keys of the run determine what is resumed, and that may determine the model.
     run_options = collect_options(TrainConfig)
-    given = configurator.read_settings(from_file, from_command_line, run_options)
-    given["out_dir"] = given.get("out_dir") or default_out_dir(arguments.file, given)
-    if resume.is_restarted_branch(given.get("resume"), given["out_dir"]):
-        given["resume"] = "auto"
+    given_settings = configurator.read_settings(from_file, from_command_line, run_options)
+    given_settings["out_dir"] = given_settings.get("out_dir") or default_out_dir(
+        arguments.file, given_settings
+    )
+    if resume.is_restarted_branch(given_settings.get("resume"), given_settings["out_dir"]):
+        given_settings["resume"] = "auto"
     if saved_state is None:
-        saved_state = resume.read_saved_state(given.get("resume"), given["out_dir"])
+        saved_state = resume.read_saved_state(
+            given_settings.get("resume"), given_settings["out_dir"]
+        )
     saved = resume.saved_settings(saved_state)
-    init = {}
-    if given.get("init_from") is not None and not saved:  # a resumed run needs the folder no longer
-        init = init_from.read_init_settings(given["init_from"], given.get("model"))
-    model = {"model": TrainConfig.model, **init, **saved, **given}["model"]
+    init_settings = {}
+    # a resumed run no longer needs the folder
+    if given_settings.get("init_from") is not None and not saved:
+        init_settings = init_from.read_init_settings(
+            given_settings["init_from"], given_settings.get("model")
+        )
+    model = {"model": TrainConfig.model, **init_settings, **saved, **given_settings}["model"]
 
     # Only now is a model's file imported, which may be a user's.
     model_config_class = model_class(model).Config
@@ -68,18 +75,18 @@ def resolve(
     options = {**run_options, **model_options}
     check_model_keys(model, run_options, model_options, from_command_line)
     report_ignored_keys(model, arguments, options, note)
-    given |= configurator.read_settings(from_file, from_command_line, model_options)
+    given_settings |= configurator.read_settings(from_file, from_command_line, model_options)
     if saved:
-        given = resume.check_given(given, saved, options)
+        given_settings = resume.check_settings(given_settings, saved, options)
     else:
-        given = init_from.check_given(given, init, options, note)
+        given_settings = init_from.check_settings(given_settings, init_settings, options, note)
 
     settings = {
         # lowest precedence first; a key that is in none of these has its default
-        **({} if saved else corpus_defaults(given)),
-        **init,
+        **({} if saved else corpus_defaults(given_settings)),
+        **init_settings,
         **{key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL},
-        **given,  # of the config file and, above it, of the command line
+        **given_settings,  # of the config file and, above it, of the command line
     }
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
