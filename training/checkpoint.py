@@ -16,6 +16,7 @@ folder stays as `step_00001000.old` until the new one is in its place.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -113,9 +115,11 @@ def save(
         temporary.mkdir(parents=True)
         save_tensors(temporary / "model.safetensors", model_tensors)
         save_tensors(temporary / "optimizer.safetensors", optimizer_tensors)
-        files_as_json = {"state.json": json.dumps(state, indent=1)}
-        files_as_json["tokenizer.json"] = json.dumps(tokenizer_json)
-        for name, text in files_as_json.items():
+        texts = {
+            "state.json": json.dumps(state, indent=1),
+            "tokenizer.json": json.dumps(tokenizer_json),
+        }
+        for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
         sums = "".join(compute_checksum_line(temporary / name) for name in FILES)
         (temporary / CHECKSUMS).write_text(sums, encoding="utf-8")
@@ -452,14 +456,16 @@ class CheckpointSaver:
         optimizer_tensors = gather_tensors(optimizer_tensors, self.is_main, self.in_background)
         if not self.is_main:
             return
-        arguments = (run_folder, model_tensors, optimizer_tensors, state, start_time)
+        write = functools.partial(
+            self.write, run_folder, model_tensors, optimizer_tensors, state, start_time
+        )
         if not self.in_background:
-            self.write(*arguments)
+            write()
             return
         # a stop would first have to wait for this save, and then save again
         self.stop.save_seconds *= 2
         # not a daemon, so that the process does not exit before the checkpoint is complete
-        self.thread = threading.Thread(target=self.write_in_thread, args=arguments)
+        self.thread = threading.Thread(target=self.call_in_thread, args=(write,))
         self.thread.start()
 
     def wait(self) -> bool:
@@ -475,10 +481,10 @@ class CheckpointSaver:
             raise self.thread_error
         return self.last_save_succeeded
 
-    def write_in_thread(self, *arguments) -> None:
-        """Call `write` and keep its error, which `wait` raises."""
+    def call_in_thread(self, write: Callable[[], None]) -> None:
+        """Write, and keep an error, which `wait` raises."""
         try:
-            self.write(*arguments)
+            write()
         except Exception as error:
             self.thread_error = error
 
