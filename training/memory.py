@@ -1,9 +1,9 @@
 """What a run needs, computed before it starts: parameters, memory, tokens, FLOPs and time.
 
 Weights, gradients and optimizer state are counted exactly. The rest of the memory is an estimate: the
-logits follow from a formula, and activations are what an eager pass would save, counted on tensors
-without data. torch.compile and the fused kernels save less; the allocator's fragmentation and the
-temporary tensors of the backward pass are not counted.
+logits follow from a formula, and activations are what an eager pass would save, with fused kernels on
+a GPU, counted on tensors without data. torch.compile saves less; the allocator's fragmentation and
+the temporary tensors of the backward pass are not counted.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import build, errors_as_value_errors
+from model import build, errors_as_value_errors, kernels
 from model.gpt import GPT, GPTConfig
 from model.loss import default_chunk_size
 from model.parameters import collect_rules
@@ -22,8 +22,10 @@ from training.metrics import compute_nominal_flops_per_token, get_peak_flops
 from utils import machine
 from utils.units import format_bytes, format_duration
 
-# The loss holds log-probabilities and two gradients of each logit, in float32.
+# The loss holds log-probabilities and two gradients of each logit, in float32; compiled, it holds one
+# of them and a gradient in the compute dtype.
 BYTES_PER_LOGIT = 12
+BYTES_PER_COMPILED_LOGIT = 8
 # The fraction of an eager step's activations that a compiled step saves at least.
 LEAST_SAVED_FRACTION = 0.28
 # The largest number of blocks that are built, without memory, to count their parameters.
@@ -91,14 +93,13 @@ def estimate_memory(
     """
     num_shards = count_shards(config, world_size or machine.world_size())
     num_parameters = count_parameters(config.model, model_config)
-    is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
     return MemoryEstimate(
         weights=4 * num_parameters // num_shards,
         gradients=4 * num_parameters // num_shards,
         optimizer_state=count_optimizer_state(config, model_config) // num_shards,
         gathered=estimate_gathered(config, model_config) if num_shards > 1 else 0,
         logits=estimate_logits(config, model_config, device_type),
-        activations=estimate_activations(config, model_config, is_bfloat16),
+        activations=estimate_activations(config, model_config, device_type),
     )
 
 
@@ -131,23 +132,25 @@ def estimate_logits(config: TrainConfig, model_config: GPTConfig, device_type: s
     with FakeTensorMode():
         weight = torch.empty(model_config.vocab_size, 1, device=device_type)
     num_tokens = min(num_tokens, default_chunk_size(num_tokens, weight))
-    return num_tokens * model_config.vocab_size * BYTES_PER_LOGIT
+    bytes_per_logit = BYTES_PER_COMPILED_LOGIT if config.compile else BYTES_PER_LOGIT
+    return num_tokens * model_config.vocab_size * bytes_per_logit
 
 
 def estimate_activations(
-    config: TrainConfig, model_config: GPTConfig, is_bfloat16: bool
+    config: TrainConfig, model_config: GPTConfig, device_type: str
 ) -> int | None:
     """Return the bytes that an eager step saves for the backward pass; None if it cannot be run."""
     try:
         if not config.activation_checkpointing:
             return count_saved_bytes(
-                config, model_config, model_config.num_hidden_layers, is_bfloat16
+                config, model_config, model_config.num_hidden_layers, device_type
             )
         # the state that enters each block, and all activations of the block that is recomputed
-        one_block = count_saved_bytes(config, model_config, 1, is_bfloat16)
+        one_block = count_saved_bytes(config, model_config, 1, device_type)
     except Exception:  # code of a variant may look at values, for which torch raises many kinds
         return None
     model = build_without_memory(config.model, model_config, 1)
+    is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
     state_dtype = getattr(torch, model_config.state_dtype if is_bfloat16 else "float32")
     num_tokens = config.local_micro_batch_size * model_config.block_size
     states = model_config.num_hidden_layers * num_tokens * model.state_bytes_per_token(state_dtype)
@@ -155,7 +158,7 @@ def estimate_activations(
 
 
 def count_saved_bytes(
-    config: TrainConfig, model_config: GPTConfig, num_layers: int, is_bfloat16: bool
+    config: TrainConfig, model_config: GPTConfig, num_layers: int, device_type: str
 ) -> int:
     """Count what autograd saves of one micro-batch up to the output layer, without data.
 
@@ -169,9 +172,13 @@ def count_saved_bytes(
         saved[storage._cdata] = storage
         return tensor
 
+    is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
     sized_config = dataclasses.replace(model_config, num_hidden_layers=num_layers)
     with FakeTensorMode():
         model = build(config.model, sized_config)
+        if config.kernels != "off" and device_type == "cuda":
+            # the operators of the kernels say themselves what they save
+            kernels.use(model, "auto", device_type, config.state_checkpoint_interval)
         ids = torch.zeros(config.local_micro_batch_size, model_config.block_size, dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
@@ -211,7 +218,7 @@ def compute_least_memory(config: TrainConfig, model_config: GPTConfig) -> int:
     num_parameters = count_parameters(config.model, model_config)
     exact = 8 * num_parameters + count_optimizer_state(config, model_config)
     try:
-        block = count_saved_bytes(config, model_config, 1, is_bfloat16=config.dtype == "bfloat16")
+        block = count_saved_bytes(config, model_config, 1, "cpu")
     except Exception:  # as in estimate_activations
         block = 0
     num_blocks = 1 if config.activation_checkpointing else model_config.num_hidden_layers
@@ -297,7 +304,6 @@ def describe_memory(config: TrainConfig, model_config: GPTConfig, device: torch.
     if device.type == "cuda" and torch.cuda.is_available():
         limit = f" of {format_bytes(torch.cuda.get_device_properties(device).total_memory)}"
     return (
-        f"estimated memory of one process on a {name}, eager in {dtype}: "
-        f"{format_bytes(estimate.total)}{limit} ({', '.join(terms)}); torch.compile and fused "
-        "kernels save fewer activations"
+        f"estimated memory of one process on a {name} in {dtype}: {format_bytes(estimate.total)}"
+        f"{limit} ({', '.join(terms)}); activations are those of an eager step"
     )
