@@ -175,6 +175,28 @@ def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
     assert records[-1]["loss"] < records[0]["loss"]
 
 
+def test_cuda_graphs_change_no_bits(corpus, tmp_path, monkeypatch):
+    """With two micro-batches a step, so that gradients are accumulated outside of the graphs."""
+    for name, cuda_graphs in (("with", True), ("without", False)):
+        arguments = small_run(
+            corpus,
+            tmp_path / name,
+            device="cuda",
+            dtype="bfloat16",
+            compile=True,
+            cuda_graphs=cuda_graphs,
+            deterministic=True,
+            global_batch_size=4,
+            micro_batch_size=2,
+            max_steps=8,
+        )
+        run_training(monkeypatch, arguments)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        with_graphs = checkpoint.find(tmp_path / "with") / file
+        without_graphs = checkpoint.find(tmp_path / "without") / file
+        assert with_graphs.read_bytes() == without_graphs.read_bytes(), file
+
+
 def test_prefetched_batches_arrive_completely():
     device = torch.device("cuda", torch.cuda.current_device())
     batches = [torch.arange(i, i + 1_000_000) for i in range(20)]

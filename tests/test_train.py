@@ -888,6 +888,7 @@ MISTAKES = [
     ),
     ({"out_dir": "CORPUS/meta.json/run"}, "this is a file, but a folder is needed"),
     ({"engine": "ddp", "shard_size": 1}, "shard_size=1 has no effect with engine=ddp"),
+    ({"cuda_graphs": True}, "cuda_graphs=True needs a CUDA device and compile=True; omit it"),
     (
         {"weight_decay_rate": 0.1, "learning_rate": 0.0},
         "weight_decay_rate=0.1 with learning_rate=0: ",
