@@ -235,7 +235,6 @@ def test_a_resumed_run_has_the_same_bits(corpus, tmp_path, monkeypatch):
 
 
 def test_a_nonfinite_step_changes_no_weights(corpus, tmp_path, monkeypatch, capsys):
-    """The device skips the step before the host knows about it."""
     run = tmp_path / "run"
     arguments = small_run(
         corpus,

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -540,24 +539,6 @@ def test_metrics_without_a_run_folder_are_written_later(run_log):
     assert [record["step"] for record in metrics.read(run_log.path)] == [5]
 
 
-def test_non_finite_steps_are_skipped_up_to_a_limit(corpus, tmp_path):
-    arguments = small_run(
-        corpus,
-        tmp_path,
-        embedding_init_std=1e30,
-        checkpoint_interval=1,
-        skip_nonfinite=2,
-        eval_interval=9,
-    )
-    result = call("train.py", *arguments)
-    assert result.returncode == 1
-    assert b"step 3: loss" in result.stderr
-    first_records = [record for record in read_records(tmp_path) if record["step"] in (1, 2)]
-    assert [record for record in read_records(tmp_path) if record.get("skipped")] == first_records
-    assert checkpoint.read_state(checkpoint.find(tmp_path))["skipped"] == 2
-    assert stopping.read_status(tmp_path).ended == "failed"
-
-
 def disagree(rank: int, folder: Path) -> None:
     """Run one of two ranks with different seeds, and note that it is refused."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -606,31 +587,6 @@ def test_a_run_resumes_with_its_corpus_in_another_folder(corpus, tmp_path):
     shutil.copytree(corpus, tmp_path / "elsewhere")
     train_to_the_end(small_run(tmp_path / "elsewhere", run, **CONSTANT_RATE, max_steps=4))
     assert completed_steps(run) == list(range(1, 5))
-
-
-def test_a_run_whose_every_step_was_skipped_resumes(corpus, tmp_path):
-    arguments = small_run(
-        corpus,
-        tmp_path,
-        embedding_init_std=1e30,
-        skip_nonfinite=9,
-        **{**CONSTANT_RATE, "checkpoint_interval": 1, "eval_interval": 9, "max_steps": 2},
-    )
-    # the evaluation after the last step is not finite either, and is written as such
-    train_to_the_end(arguments)
-    train_to_the_end([*arguments, "--max_steps=4"])
-    skipped_steps = [record["step"] for record in read_records(tmp_path) if record.get("skipped")]
-    assert skipped_steps == [1, 2, 3, 4]
-
-
-def test_the_parameter_with_a_gradient_that_is_not_finite_is_named():
-    model = build("DDL-gpt-mha-rope", **SMALL)
-    _, loss = model(torch.randint(0, 260, (2, 8)), torch.randint(0, 260, (2, 8)))
-    loss.backward()
-    model.transformer.h[1].mlp.c_proj.weight.grad[3, 2] = math.nan
-    assert math.isnan(distributed.clip_grad_norm(model, 1.0))
-    names = distributed.find_nonfinite_gradients(model, World(0, 1, torch.device("cpu")))
-    assert names == ["transformer.h.1.mlp.c_proj.weight"]
 
 
 def test_metrics_are_read_up_to_a_line_that_is_not_text(tmp_path):

@@ -1,0 +1,165 @@
+"""Steps whose loss or gradient is not finite: they are skipped, or end the run with a diagnosis."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers import SMALL, small_run
+from in_process import call
+from interruptions_helpers import CONSTANT_RATE, read_records
+
+from data import shards
+from data.loader import TrainBatches
+from model import build
+from training import checkpoint, distributed, stopping
+from training.distributed import StepStats, World
+
+
+def test_step_stats_are_the_loss_the_requests_to_stop_and_the_gradient_norm():
+    world = World(0, 1, torch.device("cpu"))
+    stats = distributed.all_reduce_step_stats(torch.tensor(9.0), torch.tensor(2.5), True, world)
+    assert stats == StepStats(loss_sum=9.0, num_stop_requests=1.0, grad_norm=2.5)
+    assert stats.is_finite()
+
+
+@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (1.0, math.inf)])
+def test_a_step_is_finite_if_its_loss_and_its_gradient_norm_are(loss, grad_norm):
+    assert not StepStats(loss_sum=loss, num_stop_requests=0.0, grad_norm=grad_norm).is_finite()
+
+
+# ---- steps that are skipped ----
+
+
+def test_non_finite_steps_are_skipped_up_to_a_limit(corpus, tmp_path):
+    arguments = small_run(
+        corpus,
+        tmp_path,
+        embedding_init_std=1e30,
+        checkpoint_interval=1,
+        skip_nonfinite=2,
+        eval_interval=9,
+    )
+    result = call("train.py", *arguments)
+    assert result.returncode == 1
+    assert b"step 3: loss" in result.stderr
+    first_records = [record for record in read_records(tmp_path) if record["step"] in (1, 2)]
+    assert [record for record in read_records(tmp_path) if record.get("skipped")] == first_records
+    assert checkpoint.read_state(checkpoint.find(tmp_path))["skipped"] == 2
+    assert stopping.read_status(tmp_path).ended == "failed"
+
+
+def test_a_run_whose_every_step_was_skipped_resumes(corpus, tmp_path):
+    arguments = small_run(
+        corpus,
+        tmp_path,
+        embedding_init_std=1e30,
+        skip_nonfinite=9,
+        **{**CONSTANT_RATE, "checkpoint_interval": 1, "eval_interval": 9, "max_steps": 2},
+    )
+    # the evaluation after the last step is not finite either, and is written as such
+    assert call("train.py", *arguments).returncode == 0
+    assert call("train.py", *arguments, "--max_steps=4").returncode == 0
+    skipped_steps = [record["step"] for record in read_records(tmp_path) if record.get("skipped")]
+    assert skipped_steps == [1, 2, 3, 4]
+
+
+def test_the_parameter_with_a_gradient_that_is_not_finite_is_named():
+    model = build("DDL-gpt-mha-rope", **SMALL)
+    _, loss = model(torch.randint(0, 260, (2, 8)), torch.randint(0, 260, (2, 8)))
+    loss.backward()
+    model.transformer.h[1].mlp.c_proj.weight.grad[3, 2] = math.nan
+    assert math.isnan(distributed.clip_grad_norm(model, 1.0))
+    names = distributed.find_nonfinite_gradients(model, World(0, 1, torch.device("cpu")))
+    assert names == ["transformer.h.1.mlp.c_proj.weight"]
+
+
+def test_a_skipped_step_changes_neither_weights_nor_the_optimizer(corpus, tmp_path):
+    """The learning rate makes the second step finite in its loss and not in its gradient."""
+    arguments = small_run(
+        corpus,
+        tmp_path,
+        learning_rate=1e30,
+        warmup_steps=0,
+        grad_clip=0.0,
+        skip_nonfinite=9,
+        checkpoint_interval=1,
+        keep_last=9,
+        eval_interval=9,
+        max_steps=3,
+    )
+    assert call("train.py", *arguments).returncode == 0
+    first, *later = checkpoint.list_checkpoints(tmp_path)
+    assert len(later) == 2
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert {(path / file).read_bytes() for path in later} == {(first / file).read_bytes()}
+
+
+# ---- a loss that is not finite ----
+
+
+class DivergedRun(NamedTuple):
+    folder: Path
+    step: int  # that has the loss or gradient norm that is not finite
+    result: subprocess.CompletedProcess
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ({"embedding_init_std": 1e30}, 1),
+        ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0}, 2),
+    ],
+    ids=["step 1", "step 2"],
+)
+def diverged_run(request, corpus, tmp_path_factory) -> DivergedRun:
+    changes, step = request.param
+    folder = tmp_path_factory.mktemp("diverged") / "run"
+    result = call("train.py", *small_run(corpus, folder, checkpoint_interval=1, **changes))
+    return DivergedRun(folder, step, result)
+
+
+def read_diagnosis(run: DivergedRun) -> dict:
+    return json.loads((run.folder / "nonfinite" / "diagnosis.json").read_text())
+
+
+def test_a_diverged_run_ends_with_one_line(diverged_run):
+    [line] = diverged_run.result.stderr.decode().splitlines()
+    assert diverged_run.result.returncode == 1
+    assert f"step {diverged_run.step}: loss" in line
+    assert "nan" in line
+    assert str(diverged_run.folder / "nonfinite") in line
+    assert f"train.py: {stopping.read_status(diverged_run.folder).reason}" == line
+
+
+def test_a_diverged_run_is_saved_before_the_step(diverged_run):
+    last_finite_step = diverged_run.step - 1
+    assert len(checkpoint.list_checkpoints(diverged_run.folder)) == last_finite_step
+    saved = checkpoint.find(diverged_run.folder / "nonfinite")
+    assert checkpoint.read_state(saved)["step"] == last_finite_step
+
+
+def test_the_diagnosis_names_the_step_and_what_is_not_finite(diverged_run):
+    diagnosis = read_diagnosis(diverged_run)
+    assert diagnosis["step"] == diverged_run.step
+    assert "nan" in (diagnosis["loss"], diagnosis["grad_norm"])
+
+
+def test_the_diagnosis_names_the_sequences_of_the_step(diverged_run, corpus):
+    diagnosis = read_diagnosis(diverged_run)
+    step = diverged_run.step
+    assert diagnosis["sequences"] == [4 * step - 4, 4 * step - 1]
+    batches = TrainBatches(shards.open_corpus(str(corpus)).train, SMALL["block_size"], 4, seed=0)
+    ids = batches.tokens.read(np.array(diagnosis["starts"]), SMALL["block_size"])
+    assert (batches.get(step - 1, 0, 4)[0].numpy() == ids).all()
+
+
+def test_the_diagnosis_names_the_parameters(diverged_run):
+    groups = read_diagnosis(diverged_run)["groups"]
+    names = [name for group in groups for name in group["parameters"]]
+    assert "transformer.wte.weight" in names
+    assert sum(group["of"] for group in groups) >= len(names)
