@@ -14,9 +14,9 @@ import torch
 
 from data.loader import JoinedShards, TrainBatches, ValidationBatches, keyed_permutation, prefetched
 from data.shards import DamagedShard, read_shard, write_shard
+from training.batches import micro_batches
 from training.config import TrainConfig
 from training.distributed import World
-from training.setup import micro_batches
 
 
 def split_into_shards(tokens: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:

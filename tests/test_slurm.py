@@ -105,7 +105,7 @@ def test_the_command_names_the_first_node_and_a_port_of_the_job(tmp_path):
     (environment / "bin").mkdir(parents=True)
     (environment / "bin" / "torchrun").symlink_to("/bin/true")
     job.environment["DDL_ENVIRONMENT"] = str(environment)
-    assert job.start(["config/gpt_7b.py", "--engine=fsdp"]).wait(timeout=20) == 0
+    assert job.start(["config/gpt_1b.py", "--engine=fsdp"]).wait(timeout=20) == 0
     srun_options, command = split_at(shlex.split(job.read("srun")), "step")
     assert srun_options[:2] == ["--kill-on-bad-exit=1", "--cpus-per-task=4"]
     assert command == [
@@ -118,7 +118,7 @@ def test_the_command_names_the_first_node_and_a_port_of_the_job(tmp_path):
         f"--rdzv-id={JOB_ID}",
         "train.py",
         "--resume=auto",
-        "config/gpt_7b.py",
+        "config/gpt_1b.py",
         "--engine=fsdp",
     ]
     assert job.read("scontrol") == "show hostnames node[01-02]"

@@ -26,9 +26,9 @@ from data.registers.prepare import Registers
 from data.sequences import SequenceLayout
 from data.shards import Corpus, open_corpus
 from training import metrics
+from training.batches import open_data
 from training.distributed import World
 from training.settings import configure
-from training.setup import open_data
 from training.validation import evaluate
 
 

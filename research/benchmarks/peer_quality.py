@@ -22,10 +22,10 @@ from research.benchmarks import gpt2_peer
 from research.benchmarks.figures import Figures
 from research.benchmarks.suites import BASELINE
 from training import distributed, metrics, optimizer
+from training.batches import open_data
 from training.config import TrainConfig
 from training.provenance import compute_digest
 from training.settings import configure
-from training.setup import open_data
 from training.validation import evaluate
 from utils import tables, units
 

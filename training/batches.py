@@ -1,0 +1,142 @@
+"""The data of a run: its corpus, its batches, and the micro-batches that a rank trains on."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from data import tokenizer
+from data.loader import TrainBatches, ValidationBatches, has_targets, prefetched
+from data.sequences import SequenceLayout
+from data.shards import Corpus, open_corpus
+from model.gpt import GPTConfig
+from training.config import TrainConfig
+from training.distributed import World
+
+
+class Data(NamedTuple):
+    """The corpus of a run and its batches."""
+
+    corpus: Corpus
+    train: TrainBatches
+    val: ValidationBatches
+
+
+def open_data(
+    config: TrainConfig, model_config: GPTConfig, resume_checkpoint: Path | None = None
+) -> Data:
+    """Open the corpus and return it with its training and validation batches.
+
+    Args:
+        resume_checkpoint: the checkpoint that the run resumes, for the message of an error
+
+    Raises:
+        ValueError: the corpus is missing, damaged or too short, or has more tokens than the model
+    """
+    corpus = open_corpus(config.dataset)
+    # the model may have more tokens than the corpus, for example a multiple of 64, but not fewer
+    vocab_size = corpus.meta["vocab_size"]
+    if vocab_size > model_config.vocab_size:
+        advice = f"give --vocab_size={vocab_size}"
+        if config.init_from is not None or resume_checkpoint is not None:
+            advice = "give the --dataset with whose tokenizer the weights were trained"
+        raise ValueError(
+            f"vocab_size={model_config.vocab_size}, but {corpus.path} has {vocab_size} tokens; "
+            f"{advice}"
+        )
+    # a corpus that others have made may name the wrong tokenizer
+    encoding = tokenizer.read(corpus.path)
+    if vocab_size != encoding.n_vocab:
+        raise ValueError(
+            f"{corpus.path}: vocab_size is {vocab_size} in meta.json, but its tokenizer has "
+            f"{encoding.n_vocab} tokens; rerun prepare.py"
+        )
+
+    # a corpus whose documents all have one length is read document by document
+    seq_len = model_config.block_size
+    layout = SequenceLayout.from_meta(corpus.meta)
+    train_batches = TrainBatches(
+        corpus.train,
+        seq_len,
+        config.global_batch_size,
+        config.seed,
+        vocab_size=vocab_size,
+        layout=layout,
+    )
+    # an epoch is shuffled as a whole, so a batch must fit into one
+    if train_batches.num_sequences < config.global_batch_size:
+        raise ValueError(
+            f"global_batch_size={config.global_batch_size}, but the training split of "
+            f"{corpus.path} has {train_batches.num_sequences} sequences of block_size={seq_len}; give a "
+            "smaller batch, or more text"
+        )
+    val_batches = ValidationBatches(corpus.val, seq_len, vocab_size=vocab_size, layout=layout)
+    if config.eval_part != "all" and val_batches.num_sequences < 2:
+        raise ValueError(
+            f"eval_part={config.eval_part}: the validation split of {corpus.path} has fewer than "
+            f"two sequences of block_size={seq_len}; give a smaller block_size, or eval_part=all"
+        )
+    if layout is not None and layout.labels:
+        check_labels(config, corpus, train_batches, val_batches)
+    return Data(corpus, train_batches, val_batches)
+
+
+def check_labels(
+    config: TrainConfig,
+    corpus: Corpus,
+    train_batches: TrainBatches,
+    val_batches: ValidationBatches,
+) -> None:
+    """Raise ValueError if none of the documents that the run reads from a split has a label."""
+    num_val_sequences = config.eval_batches * config.global_batch_size
+    val_sequences = val_batches.spread(num_val_sequences, config.eval_part)
+    train_sequences = range(train_batches.num_sequences)
+    for batches, sequences in ((train_batches, train_sequences), (val_batches, val_sequences)):
+        if not has_targets(batches.tokens, batches.layout, sequences):
+            raise ValueError(
+                f"the {batches.split} split of {corpus.path} has no label in the {len(sequences)} "
+                "documents that the run reads; prepare the corpus again"
+            )
+
+
+class MicroBatch(NamedTuple):
+    """The input of one forward pass, on the device."""
+
+    ids: torch.Tensor  # int64 (B, T)
+    targets: torch.Tensor  # int64 (B, T), -1 where there is none
+    loss_weight: torch.Tensor | None = None  # float32 (); None: all micro-batches weigh the same
+
+
+def micro_batches(
+    config: TrainConfig, batches: TrainBatches, first_step: int, world: World
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of this rank from a step, counted from 1, to the end of the run.
+
+    A thread prepares them in advance. Micro-batch m of rank r holds the sequences from
+    (m * world_size + r) * size on, so that a step's batch does not depend on the number of ranks.
+    """
+    size = config.local_micro_batch_size
+    first_sequences = range(world.rank * size, config.global_batch_size, world.world_size * size)
+    requests = (
+        (step_index, first_sequence)
+        for step_index in range(first_step - 1, config.max_steps)
+        for first_sequence in first_sequences
+    )
+
+    # cached: all micro-batches of a step need its weights, and computing them reads all targets
+    @functools.lru_cache(1)
+    def loss_weights(step_index: int) -> torch.Tensor | None:
+        return batches.loss_weights(step_index, size)
+
+    def read(request: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+        step_index, first_sequence = request
+        ids, targets = batches.get(step_index, first_sequence, size)
+        weights = loss_weights(step_index)
+        if weights is None:
+            return ids, targets
+        return ids, targets, weights[first_sequence // size]
+
+    for tensors in prefetched(read, requests, world.device):
+        yield MicroBatch(*tensors)
