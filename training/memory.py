@@ -303,7 +303,11 @@ def describe_memory(config: TrainConfig, model_config: GPTConfig, device: torch.
     limit = ""
     if device.type == "cuda" and torch.cuda.is_available():
         limit = f" of {format_bytes(torch.cuda.get_device_properties(device).total_memory)}"
+    comparison = ""
+    if device.type == "cuda":
+        # gpt_small and ddl_dv4_cc_ec_small, micro-batches of 16: results/gpu
+        comparison = "; compiled steps of DDL and of the additive model needed 0.82 of it on an H200"
     return (
         f"estimated memory of one process on a {name} in {dtype}: {format_bytes(estimate.total)}"
-        f"{limit} ({', '.join(terms)}); activations are those of an eager step"
+        f"{limit} ({', '.join(terms)}); activations are those of an eager step{comparison}"
     )
