@@ -24,7 +24,7 @@ from training.config import TrainConfig
 from training.distributed import World
 
 MODEL = "DDL-gpt-mha-rope"
-TOKENIZER = tokenizer.to_json(tokenizer.byte_tokenizer())
+TOKENIZER = tokenizer.byte_tokenizer().to_json()
 ENGINES = {"ddp": ("ddp", None), "fsdp": ("fsdp", None), "hsdp": ("fsdp", 2)}
 ALONE = World(0, 1, torch.device("cpu"))
 
