@@ -56,7 +56,13 @@ def find(path: str) -> Subject:
     folder = checkpoint.find(folder)
     state = checkpoint.read_state(folder)
     label = f"{find_run_folder(folder.resolve()).name}, step {state['step']:,}"
-    identity = hashlib.sha256((folder / checkpoint.CHECKSUMS).read_bytes()).hexdigest()
+    checksums_file = folder / checkpoint.CHECKSUMS
+    if checksums_file.exists():
+        checksums = checksums_file.read_bytes()
+    else:
+        lines = [checkpoint.compute_checksum_line(folder / name) for name in checkpoint.MODEL_FILES]
+        checksums = "".join(lines).encode()
+    identity = hashlib.sha256(checksums).hexdigest()
     return Subject(label, folder, state, identity)
 
 

@@ -120,10 +120,45 @@ def damaged_copies(path, tmp_path, count):
 
 def test_every_damage_is_noticed(tmp_path):
     _, path = save(tmp_path / "run", 1)
-    checkpoint.find(path)
+    checkpoint.find(path, names=checkpoint.FILES)
     for copy in damaged_copies(path, tmp_path, 25):
-        with pytest.raises(ValueError, match=r"is damaged|no checkpoint|is missing"):
-            checkpoint.load_model(copy, "cpu")
+        with pytest.raises(ValueError, match=r"is damaged|no checkpoint|cannot be resumed"):
+            checkpoint.find(copy, names=checkpoint.FILES)
+
+
+@pytest.mark.parametrize(
+    "removed_files",
+    [["optimizer.safetensors"], ["SHA256SUMS"], ["optimizer.safetensors", "SHA256SUMS"]],
+)
+def test_a_model_is_loaded_without_the_files_that_only_resuming_needs(tmp_path, removed_files):
+    model, path = save(tmp_path, 1)
+    for name in removed_files:
+        (path / name).unlink()
+    loaded, _, _ = checkpoint.load_model(tmp_path, "cpu")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    with pytest.raises(
+        ValueError, match=f"{removed_files[0]} is missing|has no {removed_files[0]}"
+    ):
+        checkpoint.find(path, names=checkpoint.FILES)
+
+
+def test_only_resuming_reads_the_optimizer(tmp_path):
+    _, path = save(tmp_path, 1)
+    (path / "optimizer.safetensors").write_bytes(b"damaged")
+    assert checkpoint.find(tmp_path) == path
+    with pytest.raises(ValueError, match=r"the checksum of optimizer\.safetensors does not match"):
+        checkpoint.find(path, names=checkpoint.FILES)
+
+
+@pytest.mark.parametrize("name", checkpoint.MODEL_FILES)
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_model_without_one_of_its_files_is_refused(tmp_path, name, has_checksums):
+    _, path = save(tmp_path, 1)
+    if not has_checksums:
+        (path / "SHA256SUMS").unlink()
+    (path / name).unlink()
+    with pytest.raises(ValueError, match=rf"{name} is missing"):
+        checkpoint.load_model(path, "cpu")
 
 
 def test_damaged_newest_checkpoints_are_reported_and_an_older_one_is_used(tmp_path, capsys):
@@ -134,10 +169,10 @@ def test_damaged_newest_checkpoints_are_reported_and_an_older_one_is_used(tmp_pa
     content[-1] ^= 1
     weights.write_bytes(content)
     (tmp_path / "checkpoints" / "step_00000002" / "optimizer.safetensors").unlink()
-    assert checkpoint.find(tmp_path).name == "step_00000001"
+    assert checkpoint.find(tmp_path, names=checkpoint.FILES).name == "step_00000001"
     lines = capsys.readouterr().err.splitlines()
     assert "step_00000003 is damaged: the checksum of model.safetensors does not match" in lines[0]
-    assert "step_00000002 is damaged: optimizer.safetensors is missing" in lines[1]
+    assert "step_00000002 cannot be resumed, because it has no optimizer.safetensors" in lines[1]
 
 
 def test_a_run_without_a_valid_checkpoint_is_refused(tmp_path):

@@ -589,6 +589,21 @@ def test_the_whole_validation_split_is_evaluated(run, corpus, validation):
     assert entry["record"]["val_bits_per_byte"] == pytest.approx(mean_nats / math.log(2), rel=1e-5)
 
 
+def test_a_checkpoint_whose_optimizer_was_deleted_keeps_its_results(run, tmp_path):
+    copy = shutil.copytree(checkpoint.find(run), tmp_path / "copy")
+    identity = subjects.find(copy).identity
+    (copy / "optimizer.safetensors").unlink()
+    assert subjects.find(copy).identity == identity
+
+
+def test_weights_without_checksums_have_an_identity(run, tmp_path):
+    copy = shutil.copytree(checkpoint.find(run), tmp_path / "copy")
+    (copy / "SHA256SUMS").unlink()
+    identity = subjects.find(copy).identity
+    (copy / "tokenizer.json").write_text("{}")
+    assert subjects.find(copy).identity != identity
+
+
 @pytest.fixture
 def run_on_replaced_corpus(run, tmp_path) -> Path:
     """Copy a run, and change the digest of the corpus that it was trained on."""

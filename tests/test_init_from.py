@@ -250,7 +250,7 @@ def test_a_dry_run_with_a_longer_context_writes_nothing(corpus, folders, tmp_pat
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size": 24}, r"hidden_size=24, but init_from=.* has 12; omit the key"),
+        ({"hidden_size": 24}, r"hidden_size=24, but init_from=.* has 12; give --hidden_size=12"),
         ({"mup": False}, r"mup=False, but init_from=.* has True"),
         (
             {"model": "DDL-gpt-mha-rope"},
@@ -297,6 +297,12 @@ def test_a_run_with_an_initial_value_that_has_no_effect_is_resumed(corpus, folde
 def test_a_contradiction_in_a_config_file_is_refused(write_config):
     with pytest.raises(ValueError, match=r"rope_base=500000\.0, but init_from=.* has 10000\.0"):
         configure([write_config("rope_base = 5e5\n")])
+
+
+def test_sizes_in_a_config_file_yield_to_those_of_the_weights(write_config, capsys):
+    _, model_config = configure([write_config("hidden_size = 24\nnum_hidden_layers = 3\n")])
+    assert vars(model_config) == vars(build(MODEL_NAME, **SETTINGS).config)
+    assert "note: init_from ignores hidden_size, num_hidden_layers" in capsys.readouterr().out
 
 
 def test_a_number_in_a_config_file_is_no_folder(write_config):

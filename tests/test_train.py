@@ -735,6 +735,13 @@ def test_settings_come_from_the_checkpoint_that_is_resumed_if_the_latest_is_dama
     assert checkpoint.read_state(checkpoint.find(branch))["run_config"]["eval_interval"] == 3
 
 
+def test_a_checkpoint_without_optimizer_is_not_resumed(branch):
+    latest = checkpoint.find(branch)
+    (latest / "optimizer.safetensors").unlink()
+    line = training_error(f"--resume={latest}", "--max_steps=9")
+    assert "cannot be resumed, because it has no optimizer.safetensors; start a new run" in line
+
+
 def test_a_run_of_a_later_version_is_refused_as_such(branch):
     change_saved_state(branch, lambda state: state["run_config"].update(new_key=3))
     line = training_error(f"--out_dir={branch}", "--resume=auto", "--max_steps=9")

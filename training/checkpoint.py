@@ -8,6 +8,7 @@
     tokenizer.json          the tokenizer, so that sampling does not need the corpus
     SHA256SUMS              checksums of these files, as `sha256sum -c` reads them
 
+Only resuming needs the optimizer's state and the checksums.
 The main process writes it. Every tensor is stored whole, whatever the number of ranks and the engine
 that trained it.
 
@@ -48,6 +49,8 @@ from utils import errors, files, machine
 CHECKSUMS = "SHA256SUMS"
 # The order is part of the format, because `verify` compares with it.
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
+# what every use but resuming needs, so that the others may be deleted to save disk space
+MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
 STATE_TYPES = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
 
 
@@ -192,19 +195,31 @@ def compute_checksum_line(file: Path) -> str:
     return f"{digest}  {file.name}\n"
 
 
-def verify(checkpoint: Path) -> None:
-    """Raise ValueError if a file is missing, or not byte for byte what was saved."""
+def verify(checkpoint: Path, names: tuple[str, ...] = MODEL_FILES) -> None:
+    """Raise ValueError if a file is missing, or not byte for byte what was saved.
+
+    Args:
+        names: the files that are needed: MODEL_FILES, which are not compared if SHA256SUMS has
+            been deleted, or FILES to resume
+    """
+    if names == FILES and not (checkpoint / "optimizer.safetensors").exists():
+        raise ValueError(
+            f"{checkpoint} cannot be resumed, because it has no optimizer.safetensors; start a new "
+            f"run from its weights with --init_from={checkpoint}"
+        )
     try:
+        lines = [compute_checksum_line(checkpoint / name) for name in names]
+        if names == MODEL_FILES and not (checkpoint / CHECKSUMS).exists():
+            return
         stored_lines = (checkpoint / CHECKSUMS).read_bytes().decode(errors="replace")
-        lines = [compute_checksum_line(checkpoint / name) for name in FILES]
     except OSError as error:
         name = Path(error.filename or "a file").name
         raise ValueError(
             f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})"
         ) from error
-    damaged = [name for name, line in zip(FILES, lines) if line not in stored_lines]
-    if stored_lines != "".join(lines):
-        # lines that are missing, added or cut
+    damaged = [name for name, line in zip(names, lines) if line not in stored_lines]
+    if damaged or (names == FILES and stored_lines != "".join(lines)):
+        # without a damaged file, lines have been added
         name = damaged[0] if damaged else CHECKSUMS
         raise ValueError(f"{checkpoint} is damaged: the checksum of {name} does not match")
 
@@ -237,11 +252,11 @@ def belongs_to(checkpoint: Path, run_folder: str | Path) -> bool:
     return checkpoint.absolute().parent.parent.resolve() == Path(run_folder).resolve()
 
 
-def find_latest(run_folder: Path) -> Path | None:
-    """Return the latest valid checkpoint, None without any; damaged ones are reported."""
+def find_latest(run_folder: Path, names: tuple[str, ...] = MODEL_FILES) -> Path | None:
+    """Return the latest checkpoint whose `names` are valid, None without any; report the others."""
     for path in reversed(list_checkpoints(run_folder)):
         try:
-            verify(path)
+            verify(path, names)
             return path
         except ValueError as error:
             if machine.rank() == 0:
@@ -276,18 +291,19 @@ def rename_damaged(run_folder: Path, resume_checkpoint: Path | None) -> None:
         path.replace(target)
 
 
-def find(path: str | Path, also_accepted: str = "") -> Path:
+def find(path: str | Path, also_accepted: str = "", names: tuple[str, ...] = MODEL_FILES) -> Path:
     """Return the checkpoint that a run folder (its latest valid one) or a checkpoint folder names.
 
     Args:
         also_accepted: what else the caller accepts, for the message of an error
+        names: the files that are needed, as `verify` takes them
 
     Raises:
         ValueError: there is none, or it is damaged
     """
     path = Path(path)
-    if (path / "state.json").is_file() or (path / CHECKSUMS).is_file():
-        verify(path)
+    if (path / "state.json").is_file() or (path / "model.safetensors").is_file():
+        verify(path, names)
         return path
     if not path.exists():
         suggestion = errors.suggest(path.name, [other.name for other in path.parent.glob("*")])
@@ -295,7 +311,7 @@ def find(path: str | Path, also_accepted: str = "") -> Path:
             f"{path} does not exist{suggestion or ';'} give a run folder made by train.py, one of "
             f"its checkpoints/step_*{also_accepted}"
         )
-    latest = find_latest(path)
+    latest = find_latest(path, names)
     if latest is not None:
         return latest
     kind = "valid checkpoint" if list_checkpoints(path) else "checkpoint"

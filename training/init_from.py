@@ -5,7 +5,7 @@ decides the model variant and its keys; optimizer, step and data order start afr
 run is resumed, everything comes from its own checkpoint, and the folder may be gone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from data import tokenizer
@@ -17,6 +17,8 @@ from training import checkpoint
 from utils import machine
 
 ADDITIVE = "gpt-mha-rope"
+# A config file's recipe may be applied to weights of any size.
+SIZE_KEYS = ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim")
 NANOGPT_VALUES = {
     "scratch": "omit the key to start a new run",
     "resume": "resume a run with --resume=auto",
@@ -51,12 +53,14 @@ def check_settings(
     given_settings: dict[str, object],
     init_settings: dict[str, object],
     options: dict[str, Option],
+    typed_keys: Collection[str],
     note: Callable[[str], object] = print,
 ) -> dict[str, object]:
     """Return the settings that a user gives, without those that the weights of a folder override.
 
     Args:
         init_settings: the settings that the folder decides; {} for a run with weights of its own
+        typed_keys: the keys that are on the command line, not in a config file
 
     Raises:
         ValueError: a key that the weights depend on contradicts the folder
@@ -67,10 +71,11 @@ def check_settings(
             name in options and options[name].changes_no_weight
         ):
             continue
-        if name not in options or not options[name].only_initializes:
+        is_size_in_file = name in SIZE_KEYS and name not in typed_keys
+        if name not in options or not (options[name].only_initializes or is_size_in_file):
             raise ValueError(
                 f"{name}={given_settings[name]!r}, but init_from={given_settings['init_from']} has "
-                f"{init_settings[name]!r}; omit the key"
+                f"{init_settings[name]!r}; give --{name}={init_settings[name]}"
             )
         ignored.append(name)
     if ignored and machine.rank() == 0:

@@ -165,13 +165,13 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             )
         return None
     # a damaged checkpoint is skipped for the one before it
-    latest = checkpoint.find_latest(out_dir)
+    latest = checkpoint.find_latest(out_dir, checkpoint.FILES)
     chosen = latest
     if config.resume != "auto":
-        chosen = checkpoint.find(config.resume)
+        chosen = checkpoint.find(config.resume, names=checkpoint.FILES)
     if chosen is None and checkpoint.list_checkpoints(out_dir):
         raise ValueError(
-            f"out_dir={out_dir} has no valid checkpoint; give another --out_dir, or empty it"
+            f"out_dir={out_dir} has no checkpoint that can be resumed; give another --out_dir"
         )
     # otherwise training would overwrite later checkpoints of the same folder one by one
     if latest is not None and latest.resolve() != chosen.resolve():

@@ -79,7 +79,9 @@ def resolve(
     if saved:
         given_settings = resume.check_settings(given_settings, saved, options)
     else:
-        given_settings = init_from.check_settings(given_settings, init_settings, options, note)
+        given_settings = init_from.check_settings(
+            given_settings, init_settings, options, from_command_line, note
+        )
 
     settings = {
         # lowest precedence first; a key that is in none of these has its default
