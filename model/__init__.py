@@ -38,7 +38,7 @@ def model_class(name: str) -> "type[GPT]":
                 f"model={name!r}: the file name of a variant must not contain a dot; rename it to "
                 f"{name.replace('.', '_')}.py"
             )
-        if file.is_file() and "class Model" in file.read_text(encoding="utf-8"):
+        if file.is_file() and b"class Model" in file.read_bytes():
             raise ValueError(
                 f"model={name!r}: the file name of a variant must contain a hyphen; rename it to "
                 f"{name}-gpt-mha-rope.py"
@@ -81,7 +81,7 @@ def declared_names() -> list[str]:
     for folder in __path__:
         for file in Path(folder).glob("*.py"):
             try:
-                tree = ast.parse(file.read_text(encoding="utf-8"))
+                tree = ast.parse(file.read_bytes())
             except SyntaxError:
                 continue  # reported when that model is used
             classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]

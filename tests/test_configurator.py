@@ -392,6 +392,31 @@ def test_a_config_file_sets_the_values_of_its_public_names(config_file):
     assert configurator.read_config_file(str(config_file)) == settings
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbfsteps = 20\r\n",
+        b"# coding: latin-1\n# caf\xe9\nsteps = 20\n",
+        b"from __future__ import annotations\nsteps: int = 20\n",
+        b"_text = open(__file__).read()\nsteps = len(_text[:20])\n",
+    ],
+    ids=["byte order mark", "coding line", "__future__", "__file__"],
+)
+def test_a_config_file_may_be_what_python_runs(config_file, content):
+    config_file.write_bytes(content)
+    assert configurator.read_config_file(str(config_file)) == {"steps": 20}
+
+
+def test_numpys_numbers_are_numbers(config_file):
+    text = (
+        "import numpy as np\nsteps = np.arange(5).max()\nrate = np.float32(0.5)\nfast = np.all([])"
+    )
+    config_file.write_text(text)
+    settings = configurator.read_config_file(str(config_file))
+    assert settings == {"steps": 4, "rate": 0.5, "fast": True}
+    assert [type(value) for value in settings.values()] == [int, float, bool]
+
+
 def test_a_config_file_that_does_not_exist_is_answered_with_the_nearest(config_file):
     with pytest.raises(ValueError, match=r"config/ddl_smal\.py, did you mean config/ddl_small\.py"):
         configurator.read_config_file("config/ddl_smal.py")

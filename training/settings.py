@@ -236,7 +236,7 @@ def summarize_model(name: str) -> str:
     """Return the first paragraph of the docstring of a model's file, without importing it."""
     file = importlib.util.find_spec(f"model.{name}").origin
     try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(file).read_bytes())
     except SyntaxError as error:
         return f"(its file has a syntax error in line {error.lineno})"
     paragraph = (ast.get_docstring(tree) or "").partition("\n\n")[0]

@@ -81,7 +81,8 @@ def read_json(path: Path) -> dict:
         ValueError: the file is missing, unreadable, or holds something else
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # of bytes, in which a byte order mark is allowed
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} is missing or unreadable ({error.strerror})") from error
     except ValueError as error:
