@@ -341,6 +341,16 @@ def find_folder(dataset: str) -> Path:
     return corpus_folder if corpus_folder.is_dir() else Path(dataset)
 
 
+def make_location_absolute(dataset: str) -> str:
+    """Return a name of a corpus that is valid in every working directory.
+
+    It is the absolute path, unless the corpus is in data/ or does not exist.
+    """
+    folder = find_folder(dataset)
+    is_relative_path = folder == Path(dataset) and folder.is_dir()
+    return str(folder.absolute()) if is_relative_path else dataset
+
+
 def read_vocab_size(dataset: str) -> int | None:
     """Return the vocabulary size of a corpus; None if the corpus does not say."""
     vocab_size = read_meta(find_folder(dataset)).get("vocab_size")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from data import tokenizer
-from data.shards import Corpus, is_same_corpus, open_corpus
+from data.shards import Corpus, MissingCorpus, is_same_corpus, open_corpus
 from data.tokenizer import Tokenizer
 from model import weights
 from model.gpt import GPT
@@ -149,7 +149,14 @@ def open_corpus_of(subject: Subject, dataset: str, option: str = "--val") -> Cor
             f"{subject.folder} does not name the corpus that it was trained on; give "
             f"{option}=DATASET"
         )
-    corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
+    try:
+        corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
+    except MissingCorpus as error:
+        if dataset:
+            raise
+        raise MissingCorpus(
+            f"{error}, with {option}; {subject.folder} was trained on this dataset"
+        ) from error
     if not dataset and not is_same_corpus(subject.state["corpus"], corpus.identity):
         raise ValueError(
             f"{corpus.path} is no longer the corpus that {subject.folder} was trained on; to "

@@ -621,6 +621,15 @@ def test_a_corpus_that_was_replaced_is_not_evaluated_unawares(run_on_replaced_co
     assert "is no longer the corpus that" in message
 
 
+def test_a_corpus_that_has_moved_is_named_with_the_checkpoint_that_it_comes_from(run, tmp_path):
+    subject = subjects.find(run)
+    subject.state["run_config"]["dataset"] = "/nowhere"
+    with pytest.raises(
+        ValueError, match=rf"/nowhere .*--val; {subject.folder} was trained on this"
+    ):
+        subjects.open_corpus_of(subject, "")
+
+
 def test_a_corpus_that_was_replaced_is_evaluated_by_its_name(
     run_on_replaced_corpus, corpus, tmp_path
 ):

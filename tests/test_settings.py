@@ -143,3 +143,28 @@ def test_the_checkpoints_of_a_run_may_be_on_other_storage(tmp_path):
     assert state.wandb_id == "abc"
     branch = TrainConfig(out_dir=str(tmp_path / "branch"))
     assert TrainState.load({"wandb_id": "abc", "run_config": {}}, path, branch).wandb_id is None
+
+
+def test_a_relative_dataset_is_remembered_as_an_absolute_path(corpus, tmp_path, monkeypatch):
+    (tmp_path / "mine").symlink_to(corpus)
+    monkeypatch.chdir(tmp_path)
+    assert configure(["--dataset=mine"])[0].dataset == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("dataset", ["fineweb_edu", "nowhere"])
+def test_names_of_datasets_are_kept(dataset):
+    assert configure([f"--dataset={dataset}"])[0].dataset == dataset
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ("device = 'mps'\ndtype = 'bfloat16'\n", "dtype=float32"),
+        ("learning_rate = 0.0\nweight_decay_rate = 0.1\n", "weight_decay_rate=None"),
+    ],
+)
+def test_the_fix_for_a_key_of_a_config_file_is_another_value(tmp_path, settings, value):
+    (tmp_path / "mine.py").write_text(f"model = 'gpt-mha-rope'\n{settings}")
+    with pytest.raises(ValueError, match=f"give .*--{value}"):
+        configure([str(tmp_path / "mine.py")])
+    configure([str(tmp_path / "mine.py"), f"--{value}"])

@@ -389,7 +389,7 @@ def test_more_steps_before_the_decay_of_wsd_do_not_let_the_learning_rate_jump(co
     [
         (
             {"decay_steps": 5},
-            "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or omit",
+            "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or None",
         ),
         ({"decay_steps": 1, "warmup_steps": 9}, "has 0 steps after warmup_steps=9"),
     ],
@@ -733,6 +733,13 @@ def test_settings_come_from_the_checkpoint_that_is_resumed_if_the_latest_is_dama
     (checkpoint.find(branch) / "model.safetensors").write_bytes(b"damaged")
     run_train(f"--out_dir={branch}", "--resume=auto")
     assert checkpoint.read_state(checkpoint.find(branch))["run_config"]["eval_interval"] == 3
+
+
+def test_a_dataset_that_comes_from_the_checkpoint_is_named_as_such(branch):
+    change_saved_state(branch, lambda state: state["run_config"].update(dataset="/nowhere"))
+    line = training_error(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
+    assert "dataset=/nowhere: " in line
+    assert line.endswith(f"{checkpoint.find(branch)} was trained on this dataset")
 
 
 def test_a_checkpoint_without_optimizer_is_not_resumed(branch):

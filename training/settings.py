@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import configurator
 from data.sequences import SequenceLayout
-from data.shards import find_folder, read_meta, read_vocab_size
+from data.shards import find_folder, make_location_absolute, read_meta, read_vocab_size
 from model import MODEL_NAMES, every_config, model_class
 from model.gpt import GPTConfig
 from model.options import Option, check_effects, collect_options
@@ -90,6 +90,9 @@ def resolve(
         **{key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL},
         **given_settings,  # of the config file and, above it, of the command line
     }
+    if "dataset" in settings:
+        # the run may be resumed or evaluated from another working directory
+        settings["dataset"] = make_location_absolute(settings["dataset"])
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
     model_config = model_config_class(
