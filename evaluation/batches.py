@@ -51,11 +51,11 @@ def truncate_request(
         max_len: number of tokens that the model can read
 
     Raises:
-        ValueError: the continuation is empty, or longer than the model can read
+        ValueError: the continuation is longer than the model can read
     """
-    if not 1 <= len(continuation) <= max_len:
+    if len(continuation) > max_len:
         raise ValueError(
-            f"a continuation has {len(continuation)} tokens, but this model scores 1 to "
+            f"a continuation has {len(continuation)} tokens, but this model scores at most "
             f"block_size={max_len}; omit this task"
         )
     # one more than the model reads, because the last token is only predicted

@@ -104,6 +104,10 @@ class LanguageModel(TemplateLM):
         self.autocast = autocast or nullcontext()
         self.add_bos_token = add_bos_token
         self.max_length = model.config.block_size
+        # since the last call of `pop_notes`
+        self.num_requests = 0
+        self.num_truncated = 0
+        self.swallowed: list[tuple[str, str]] = []  # contexts and their continuations
         # tqdm's `disable`; None shows a progress bar if the output is a terminal
         self.hide_progress = None if world.is_main else True
 
@@ -119,6 +123,26 @@ class LanguageModel(TemplateLM):
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token and tokens[:1] != [self.eot_token_id]
         return [self.eot_token_id, *tokens] if add_special_tokens else tokens
+
+    def pop_notes(self) -> list[str]:
+        """Return what a user should know of the requests since the last call."""
+        notes = []
+        if self.num_truncated:
+            notes.append(
+                f"{self.num_truncated:,} of {self.num_requests:,} requests were cut on the left to "
+                f"block_size={self.max_length}"
+            )
+        if self.swallowed:
+            context, continuation = self.swallowed[0]
+            notes.append(
+                f"{len(self.swallowed):,} of {self.num_requests:,} continuations have no token of "
+                f"their own, such as {continuation[:40]!r} after {context[-40:]!r}; they are "
+                "tokenized without their context"
+            )
+        self.num_requests = 0
+        self.num_truncated = 0
+        self.swallowed = []
+        return notes
 
     def batches_of_rank(
         self,
@@ -154,22 +178,29 @@ class LanguageModel(TemplateLM):
         """Score continuations.
 
         Args:
-            requests: (texts, which are not used, tokens of the context, tokens of the continuation)
+            requests: (texts or None, tokens of the context, tokens of the continuation)
 
         Returns:
             For each request the log-likelihood of the continuation in nats, and whether greedy
             decoding generates this continuation.
 
         Raises:
-            ValueError: a continuation is empty, or longer than block_size
+            ValueError: a continuation is longer than block_size
         """
-        truncated = [
+        truncated = []
+        for index, (texts, context, continuation) in enumerate(requests):
             # lm-eval moves blanks to the continuation, which may leave no token in the context
-            truncate_request(
-                index, context or [self.prefix_token_id], continuation, self.max_length
-            )
-            for index, (_, context, continuation) in enumerate(requests)
-        ]
+            context = context or [self.prefix_token_id]
+            # a token may reach over the end of the context: "low" + "er" can be one token
+            if not continuation:
+                self.swallowed.append(texts)
+                continuation = self.tok_encode(texts[1], add_special_tokens=False)
+            if len(context) + len(continuation) > self.max_length + 1:
+                self.num_truncated += 1
+            # the likelihood of an empty text is 1
+            if continuation:
+                truncated.append(truncate_request(index, context, continuation, self.max_length))
+        self.num_requests += len(requests)
         groups = group_requests(truncated, self.batch_size)
         batches = batch_groups(groups, self.batch_size, self.max_length)
         # for each request: log-likelihood, and number of tokens that are not the most likely ones
@@ -320,6 +351,7 @@ class LanguageModel(TemplateLM):
         for index, request in enumerate(requests):
             key = json.dumps(request.args[1], sort_keys=True)
             indices_by_settings.setdefault(key, []).append(index)
+        self.num_requests += len(requests)
         batches = []
         for indices in indices_by_settings.values():
             settings = read_generation_settings(requests[indices[0]].args[1])
@@ -332,8 +364,10 @@ class LanguageModel(TemplateLM):
                 )
             prompts = {}
             for index in indices:
-                tokens = self.tok_encode(requests[index].args[0])[-max_context:]
-                prompts[index] = tokens or [self.eot_token_id]
+                tokens = self.tok_encode(requests[index].args[0])
+                if len(tokens) > max_context:
+                    self.num_truncated += 1
+                prompts[index] = tokens[-max_context:] or [self.eot_token_id]
             longest_first = sorted(indices, key=lambda index: len(prompts[index]), reverse=True)
             starts = range(0, len(longest_first), self.batch_size)
             shared_decoder = None

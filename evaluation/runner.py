@@ -207,6 +207,7 @@ class Evaluation:
             if stored_entry["digest"] == tasks.compute_digest(task):
                 return relabel_entry(stored_entry, entry)
         start = time.perf_counter()
+        language_model.pop_notes()  # of a task that failed
         results = tasks.evaluate(
             language_model,
             task,
@@ -215,6 +216,9 @@ class Evaluation:
             limit=self.limit,
             standard_errors=self.world.is_main,
         )
+        for note in (*tasks.describe_leaks(task), *language_model.pop_notes()):
+            if self.world.is_main:
+                print(f"note: {task.name}, {num_shots}-shot: {note}", flush=True)
         # file name of the samples; TASK stands for the name of each task
         samples_name = None
         if self.log_samples and self.world.is_main:

@@ -301,11 +301,47 @@ def set_num_shots(task: LoadedTask, num_shots: int) -> None:
     """Set the number of few-shot examples, and the seed by which they are drawn.
 
     As in lm-eval, a task whose file says 0 stays 0-shot; any other number in a file is a default.
+
+    Raises:
+        ValueError: a task has fewer documents than that to draw examples from
     """
     for name, each_task in task.tasks.items():
         is_fixed = task.own_shots[name] == 0
         each_task.set_config(key="num_fewshot", value=0 if is_fixed else num_shots)
         each_task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        if is_fixed or num_shots == 0 or not hasattr(each_task, "sampler"):
+            continue
+        max_shots = len(each_task.sampler.fewshot_docs())
+        if each_task.fewshot_cfg.split == each_task.config.test_split:
+            max_shots -= 1  # the evaluated document is none of its examples
+        if num_shots > max_shots:
+            raise ValueError(
+                f"--shots={num_shots}, but {name} has only {max_shots} documents to draw examples "
+                f"from; give --shots={max_shots} or less"
+            )
+
+
+def describe_leaks(task: LoadedTask) -> list[str]:
+    """Return a note for each task that may have the evaluated document among its own examples.
+
+    lm-eval excludes it only if the file of the task says that examples come from the test split.
+    """
+    notes = []
+    for name, each_task in task.tasks.items():
+        if not each_task.config.num_fewshot or not hasattr(each_task, "sampler"):
+            continue
+        config = each_task.config
+        split = each_task.fewshot_cfg.split
+        if split == config.test_split or (split is None and each_task.fewshot_cfg.samples):
+            continue
+        pool = split or config.training_split or config.validation_split or config.test_split
+        if pool == (config.test_split or config.validation_split):
+            notes.append(
+                f"the few-shot examples of {name} are drawn from the {pool} split, which is "
+                "evaluated, so that a prompt may contain its own answer; give its file a "
+                "fewshot_split"
+            )
+    return notes
 
 
 def evaluate(

@@ -258,11 +258,10 @@ def test_a_context_of_blanks_alone_is_read_as_the_beginning_of_a_text():
     assert blank == pytest.approx(ended)
 
 
-@pytest.mark.parametrize("count", [0, 21])
-def test_a_continuation_that_cannot_be_scored_is_refused(count):
+def test_a_continuation_that_is_too_long_is_refused():
     own = language_model(build("gpt-mha-rope", **{**TINY, "block_size": 20}))
-    with pytest.raises(ValueError, match=f"a continuation has {count} tokens, .* block_size=20"):
-        own._loglikelihood_tokens([(None, [1], [2] * count)])
+    with pytest.raises(ValueError, match=r"a continuation has 21 tokens, .* block_size=20"):
+        own._loglikelihood_tokens([(None, [1], [2] * 21)])
 
 
 QUESTION = [1] * 50
@@ -382,6 +381,136 @@ def test_a_beginning_that_all_share_does_not_make_one_batch(monkeypatch):
     groups = batches.group_requests(requests, 16)
     assert {len(group.requests) for group in groups[:-1]} == {100 // 21}
     assert {group.prefix_len for group in groups} == {20}
+
+
+# ---- requests that do not fit, and shots that there are not ----
+
+
+def score(own, *pairs):
+    """Return the log-likelihoods of continuations of contexts."""
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    return [nats for nats, _ in own.loglikelihood(requests)]
+
+
+def test_requests_that_are_cut_are_counted():
+    own = language_model(build("gpt-mha-rope", **TINY))
+    score(own, ("a" * 96, "b"), ("a" * 97, "b"), ("a" * 9, "b"), ("a" * 400, "b"))
+    settings = {"until": ["\n"], "max_gen_toks": 6}
+    own.generate_until([generation_request("a" * length, settings) for length in (90, 91)])
+    assert own.pop_notes() == ["3 of 6 requests were cut on the left to block_size=96"]
+    assert own.pop_notes() == []
+
+
+def test_a_continuation_within_a_token_of_its_context_is_scored_by_itself():
+    encoding = tokenizer.train_byte_pairs(["Zeile"] * 9, 261)
+    assert len(encoding.encode("Zeile")) == 1
+    model = move_parameters(build("gpt-mha-rope", **TINY))
+    own = language_model(model, encoding=encoding)
+    nats = score(own, ("Zei", "le"), ("Zei", "xx"))
+    context = encoding.encode("Zei")
+    expected, _ = score_naively(model, context, encoding.encode("le"))
+    assert nats[0] == pytest.approx(expected, abs=1e-4)
+    assert own.pop_notes() == [
+        "1 of 2 continuations have no token of their own, such as 'le' after 'Zei'; they are "
+        "tokenized without their context"
+    ]
+
+
+def test_an_empty_continuation_is_certain():
+    own = language_model(build("gpt-mha-rope", **TINY))
+    assert score(own, ("ab", ""), ("ab", "c"))[0] == 0
+
+
+@pytest.fixture
+def load_choices(tmp_path):
+    """Return a function that loads a task with three documents in the split data, and settings."""
+    rows = [{"question": f"Question {n}", "choices": ["a", "b"], "label": 0} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(*settings: str) -> tasks.LoadedTask:
+        lines = [
+            "task: mine",
+            "dataset_path: json",
+            f"dataset_kwargs: {{data_files: {{data: {tmp_path / 'rows.jsonl'}}}}}",
+            "output_type: multiple_choice",
+            "doc_to_text: question",
+            "doc_to_target: label",
+            "doc_to_choice: choices",
+            *settings,
+        ]
+        (tmp_path / "mine.yaml").write_text("\n".join(lines))
+        [loaded], _ = tasks.load_all(["mine"], str(tmp_path), ALONE)
+        return loaded
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_shots"),
+    [(["test_split: data"], 3), (["test_split: data", "fewshot_split: data"], 2)],
+    ids=["any document", "any other document"],
+)
+def test_more_shots_than_documents_are_refused(load_choices, settings, max_shots):
+    task = load_choices(*settings)
+    tasks.set_num_shots(task, max_shots)
+    task.tasks["mine"].build_all_requests()
+    message = f"--shots=4, but mine has only {max_shots} documents to draw examples from"
+    with pytest.raises(ValueError, match=message):
+        tasks.set_num_shots(task, 4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["test_split: data"], ["validation_split: data", "fewshot_split: data"]],
+    ids=["test", "validation"],
+)
+def test_examples_that_may_be_the_evaluated_document_are_noted(load_choices, settings):
+    task = load_choices(*settings)
+    tasks.set_num_shots(task, 3)
+    [note] = tasks.describe_leaks(task)
+    assert note.startswith("the few-shot examples of mine are drawn from the data split")
+    task.tasks["mine"].build_all_requests()
+    # all three documents are examples, as in lm-eval
+    assert all(
+        request.args[0].count(request.doc["question"]) == 2
+        for request in task.tasks["mine"].instances
+    )
+
+
+def test_notes_of_a_task_are_printed_once(load_choices, run, tmp_path):
+    load_choices("test_split: data")
+    arguments = ("--tasks=mine", f"--include_path={tmp_path}", "--shots=3", f"--out={tmp_path}")
+    lines = run_eval(run, *arguments).output.splitlines()
+    notes = [line.split(":")[2] for line in lines if line.startswith("note: mine, 3-shot:")]
+    assert len(notes) == 2
+    assert "the few-shot examples of mine" in notes[0]
+    assert "6 of 6 requests were cut on the left to block_size=40" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_shots"),
+    [
+        (["test_split: data"], 0),
+        (["test_split: data", "fewshot_split: data"], 2),
+        (["validation_split: data"], 2),
+        (
+            [
+                "test_split: data",
+                "fewshot_config: {samples: [{question: a, choices: [b], label: 0}]}",
+            ],
+            1,
+        ),
+    ],
+)
+def test_examples_that_are_other_documents_are_not_noted(load_choices, settings, num_shots):
+    task = load_choices(*settings)
+    tasks.set_num_shots(task, num_shots)
+    assert tasks.describe_leaks(task) == []
+    task.tasks["mine"].build_all_requests()
+    assert all(
+        request.args[0].count(request.doc["question"]) == 1
+        for request in task.tasks["mine"].instances
+    )
 
 
 def test_add_bos_token_puts_one_end_of_text_first():
