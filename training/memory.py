@@ -306,7 +306,9 @@ def describe_memory(config: TrainConfig, model_config: GPTConfig, device: torch.
     comparison = ""
     if device.type == "cuda":
         # gpt_small and ddl_dv4_cc_ec_small, micro-batches of 16: results/gpu
-        comparison = "; compiled steps of DDL and of the additive model needed 0.82 of it on an H200"
+        comparison = (
+            "; compiled steps of DDL and of the additive model needed 0.82 of it on an H200"
+        )
     return (
         f"estimated memory of one process on a {name} in {dtype}: {format_bytes(estimate.total)}"
         f"{limit} ({', '.join(terms)}); activations are those of an eager step{comparison}"

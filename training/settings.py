@@ -27,12 +27,13 @@ class Settings(NamedTuple):
 
 
 def resolve(
-    argv: list[str], note: Callable[[str], object] = print, saved_state: dict | None = None
+    arguments: Arguments,
+    note: Callable[[str], object] = print,
+    saved_state: dict | None = None,
 ) -> Settings:
     """Return the settings of a run.
 
     Args:
-        argv: at most one config file, and options `--key=value`
         note: called with each line that a user may want to read
         saved_state: state.json of the run that is resumed, {} for a new run. By default it is read
             from the latest checkpoint, without verifying that.
@@ -40,7 +41,6 @@ def resolve(
     Raises:
         ValueError: a key or a value is wrong, or differs from the run that is resumed
     """
-    arguments = read_arguments(argv)
     from_file = arguments.from_file
     from_command_line = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
@@ -106,8 +106,12 @@ def resolve(
 def configure(
     argv: list[str], note: Callable[[str], object] = print
 ) -> tuple[TrainConfig, GPTConfig]:
-    """Return the configurations of a run and of its model, as `resolve` does."""
-    settings = resolve(argv, note)
+    """Return the configurations of a run and of its model, as `resolve` does.
+
+    Args:
+        argv: at most one config file, and options `--key=value`
+    """
+    settings = resolve(read_arguments(argv), note)
     return settings.config, settings.model_config
 
 
@@ -209,14 +213,13 @@ def corpus_defaults(settings: dict) -> dict[str, object]:
 # ---- --help ----
 
 
-def print_help(argv: list[str], usage: str) -> None:
+def print_help(arguments: Arguments, usage: str) -> None:
     """Print the keys that a command line may have, with the values that it gives them.
 
     With a config file or --model these are the keys of the run and of that model. Without either,
     they are the keys of the run, of every model and of DDL, and the names of the other models.
     """
     errors.end_quietly_on_closed_pipe()
-    arguments = read_arguments(argv)
     from_command_line = {
         key: text for key, text in arguments.from_command_line.items() if key != "help"
     }
