@@ -28,7 +28,7 @@ from huggingface import card
 from huggingface.flatten import collect_modeling_files
 from model.gpt import GPT
 from model.parameters import find_aliases
-from training import checkpoint, metrics
+from training import checkpoint, metrics, model_folder
 from training.provenance import collect_provenance
 from utils import units
 
@@ -181,7 +181,7 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
     Raises:
         ValueError: the source is damaged, or its model cannot be exported
     """
-    model, model_tokenizer, state = checkpoint.load_model(source, "cpu")
+    model, model_tokenizer, state = model_folder.load_model(source, "cpu")
     model_name = state["model"]
     if model_tokenizer.name == "ids":
         raise ValueError(
@@ -214,7 +214,7 @@ def main() -> None:
         out_dir = Path(args.out_dir).resolve()
         run = Path(args.run)
         check_out(out_dir, args.overwrite)
-        source = run if checkpoint.is_exported(run) else checkpoint.find(run)
+        source = run if model_folder.is_exported(run) else checkpoint.find(run)
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         # The folder is written beside its place and then moved there, so that a failure leaves
         # nothing half-written.

@@ -30,8 +30,8 @@ from model import kernels
 from model.decoding import Decoder, round_matrices
 from model.generation import Piece, Sampling, generate_text, note_truncation
 from model.gpt import GPT
-from training.checkpoint import load_model
 from training.distributed import computes_in_bfloat16, pick_device
+from training.model_folder import load_model
 from utils import machine
 
 RULE = "-" * 80

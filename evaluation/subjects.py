@@ -12,7 +12,7 @@ from data.shards import Corpus, MissingCorpus, is_same_corpus, open_corpus
 from data.tokenizer import Tokenizer
 from model import weights
 from model.gpt import GPT
-from training import checkpoint
+from training import checkpoint, model_folder
 
 # The longest list of run names in the name of a folder of results; file systems allow 255 bytes.
 MAX_NAMES_LENGTH = 100
@@ -33,7 +33,7 @@ class Subject:
 
     def load(self, device: torch.device | str) -> tuple[GPT, Tokenizer, str]:
         """Return the model in evaluation mode, its tokenizer, and the name of its variant."""
-        model, model_tokenizer, state = checkpoint.load_model(self.folder, device)
+        model, model_tokenizer, state = model_folder.load_model(self.folder, device)
         return model, model_tokenizer, state["model"]
 
 
@@ -44,7 +44,7 @@ def find(path: str) -> Subject:
         ValueError: the path is none of these, or damaged
     """
     folder = Path(path)
-    if checkpoint.is_exported(folder):
+    if model_folder.is_exported(folder):
         files = [
             folder / "config.json",
             folder / "tokenizer.json",
@@ -94,7 +94,7 @@ def default_out_folder(paths: list[str]) -> Path:
     run_folders = find_run_folders(paths)
     common_folder = find_common_folder(paths)
     if len(run_folders) == 1:
-        if checkpoint.is_exported(common_folder):
+        if model_folder.is_exported(common_folder):
             return common_folder.parent / f"eval_{common_folder.name}"
         return common_folder / "eval"
     relative_paths = sorted(str(folder.relative_to(common_folder)) for folder in run_folders)

@@ -15,7 +15,7 @@ from data.tokenizer import byte_tokenizer, train_byte_pairs
 from model import build
 from model.generation import Sampling
 from serving import app
-from training.checkpoint import load_model
+from training.model_folder import load_model
 
 pytestmark = pytest.mark.skipif(
     browser.missing_program() is not None, reason=str(browser.missing_program())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from data import tokenizer
 from model import build, weights
-from training import checkpoint
+from training import checkpoint, model_folder
 
 TINY = {
     "vocab_size": 257,
@@ -52,7 +52,7 @@ def save(run, step):
 def test_a_saved_model_is_loaded_with_its_tokenizer_and_state(tmp_path):
     model, path = save(tmp_path, 7)
     assert path == tmp_path / "checkpoints" / "step_00000007"
-    loaded, encoding, state = checkpoint.load_model(tmp_path, "cpu")
+    loaded, encoding, state = model_folder.load_model(tmp_path, "cpu")
     assert not loaded.training
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     for (name, a), (_, b) in zip(model.state_dict().items(), loaded.state_dict().items()):
@@ -134,7 +134,7 @@ def test_a_model_is_loaded_without_the_files_that_only_resuming_needs(tmp_path, 
     model, path = save(tmp_path, 1)
     for name in removed_files:
         (path / name).unlink()
-    loaded, _, _ = checkpoint.load_model(tmp_path, "cpu")
+    loaded, _, _ = model_folder.load_model(tmp_path, "cpu")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     with pytest.raises(
         ValueError, match=f"{removed_files[0]} is missing|has no {removed_files[0]}"
@@ -158,7 +158,7 @@ def test_a_model_without_one_of_its_files_is_refused(tmp_path, name, has_checksu
         (path / "SHA256SUMS").unlink()
     (path / name).unlink()
     with pytest.raises(ValueError, match=rf"{name} is missing"):
-        checkpoint.load_model(path, "cpu")
+        model_folder.load_model(path, "cpu")
 
 
 def test_damaged_newest_checkpoints_are_reported_and_an_older_one_is_used(tmp_path, capsys):
@@ -228,7 +228,7 @@ def test_a_process_that_dies_while_it_saves_a_step_again_leaves_a_checkpoint(tmp
     assert process.exitcode == 9
     remaining = checkpoint.find(tmp_path)
     assert checkpoint.get_step(remaining) == 1
-    assert checkpoint.load_model(remaining, "cpu")
+    assert model_folder.load_model(remaining, "cpu")
     save(tmp_path, 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 

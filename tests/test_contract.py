@@ -17,7 +17,7 @@ import export
 import train
 from model import MODEL_NAMES, model_class
 from model.gpt import GPT
-from training import checkpoint, metrics
+from training import checkpoint, metrics, model_folder
 
 pytestmark = pytest.mark.usefixtures("example_streams")
 
@@ -114,8 +114,8 @@ def test_an_exported_run_computes_the_same_logits(trained_run, tmp_path, monkeyp
     exported = tmp_path / "exported"
     monkeypatch.setattr(sys, "argv", ["export.py", str(trained_run), str(exported)])
     export.main()
-    trained_model, *_ = checkpoint.load_model(trained_run, "cpu")
-    exported_model, *_ = checkpoint.load_model(exported, "cpu")
+    trained_model, *_ = model_folder.load_model(trained_run, "cpu")
+    exported_model, *_ = model_folder.load_model(exported, "cpu")
     ids = torch.randint(0, 257, (2, 9))
     assert torch.equal(exported_model(ids)[0], trained_model(ids)[0])
 

@@ -38,8 +38,8 @@ import export
 from evaluation import batches, comparison, published, runner, subjects, tasks
 from evaluation.language_model import LanguageModel, read_generation_settings
 from training import checkpoint
-from training.checkpoint import load_model
 from training.distributed import World
+from training.model_folder import load_model
 from utils import machine
 
 ALONE = World(0, 1, torch.device("cpu"))

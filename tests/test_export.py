@@ -24,7 +24,7 @@ import model.gpt
 from data import tokenizer
 from huggingface import card, flatten
 from model import MODEL_NAMES, build
-from training import checkpoint
+from training import checkpoint, model_folder
 
 # Every variant and every kind of branch occurs once; settings of independent parts share a case.
 PLAIN = {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0}
@@ -320,7 +320,7 @@ def test_lm_eval_scores_as_we_do(reloaded):
 def test_a_folder_exported_in_bfloat16_holds_our_rounded_weights(reloaded):
     assert reloaded.summary["bfloat16"] == "torch.bfloat16"
     ours = reloaded.cases[CC].ours
-    read, encoding, state = checkpoint.load_model(reloaded.folder / f"{CC}_bfloat16", "cpu")
+    read, encoding, state = model_folder.load_model(reloaded.folder / f"{CC}_bfloat16", "cpu")
     assert encoding.n_vocab == 257
     assert state == {"model": CC, "model_config": vars(ours.config)}
     for name, value in ours.state_dict().items():
@@ -378,7 +378,7 @@ def test_our_scripts_read_every_folder(case, suffix, ids):
     """
     modules = set(sys.modules)
     folder = case.folder.with_name(case.folder.name + suffix)
-    read, encoding, _ = checkpoint.load_model(folder, "cpu")
+    read, encoding, _ = model_folder.load_model(folder, "cpu")
     assert torch.equal(read(ids)[0], case.ours(ids)[0])
     assert vars(read.config) == vars(case.ours.config)
     assert (read.lm_head.weight is read.transformer.wte.weight) == read.config.tie_embeddings

@@ -25,7 +25,7 @@ from helpers import ODD_TEXTS, ROOT, encode_shard, one_line_error, small_run
 from in_process import call
 
 from data import tokenizer
-from training import checkpoint, metrics
+from training import checkpoint, metrics, model_folder
 
 DOCUMENTS = [
     path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))
@@ -259,7 +259,7 @@ def exported(prepared_run, cache, tmp_path_factory) -> Path:
 
 
 def test_an_export_holds_the_tokenizer(exported, oracle):
-    _, encoding, _ = checkpoint.load_model(exported, "cpu")
+    _, encoding, _ = model_folder.load_model(exported, "cpu")
     check_same(encoding, oracle)
 
 

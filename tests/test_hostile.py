@@ -18,7 +18,7 @@ from export_helpers import CC, build_noisy, export_run, save_released, save_run
 from helpers import Trap, write_checksums
 from safetensors.torch import load_file, save_file
 
-from training import checkpoint
+from training import model_folder
 
 KINDS = ["checkpoint", "exported", "released"]
 
@@ -56,7 +56,7 @@ def read_refusal(folder: Path) -> str:
     if (folder / "state.json").exists() and not (folder / "model.safetensors").is_symlink():
         write_checksums(folder)
     with pytest.raises(ValueError, match=r".+") as error:
-        checkpoint.load_model(folder, "cpu")
+        model_folder.load_model(folder, "cpu")
     line = " ".join(str(error.value).split())
     assert str(folder) in line
     assert len(line) < 500
@@ -88,7 +88,7 @@ def change_tokenizer(folder: Path, change: Callable[[dict], object]) -> None:
 
 
 def test_valid_folders_load(folder):
-    model, encoding, state = checkpoint.load_model(folder, "cpu")
+    model, encoding, state = model_folder.load_model(folder, "cpu")
     assert state["model"] == CC
     assert encoding.n_vocab == 257
     assert model.num_parameters() > 0
@@ -130,7 +130,7 @@ def test_pickled_weights_are_not_executed(folder, to_pickle, tmp_path):
     if folder.name == "checkpoint":
         message = "is missing"
     with pytest.raises(ValueError, match=message):
-        checkpoint.load_model(folder, "cpu")
+        model_folder.load_model(folder, "cpu")
     assert not trap.exists()
 
 
@@ -236,7 +236,7 @@ def test_states_of_wrong_types(valid_folders, tmp_path, key, value):
 def test_unknown_models(exported_folder, stem):
     change_config(exported_folder, stem=stem)
     with pytest.raises(ValueError, match=r"stem=|is not a model variant"):
-        checkpoint.load_model(exported_folder, "cpu")
+        model_folder.load_model(exported_folder, "cpu")
 
 
 # ---- tokenizers ----
@@ -262,7 +262,7 @@ def test_files_that_are_no_tokenizer(exported_folder, change, message):
 
 def test_a_tokenizer_of_another_form_is_read_by_the_library(exported_folder):
     change_tokenizer(exported_folder, lambda content: content.update(normalizer={"type": "NFC"}))
-    _, model_tokenizer, _ = checkpoint.load_model(exported_folder, "cpu")
+    _, model_tokenizer, _ = model_folder.load_model(exported_folder, "cpu")
     assert model_tokenizer.encode("e\u0301") == model_tokenizer.encode("\u00e9")
 
 
@@ -313,8 +313,8 @@ def write_weight_map(folder: Path, weight_map: object) -> None:
 
 def test_shards_are_read_by_their_index(sharded_folder, valid_folders):
     write_index(sharded_folder)
-    model, _, _ = checkpoint.load_model(sharded_folder, "cpu")
-    original, _, _ = checkpoint.load_model(valid_folders / sharded_folder.name, "cpu")
+    model, _, _ = model_folder.load_model(sharded_folder, "cpu")
+    original, _, _ = model_folder.load_model(valid_folders / sharded_folder.name, "cpu")
     state = model.state_dict()
     assert all(torch.equal(state[name], weight) for name, weight in original.state_dict().items())
 
@@ -367,11 +367,11 @@ def test_pairs_that_do_not_fit(valid_folders, tmp_path):
     with pytest.raises(
         ValueError, match=r"readout\.weight \(12, 4\) and readout\.read \(3,\) do not form a pair"
     ):
-        checkpoint.load_model(folder, "cpu")
+        model_folder.load_model(folder, "cpu")
 
 
 def test_code_in_a_folder_is_not_executed(exported_folder, tmp_path):
     for name in ("stem.py", "modeling_ddl.py", "gpt.py"):
         (exported_folder / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    checkpoint.load_model(exported_folder, "cpu")
+    model_folder.load_model(exported_folder, "cpu")
     assert os.listdir(tmp_path) == ["exported"]

@@ -33,7 +33,7 @@ from model.gpt import GPT, Stream
 from serving import app as serving_app
 from serving.events import Pieces, describe_statistics, generate_events
 from serving.guard import Guard, is_own_host
-from training.checkpoint import load_model
+from training.model_folder import load_model
 from training.residual_statistics import ObservedStream
 
 DELTA = [model_name for model_name in MODEL_NAMES if model_name.startswith("DDL")]

@@ -29,6 +29,7 @@ from training import (
     checkpoint,
     distributed,
     metrics,
+    model_folder,
     optimizer,
     setup,
     stopping,
@@ -184,7 +185,7 @@ def test_weights_equal_a_plain_loop(finished_run, plain_loop):
 @pytest.fixture(scope="module")
 def validation_losses(finished_run, corpus) -> list[float]:
     """Return the mean loss of each sequence of the validation split, one forward pass for each."""
-    model, _, _ = checkpoint.load_model(finished_run.folder, "cpu")
+    model, _, _ = model_folder.load_model(finished_run.folder, "cpu")
     tokens = torch.from_numpy(shards.open_corpus(str(corpus)).val[0].astype("int64"))
     losses = []
     with torch.no_grad():
@@ -207,7 +208,7 @@ def test_the_last_evaluation_covers_every_token(finished_run, validation_losses)
 
 
 def test_the_last_checkpoint_is_that_of_the_last_step(finished_run):
-    assert checkpoint.load_model(finished_run.folder, "cpu")[2]["step"] == 6
+    assert model_folder.load_model(finished_run.folder, "cpu")[2]["step"] == 6
 
 
 def test_the_last_evaluation_stores_the_loss_of_every_sequence(finished_run, validation_losses):

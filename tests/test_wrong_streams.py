@@ -14,7 +14,7 @@ import model
 from model import build
 from model.block import Block
 from model.layers import AttentionInputs, Heads
-from training import checkpoint, metrics
+from training import checkpoint, metrics, model_folder
 
 GATED = (EXAMPLES[0].parent / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
 BLOCK = """from dataclasses import replace
@@ -251,7 +251,7 @@ def test_evaluation_with_an_own_head_equals_that_of_training(
     assert call("train.py", *arguments).returncode == 0
     expected_loss = metrics.find_last_evaluation(run / "metrics.jsonl")["val_loss"]
     assert call("export.py", run, exported).returncode == 0
-    trained_model, *_ = checkpoint.load_model(run, "cpu")
+    trained_model, *_ = model_folder.load_model(run, "cpu")
     assert ("lm_head.weight" in checkpoint.get_model_tensors(trained_model)) == has_own_head
     for folder in (run, exported):
         result = call(

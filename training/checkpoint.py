@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import safetensors
 import torch
@@ -37,10 +36,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from data import tokenizer
-from huggingface import released
-from model import weights as weight_files
-from model.gpt import GPT
 from model.parameters import find_aliases
 from training.config import TrainConfig
 from training.stopping import Stop
@@ -352,60 +347,6 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"{file} is missing or damaged ({error}); use another checkpoint"
         ) from error
-
-
-class ModelFolder(NamedTuple):
-    """A folder that weights can be read from, and what it says of its model."""
-
-    path: Path
-    model: str  # name of the variant
-    config: dict  # keys of the model
-    state: dict  # state.json; {} for an exported or released folder
-
-
-def is_exported(path: Path) -> bool:
-    """Return whether a folder is an exported or released model, not a run or checkpoint of ours."""
-    return (path / "config.json").is_file() and not (path / "state.json").is_file()
-
-
-def describe(path: Path) -> ModelFolder:
-    """Describe a run, a checkpoint, an exported folder, or a folder of the paper's released code.
-
-    Raises:
-        ValueError: it is none of these, or damaged
-    """
-    if is_exported(path):
-        model, config = released.describe(path)
-        return ModelFolder(path, model, config, state={})
-    checkpoint = find(path, also_accepted=", or a folder of exported or released weights")
-    state = read_state(checkpoint)
-    return ModelFolder(checkpoint, state["model"], state["model_config"], state)
-
-
-def load_model(
-    path: str | Path, device: torch.device | str
-) -> tuple[GPT, tokenizer.Tokenizer, dict]:
-    """Load the model of any folder that `describe` takes.
-
-    Returns:
-        The model in evaluation mode, its tokenizer, and state.json (without one, a dict with
-        "model" and "model_config").
-
-    Raises:
-        ValueError: the folder is damaged, hostile, or its files do not fit together
-    """
-    folder = describe(Path(path))
-    encoding = tokenizer.read(folder.path)
-    model = weight_files.read_model(
-        folder.path, folder.model, folder.config, released.convert_weights
-    )
-    if encoding.n_vocab > model.config.vocab_size:
-        raise ValueError(
-            f"{folder.path}: the tokenizer has {encoding.n_vocab} tokens, but the model has only "
-            f"vocab_size={model.config.vocab_size}"
-        )
-    state = {"model": folder.model, "model_config": folder.config, **folder.state}
-    return model.to(device), encoding, state
 
 
 # ---- saving a run ----

@@ -13,7 +13,7 @@ from huggingface import released
 from model import model_class, weights
 from model.gpt import GPT
 from model.options import Option
-from training import checkpoint
+from training import model_folder
 from utils import machine
 
 ADDITIVE = "gpt-mha-rope"
@@ -37,7 +37,7 @@ def read_init_settings(folder: str, model: str | None = None) -> dict[str, objec
     if folder in NANOGPT_VALUES and not Path(folder).exists():
         raise ValueError(f"init_from={folder}: {NANOGPT_VALUES[folder]}")
     try:
-        path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
+        path, folder_model, model_config, _ = model_folder.describe(Path(folder))
     except ValueError as error:
         raise ValueError(f"init_from={folder}: {error}") from error
     # shapes and names are checked now, the weights are read when the model has been built
@@ -94,7 +94,7 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
     Raises:
         ValueError: the weights do not fit, or another tokenizer made the tokens of the corpus
     """
-    folder = checkpoint.describe(Path(init_folder))
+    folder = model_folder.describe(Path(init_folder))
     # released folders have no tokenizer
     if corpus is not None and (folder.path / "tokenizer.json").exists():
         check_tokenizer(folder.path, init_folder, corpus)

@@ -14,7 +14,7 @@ from model.gpt import GPT
 from research import sweep
 from research.analysis import common, rank
 from research.benchmarks.figures import Figures
-from training import checkpoint, distributed, metrics
+from training import checkpoint, distributed, metrics, model_folder
 from training.memory import count_parameters
 from training.residual_statistics import ObservedStream, SiteWrite
 
@@ -55,7 +55,7 @@ def load_model_at(cell: sweep.Cell, training_fraction: float) -> tuple[GPT, int]
         checkpoint.list_checkpoints(cell.folder),
         key=lambda path: abs(checkpoint.get_step(path) - step),
     )
-    model, _, state = checkpoint.load_model(nearest_checkpoint, distributed.pick_device("auto"))
+    model, _, state = model_folder.load_model(nearest_checkpoint, distributed.pick_device("auto"))
     return model, state["step"]
 
 

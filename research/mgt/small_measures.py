@@ -12,7 +12,7 @@ from model.gpt import GPT
 from model.layers import Positions
 from research.analysis import common
 from research.analysis.rank import effective_rank
-from training import checkpoint
+from training import checkpoint, model_folder
 
 NUM_SEQUENCES = 16
 
@@ -83,7 +83,7 @@ def measure_ranks(model: GPT, ids: torch.Tensor) -> dict[str, list[float]]:
 
 def measure_rank_of_run(folder: Path) -> dict:
     """Return the ranks of the trained model, and of the untrained one as untrained_*."""
-    trained, _, _ = checkpoint.load_model(folder, torch.device("cpu"))
+    trained, _, _ = model_folder.load_model(folder, torch.device("cpu"))
     ids = read_validation_ids(folder, trained)
     untrained = measure_ranks(load_initial_model(folder), ids)
     return {
@@ -146,7 +146,7 @@ def measure_beta_of_run(folder: Path) -> dict:
     ids = read_validation_ids(folder, initial)
     gates = {"0": measure_gates(initial, ids)}
     for path in checkpoint.list_checkpoints(folder):
-        model, _, state = checkpoint.load_model(path, torch.device("cpu"))
+        model, _, state = model_folder.load_model(path, torch.device("cpu"))
         gates[str(state["step"])] = measure_gates(model, ids)
     return {"gates": gates}
 

@@ -17,7 +17,7 @@ from model import build, model_class
 from model.gpt import GPT
 from research.mgt import experiments, findings, measures
 from research.mgt.findings import Findings
-from training import checkpoint, metrics
+from training import metrics, model_folder
 from training.memory import count_parameters
 
 RUN = "research/mgt/run.py"
@@ -513,7 +513,7 @@ def check_ablation(stored: dict, tmp_path: Path) -> None:
     row = next(row for row in stored["rows"] if (row["arm"], row["seed"]) == ("ddl", 1))
     evaluation = metrics.find_last_evaluation(folder / "metrics.jsonl")
     assert row["val_loss"] == evaluation["val_loss"]
-    model, _, _ = checkpoint.load_model(folder, "cpu")
+    model, _, _ = model_folder.load_model(folder, "cpu")
     assert row["parameters"] == model.num_parameters()
 
 
