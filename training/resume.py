@@ -164,11 +164,13 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
                 "another --out_dir"
             )
         return None
-    # a damaged checkpoint is skipped for the one before it
-    latest = checkpoint.find_latest(out_dir, checkpoint.FILES)
-    chosen = latest
+    chosen = None
     if config.resume != "auto":
         chosen = checkpoint.find(config.resume, names=checkpoint.FILES)
+    # a damaged checkpoint is skipped for the one before it
+    latest = checkpoint.find_latest(out_dir, checkpoint.FILES)
+    if config.resume == "auto":
+        chosen = latest
     if chosen is None and checkpoint.list_checkpoints(out_dir):
         raise ValueError(
             f"out_dir={out_dir} has no checkpoint that can be resumed; give another --out_dir"
