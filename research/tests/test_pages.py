@@ -70,7 +70,7 @@ def test_the_speed_of_decoding_is_the_stored_result():
     assert f"{min(ratios):.0f} to {max(ratios):.0f} times as fast" in " ".join(page.split())
 
 
-STUDY = ROOT / "research" / "residual_streams"
+STUDIES = sorted((ROOT / "research" / "studies").glob("*/README.md"))
 
 
 PAGES = [
@@ -79,7 +79,7 @@ PAGES = [
     # the figures of cluster.md are not measured but computed, by the functions of training/
     *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "cluster.md"}),
     *sorted(DOCS.glob("*.md")),
-    STUDY / "README.md",
+    *STUDIES,
 ]
 
 
@@ -228,7 +228,7 @@ def test_figures_are_of_committed_code():
         for path in (ROOT / "results").rglob("*.json")
     }
     assert [
-        name for name, commit in commits.items() if not re.fullmatch(r"[0-9a-f]{12}", commit)
+        name for name, commit in commits.items() if not re.fullmatch(r"[0-9a-f]{7,12}", commit)
     ] == []
 
 
@@ -263,9 +263,13 @@ def test_the_costs_of_the_variants_page_are_counted(models):
     assert rows == [stored_by_model[name] for name in models]
 
 
-@pytest.mark.parametrize("page", ["demo", "mgt", "mup", "sweeps"])
+@pytest.mark.parametrize(
+    "page",
+    [*(DOCS / f"{name}.md" for name in ("demo", "mup", "sweeps")), *STUDIES],
+    ids=str,
+)
 def test_commands_of_the_pages_exist(page, monkeypatch):
-    commands = commands_of((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    commands = commands_of(page.read_text(encoding="utf-8"))
     assert commands
     for command in commands:
         check_command(command, monkeypatch)

@@ -12,7 +12,7 @@ from near_duplicates_helpers import change_words, write_words
 from data import tokenizer
 from data.shards import Corpus, open_corpus
 
-SCRIPT = "research/residual_streams/python_library.py"
+SCRIPT = "data/python_library/prepare.py"
 
 
 def write_source(seed: int) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from near_duplicates_helpers import change_words, jaccard_similarity, list_shingles, write_words
 
-from research.residual_streams import near_duplicates
-from research.residual_streams.near_duplicates import (
+from data.python_library import near_duplicates
+from data.python_library.near_duplicates import (
     BANDS,
     ROWS,
     NearDuplicates,

@@ -1,4 +1,7 @@
-"""The controlled comparison's model for GPUs, 6 blocks of width 384; PLAN2.md has the sweeps.
+"""A comparison of streams on one GPU: 6 blocks of width 384, 212 million tokens of FineWeb-Edu.
+
+    python data/fineweb_edu/prepare.py --max_tokens=1000000000
+    python research/sweep.py config/compare_gpu.py --model=gpt-mha-rope,DDL-gpt-mha-rope-CC-EC
 
 AdamW and Muon each have their own learning rate, and weight decay is set by a separate rate. No GPU
 has run this yet, so the rates are those of small models on a CPU.

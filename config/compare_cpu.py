@@ -1,9 +1,10 @@
-"""The language model of the controlled comparison: the demo's depth and width.
+"""A comparison of streams on one CPU core: the demo's depth and width, on Python's library with its tests.
 
-    python research/residual_streams/python_library.py
-    python train.py research/residual_streams/demo_size.py --max_steps=800 --warmup_steps=80
+    python data/python_library/prepare.py
+    python research/sweep.py config/compare_cpu.py --model=gpt-mha-rope,DDL-gpt-mha-rope --seed=0..4
 
-One core trains 0.8 million tokens in two to four minutes. Sequences and batches are shorter than the
+One core trains 0.8 million tokens in two to four minutes. Results are in
+research/studies/residual_streams/README.md. Sequences and batches are shorter than the
 demo's, because with so few tokens more steps matter more than less gradient noise.
 """
 

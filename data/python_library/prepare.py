@@ -1,6 +1,6 @@
-"""All Python source of the standard library, with its tests: the text of the controlled comparison.
+"""Prepare all Python source of the standard library, with its tests, without a network.
 
-    python research/residual_streams/python_library.py
+    python data/python_library/prepare.py
 
 The corpus depends only on the version and the build of Python (a generated file of the library names
 the folders of the build), and needs no network. It leaves out files that are
@@ -32,12 +32,11 @@ from tqdm import tqdm
 
 from data import preparation
 from data.preparation import PreparationOptions, Stage
+from data.python_library.near_duplicates import NearDuplicates
 from data.sources import Texts
 from model.options import option
-from research.residual_streams.near_duplicates import NearDuplicates
 from utils import units
 
-OUT = Path(__file__).resolve().parents[2] / "data" / "python_library"  # --dataset=python_library
 SOURCE = f"Python=={platform.python_version()}"
 MAX_LINE_LENGTH = 1000
 MAX_MEAN_LINE_LENGTH = 100
@@ -127,7 +126,7 @@ def split_documents(documents: list[Document], val_share: float) -> dict[str, li
 def main() -> None:
     parser = preparation.make_parser(
         __doc__,
-        OUT,
+        Path(__file__).parent,
         Options,
         fixed={"val_tokens": None, "tokenizer_bytes": 30_000_000, "max_tokens": None},
     )

@@ -1,7 +1,10 @@
-"""The MGT study at a size where every arm learns (PLAN.md): characters of tiny Shakespeare, one CPU core.
+"""The Manifold-Geometric Transformer at a size where every arm learns, on one CPU core.
 
-The study sets the learning rate, warmup, depth, arm and number of steps; this file is a config of
-train.py.
+    python data/shakespeare_char/prepare.py
+    python train.py config/mgt_shakespeare.py --mgt_arm=standard
+
+The text is the characters of Shakespeare. The commands of the paper's five experiments are in
+research/studies/mgt/README.md.
 """
 
 model = "MGT-gpt-mha"
