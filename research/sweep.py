@@ -1,9 +1,10 @@
-"""Train a grid of settings with train.py, and tabulate the final evaluations over seeds.
+"""Train a grid of settings with train.py, or search for learning rates, and tabulate the results.
 
     python research/sweep.py config/ddl_dv4_small.py --ddl_value_channels=1,2,4 --seed=0..4
     python research/sweep.py config/ddl_dv4_small.py ... --nproc_per_node=4    # each run on four GPUs
     python research/sweep.py config/demo_cpu.py --seed=0..4 --jobs=2         # two runs at a time
-    python research/sweep.py config/ddl_dv4_small.py ... --mode=slurm        # write a Slurm array
+    python research/sweep.py config/demo_cpu.py --model=gpt-mha-rope,DDL-gpt-mha-rope \
+        --tune=learning_rate,muon_learning_rate --tries=12
     python research/sweep.py config/ddl_dv4_small.py ... --mode=table        # tabulate finished runs
 
 A key of train.py with several values, `a,b,c` or an inclusive range of integers `a..b`, is swept;
@@ -11,6 +12,10 @@ every combination of values is a cell. A key with one value applies to all cells
 itself contains a comma is not supported. If you rerun the command, it skips finished cells and
 resumes the others. `<out>/<cell>/` is the run folder of a cell, and `<out>/<cell>.log` is the
 output of its train.py. The results are `<out>/table.md`, `table.json` and `plot.png`.
+
+With `--tune`, every combination of the swept values gets `--tries` runs, which search for the best
+rates from the rates of the config file on (research/tuning.py). The results are `<out>/tuning.md`
+and `tuning.json`.
 """
 
 import contextlib
@@ -25,7 +30,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +48,7 @@ import torch
 
 import configurator
 from model.options import Option, check_ranges, collect_options, option
-from research import compare, plots, runs, tables
+from research import compare, plots, runs, tables, tuning
 from training import checkpoint, metrics, resume, stopping
 from training.provenance import store_figures
 from training.settings import configure, every_option, known_options
@@ -56,16 +60,16 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
 KEYS_OF_CELLS = ("out_dir", "resume", "dry_run")  # keys of train.py that the sweep sets itself
 MAX_CELLS = 10_000
+TUNING_SEED = "1000"  # no seed of the runs that are reported
 
 
 @dataclass
 class SweepConfig:
     """Keys of the sweep."""
 
-    mode: Literal["local", "slurm", "cell", "table"] = option(
+    mode: Literal["local", "table"] = option(
         "local",
-        "run all cells (local), write a Slurm array (slurm), run one cell (cell), or tabulate "
-        "(table)",
+        "run all cells (local), or tabulate the finished ones (table)",
     )
     out: str | None = option(
         None,
@@ -79,7 +83,7 @@ class SweepConfig:
     )
     jobs: int = option(
         1,
-        "number of cells that run at the same time with --mode=local; they share the CPU cores, and "
+        "number of cells that run at the same time; they share the CPU cores, and "
         "each has GPUs of its own if there are enough",
         low=1,
     )
@@ -88,13 +92,14 @@ class SweepConfig:
         "number of processes of each cell, which torchrun starts",
         low=1,
     )
-    gpus_per_node: int | None = option(
+    tune: str | None = option(
         None,
-        "number of GPUs of each Slurm task; 0 requests none (default: nproc_per_node)",
+        "one or two learning rates to search for, separated by a comma",
     )
-    index: int | None = option(
-        None,
-        "number of the cell that --mode=cell runs, from 0, counted over the full grid",
+    tries: int = option(
+        12,
+        "number of runs of the search",
+        low=1,
     )
 
     def __post_init__(self):
@@ -106,7 +111,7 @@ class Cell:
     """One run of the grid.
 
     values: the values of the swept keys. settings: all keys of the run and of its model. arguments:
-    those of train.py. description: what else distinguishes the cell, printed before its values.
+    those of train.py.
     """
 
     index: int
@@ -114,7 +119,6 @@ class Cell:
     settings: dict[str, Any]
     arguments: list[str]
     folder: Path
-    description: str = ""
 
     @property
     def title(self) -> str:
@@ -169,14 +173,30 @@ def read_arguments(argv: list[str]) -> SweepArguments:
             swept[key] = expand_values(key, text)
         else:
             fixed[key] = text
-    if not swept:
+    if sweep.tune:
+        check_tuning(sweep, known_keys, swept)
+        fixed = {"seed": TUNING_SEED, "eval_part": "first", **fixed}
+    elif not swept:
         raise ValueError("nothing to sweep: give a key several values, --key=a,b,c or --key=0..4")
-    if (sweep.index is None) == (sweep.mode == "cell"):
-        raise ValueError("--index=N and --mode=cell require each other")
     if sweep.out is None:
         name = Path(files[0]).stem if files else fixed.get("model", "sweep")
         sweep = dataclasses.replace(sweep, out=f"sweeps/{name}")
     return SweepArguments(sweep, files, swept, fixed)
+
+
+def check_tuning(
+    sweep: SweepConfig, known_keys: dict[str, Option], swept: dict[str, list[str]]
+) -> None:
+    """Raise ValueError if `--tune` cannot be searched."""
+    keys = sweep.tune.split(",")
+    configurator.check_names(keys, known_keys, prefix="--tune=")
+    if len(set(keys)) != len(keys) or len(keys) > 2:
+        raise ValueError(f"--tune={sweep.tune}: give one or two different keys")
+    for key in (*keys, "seed"):
+        if key in swept:
+            raise ValueError(
+                f"--{key} has several values: a search starts from one rate, and trains one seed"
+            )
 
 
 def list_train_options(files: list[str], options: dict[str, str]) -> dict[str, Option]:
@@ -432,11 +452,10 @@ class CellRunner:
     last line of each failed cell, by its log. durations: the seconds of cells that succeeded.
     """
 
-    def __init__(self, cells: list[Cell], sweep: SweepConfig, on_end: Callable[[Cell], None]):
-        self.num_cells = len(cells)
-        self.num_unfinished = sum(read_final_evaluation(cell) is None for cell in cells)
+    def __init__(self, num_cells: int, num_unfinished: int, sweep: SweepConfig):
+        self.num_cells = num_cells
+        self.num_unfinished = num_unfinished
         self.sweep = sweep
-        self.on_end = on_end
         self.signals = catch_signals()
         self.exit_codes: list[int] = []
         self.error_by_log: dict[Path, str] = {}
@@ -454,8 +473,7 @@ class CellRunner:
         """Run a cell unless it is finished or the sweep is stopped."""
         if self.is_stopped:
             return
-        description = f"{cell.description}, " if cell.description else ""
-        title = f"cell {cell.index + 1} of {self.num_cells} | {description}{cell.title} | "
+        title = f"cell {cell.index + 1} of {self.num_cells} | {cell.title} | "
         if self.sweep.jobs == 1:
             print(title, end="", flush=True)
             title = ""
@@ -489,35 +507,31 @@ class CellRunner:
             remaining = self.num_unfinished * mean_duration / self.sweep.jobs
             line += f" | ETA {units.format_duration(remaining)}"
         print(line, flush=True)
-        self.on_end(cell)
+
+    def finish(self) -> int:
+        """Report failures and the command that resumes a stopped sweep.
+
+        Returns:
+            the exit code: 0, 1 if a cell failed, or that of a stopped sweep
+        """
+        for log, line in self.error_by_log.items():
+            print(f"failed: {log}: {line}", file=sys.stderr)
+        if not self.is_stopped:
+            return 1 if self.error_by_log else 0
+        signal_name = f" by {self.signals[-1].name}" if self.signals else ""
+        command = shlex.join(["python", *sys.argv])
+        print(f"stopped{signal_name}; to resume: {command}", flush=True)
+        return 128 + self.signals[-1] if self.signals else STOPPED
 
 
-def run_cells(
-    cells: list[Cell],
-    sweep: SweepConfig,
-    resume_command: str,
-    on_end: Callable[[Cell], None] = lambda cell: None,
-) -> int:
-    """Run every unfinished cell, `jobs` at the same time.
-
-    Args:
-        resume_command: the command that is printed when the sweep stops
-        on_end: is called with each cell that succeeded or failed
-
-    Returns:
-        the exit code: 0, 1 if a cell failed, or that of a stopped sweep
-    """
+def run_cells(cells: list[Cell], sweep: SweepConfig) -> int:
+    """Run every unfinished cell, `jobs` at the same time, and return the exit code."""
     check_no_cell_is_running(cells)
-    runner = CellRunner(cells, sweep, on_end)
+    num_unfinished = sum(read_final_evaluation(cell) is None for cell in cells)
+    runner = CellRunner(len(cells), num_unfinished, sweep)
     with ThreadPoolExecutor(sweep.jobs) as pool:
         list(pool.map(runner.run, cells))  # raises the first exception of a thread
-    for log, line in runner.error_by_log.items():
-        print(f"failed: {log}: {line}", file=sys.stderr)
-    if runner.is_stopped:
-        signal_name = f" by {runner.signals[-1].name}" if runner.signals else ""
-        print(f"stopped{signal_name}; to resume: {resume_command}", flush=True)
-        return 128 + runner.signals[-1] if runner.signals else STOPPED
-    return 1 if runner.error_by_log else 0
+    return runner.finish()
 
 
 def divide_gpus(jobs: int, gpus_per_cell: int) -> list[str | None]:
@@ -552,54 +566,151 @@ def make_environment(jobs: int, gpus: str | None = None) -> dict[str, str]:
     return environment
 
 
-SLURM_ARRAY = """#!/usr/bin/env bash
-#SBATCH --job-name={name}
-#SBATCH --array={indices}
-#SBATCH --nodes=1
-#SBATCH --ntasks=1
-{gpus}#SBATCH --requeue
-# Slurm sends SIGTERM to the srun step 120 seconds before the time limit, and train.py saves.
-#SBATCH --signal=TERM@120
-#SBATCH --output="{out}/slurm-%A_%a.out"
-#SBATCH --open-mode=append
-cd {working_folder} || exit
-# srun does not inherit --cpus-per-task from sbatch
-if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-code=0
-srun {command} --index="$SLURM_ARRAY_TASK_ID" || code=$?
-# exit code {stopped}: train.py saved a checkpoint before the run was complete
-if [ "$code" = {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-exit "$code"
-"""
+# ---- learning rates ----
 
 
-def write_slurm_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
-    """Write `<out>/array.sbatch`: a task for each unfinished cell, numbered as in the full grid."""
-    indices = [str(cell.index) for cell in cells if read_final_evaluation(cell) is None]
-    if not indices:
-        print("every cell is finished: nothing to submit")
-        return
-    out = Path(sweep.out)
-    num_gpus = sweep.nproc_per_node if sweep.gpus_per_node is None else sweep.gpus_per_node
-    arguments = [
-        argument
-        for argument in argv
-        if argument.partition("=")[0] not in ("--mode", "--gpus_per_node")
-    ]
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--mode=cell"]
-    text = SLURM_ARRAY.format(
-        name=quote(out.absolute().name),
-        indices=",".join(indices),
-        gpus=f"#SBATCH --gpus-per-node={num_gpus}\n" if num_gpus else "",
-        out=out.absolute(),
-        working_folder=shlex.quote(os.getcwd()),
-        command=shlex.join(command),
-        stopped=STOPPED,
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "array.sbatch").write_text(text, encoding="utf-8")
-    submit_command = shlex.join(["sbatch", str(out / "array.sbatch")])
-    print(f"{len(indices)} tasks; submit them with: {submit_command}")
+@dataclass
+class Search:
+    """The search for the rates of one combination of the swept values.
+
+    swept_texts: these values. starts: the rate from which each tuned key starts. losses: of the tries so far;
+    that of a run that diverged is infinite.
+    """
+
+    index: int
+    swept_texts: dict[str, str]
+    starts: dict[str, float]
+    losses: dict[tuning.Point, float]
+
+    @property
+    def name(self) -> str:
+        """The swept values, as key=value."""
+        return " ".join(f"{key}={text}" for key, text in self.swept_texts.items()) or "all"
+
+    def get_rates(self, point: tuning.Point) -> dict[str, float]:
+        """Return the tuned keys at a point."""
+        return {
+            key: tuning.to_rate(start, power)
+            for (key, start), power in zip(self.starts.items(), point)
+        }
+
+
+def make_searches(
+    sweep: SweepConfig, files: list[str], swept: dict[str, list[str]], fixed: dict[str, str]
+) -> list[Search]:
+    """Return a search for each combination of the swept values.
+
+    Raises:
+        ValueError: train.py would refuse a combination, or a tuned key is not a number above 0
+    """
+    searches = []
+    for index, texts in enumerate(itertools.product(*swept.values())):
+        swept_texts = dict(zip(swept, texts))
+        arguments = [*files, *format_options({**fixed, **swept_texts})]
+        settings = make_cell(index, swept_texts, arguments, Path(sweep.out)).settings
+        starts = {}
+        for key in sweep.tune.split(","):
+            start = settings.get(key)
+            if type(start) not in (int, float) or start <= 0:
+                raise ValueError(f"--tune={key}: it is {start}; set a number above 0 to start from")
+            starts[key] = start
+        searches.append(Search(index, swept_texts, starts, losses={}))
+    return searches
+
+
+def make_try(
+    search: Search, sweep: SweepConfig, files: list[str], fixed: dict[str, str]
+) -> tuple[tuning.Point, Cell]:
+    """Return the next point of a search, and the cell that trains with its rates."""
+    point = tuning.next_point(search.losses, len(search.starts))
+    rate_texts = {key: str(rate) for key, rate in search.get_rates(point).items()}
+    index = search.index * sweep.tries + len(search.losses)
+    texts = {**search.swept_texts, **rate_texts}
+    arguments = [*files, *format_options({**fixed, **texts})]
+    cell = make_cell(index, texts, arguments, Path(sweep.out))
+    check_cell_folder(cell)
+    return point, cell
+
+
+def read_loss(cell: Cell) -> float | None:
+    """Return the final loss of a try, infinity if it diverged, or None if it is not finished."""
+    evaluation = read_final_evaluation(cell)
+    if evaluation is not None:
+        loss = evaluation["val_loss"]
+        return loss if math.isfinite(loss) else math.inf
+    # train.py also fails if the disk is full, which says nothing about the rates
+    has_failed = stopping.read_status(cell.folder).ended == "failed"
+    if has_failed and (cell.folder / "nonfinite").is_dir():
+        return math.inf
+    return None
+
+
+def tune(
+    sweep: SweepConfig, files: list[str], swept: dict[str, list[str]], fixed: dict[str, str]
+) -> int:
+    """Run the searches of `--tune`, `jobs` of them at the same time, and return the exit code."""
+    searches = make_searches(sweep, files, swept, fixed)
+    num_tries = len(searches) * sweep.tries
+    runner = CellRunner(num_tries, num_tries, sweep)
+
+    def run_search(search: Search) -> None:
+        while len(search.losses) < sweep.tries:
+            point, cell = make_try(search, sweep, files, fixed)
+            loss = read_loss(cell)
+            if loss is not None:
+                runner.num_unfinished -= 1
+            elif sweep.mode == "local":
+                check_no_cell_is_running([cell])
+                runner.run(cell)
+                loss = read_loss(cell)
+                if loss is not None:
+                    runner.error_by_log.pop(cell.log, None)  # a diverged run is a result
+            if loss is None:
+                return
+            search.losses[point] = loss
+
+    Path(sweep.out).mkdir(parents=True, exist_ok=True)
+    print(f"{len(searches)} searches of {sweep.tries} tries in {sweep.out}", flush=True)
+    with ThreadPoolExecutor(sweep.jobs) as pool:
+        list(pool.map(run_search, searches))  # raises the first exception of a thread
+    exit_code = runner.finish()
+    write_tuning(searches, sweep)
+    return exit_code
+
+
+def write_tuning(searches: list[Search], sweep: SweepConfig) -> None:
+    """Write tuning.md and tuning.json: the loss of every try, and the best rates of each search."""
+    keys = sweep.tune.split(",")
+    rows = []
+    lines = []
+    figures = []
+    for search in searches:
+        for point, loss in search.losses.items():
+            rates = search.get_rates(point)
+            text = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+            if point == tuning.find_best(search.losses):
+                text = f"**{text}**"
+            rows.append([search.name, *(f"{rate:g}" for rate in rates.values()), text])
+            stored_loss = loss if math.isfinite(loss) else None
+            figures.append({**search.swept_texts, **rates, "val_loss": stored_loss})
+        lines.append(describe_search(search, sweep))
+    grid = format_markdown(["settings", *keys, "validation loss"], rows)
+    text = "\n".join([grid, "", *lines]) + "\n"
+    print(text, end="")
+    store_figures(Path(sweep.out) / "tuning.json", {"rows": figures, "searches": lines})
+    files.write_text(Path(sweep.out) / "tuning.md", text)
+
+
+def describe_search(search: Search, sweep: SweepConfig) -> str:
+    """Return the line below the table that gives the best rates of a search."""
+    num_tries = len(search.losses)
+    if not num_tries:
+        return f"{search.name}: no try is finished"
+    rates = format_options(search.get_rates(tuning.find_best(search.losses)))
+    line = f"{search.name}: best after {num_tries} of {sweep.tries} tries: {' '.join(rates)}"
+    if not tuning.is_inside(search.losses):
+        line += "; this is at the edge of what was tried, so better rates may exist"
+    return line
 
 
 # ---- results ----
@@ -631,76 +742,7 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     if groups:
         values_by_folder = {cell.folder.resolve(): cell.values for cell in finished}
         group_values = [values_by_folder[group.runs[0].path.resolve()] for group in groups]
-        plot_metric(groups, group_values, sweep.metric, out)
-
-
-def plot_metric(
-    groups: list[compare.Group], group_values: list[dict[str, Any]], metric: str, out: Path
-) -> None:
-    """Write plot.png: the metric against a swept key, with a line for each setting of the others.
-
-    The key is the first with numbers, otherwise the first.
-
-    Groups whose evaluations lack the metric are left out.
-
-    Raises:
-        ValueError: no group has the metric
-    """
-    estimates = [group.estimate(metric) for group in groups]
-    if not any(estimates):
-        raise ValueError(f"--metric={metric}: no final evaluation has it; omit it")
-    group_values = [values for values, estimate in zip(group_values, estimates) if estimate]
-    estimates = [estimate for estimate in estimates if estimate]
-
-    keys = [key for key in group_values[0] if key != "seed"]
-    numeric_keys = [
-        key for key in keys if all(type(values[key]) in (int, float) for values in group_values)
-    ]
-    x_key = None
-    if keys:
-        x_key = numeric_keys[0] if numeric_keys else keys[0]
-    points_by_name: dict[str, list[tuple]] = {}
-    for values, estimate in zip(group_values, estimates):
-        name = " ".join(f"{key}={values[key]}" for key in keys if key != x_key)
-        x = values[x_key] if numeric_keys else str(values.get(x_key, "all"))
-        half_width = estimate.half_width if estimate.n > 1 else math.nan
-        points_by_name.setdefault(name, []).append((x, estimate.mean, half_width))
-    with plots.use_print_style():
-        figure, axes = plots.make_panels(1, 1, 3.0, list(points_by_name))
-        axis = axes[0, 0]
-        artists = {}
-        for number, (name, points) in enumerate(points_by_name.items(), 1):
-            x, mean, half_width = zip(*(sorted(points) if numeric_keys else points))
-            artists[name or "mean over seeds"] = axis.errorbar(
-                x,
-                mean,
-                yerr=half_width,
-                marker="o",
-                capsize=3,
-                **plots.get_line_style(number),
-            )
-        axis.set(
-            xlabel=x_key or "",
-            ylabel=compare.METRIC_LABELS.get(metric, metric),
-            title="error bars: 95% interval of the mean over seeds",
-        )
-        if numeric_keys:
-            x_values = [values[x_key] for values in group_values]
-            if min(x_values) > 0 and max(x_values) / min(x_values) >= 20:
-                axis.set_xscale("log")  # for example of learning rates
-        plots.add_legend(figure, artists)
-        plots.save(figure, out / "plot.png")
-
-
-def run_single_cell(cell: Cell, num_processes: int) -> int:
-    """Run the cell of `--mode=cell` and return its exit code."""
-    if read_final_evaluation(cell):
-        print(f"{cell.folder} is finished")
-        return 0
-    print(f"cell {cell.index} | {cell.title} | {cell.log}", flush=True)
-    exit_code, last_line = run_cell(cell, num_processes, catch_signals(), make_environment(jobs=1))
-    print(f"exit code {exit_code}: {last_line}")
-    return exit_code
+        plots.plot_metric(groups, group_values, sweep.metric, out / "plot.png")
 
 
 def main() -> int:
@@ -709,23 +751,18 @@ def main() -> int:
     sweep, files, swept, fixed = read_arguments(argv)
     # torchrun will set this for train.py, and `configure` divides the batch by it
     os.environ["WORLD_SIZE"] = str(sweep.nproc_per_node)
-    cells = make_cells(sweep, files, swept, fixed)
-    if sweep.index is not None and not 0 <= sweep.index < len(cells):
-        raise ValueError(
-            f"index={sweep.index}: there are {len(cells)} cells, give 0 to {len(cells) - 1}"
-        )
     if sweep.mode == "table" and not Path(sweep.out).is_dir():
         raise ValueError(f"out={sweep.out} does not exist: nothing has run")
-    if sweep.mode in ("local", "table"):
-        # a missing package must be reported before hours of training
-        runs.import_polars()
-        compare.import_special_functions()
-        plots.use_print_style()
+    # a missing package must be reported before hours of training
+    runs.import_polars()
+    compare.import_special_functions()
+    plots.use_print_style()
+    if sweep.tune:
+        return tune(sweep, files, swept, fixed)
+    cells = make_cells(sweep, files, swept, fixed)
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0
-    if sweep.mode == "cell":
-        return run_single_cell(cells[sweep.index], sweep.nproc_per_node)
     Path(sweep.out).mkdir(parents=True, exist_ok=True)
     num_finished = sum(read_final_evaluation(cell) is not None for cell in cells)
     sizes = " x ".join(f"{len(values)} {key}" for key, values in swept.items())
@@ -734,10 +771,7 @@ def main() -> int:
         f"left in {sweep.out}",
         flush=True,
     )
-    if sweep.mode == "slurm":
-        write_slurm_array(cells, sweep, argv)
-        return 0
-    exit_code = run_cells(cells, sweep, resume_command=shlex.join(["python", *sys.argv]))
+    exit_code = run_cells(cells, sweep)
     if exit_code in (0, 1):
         write_table(cells, sweep)
     return exit_code

@@ -1,20 +1,16 @@
-"""sweep.py: the grid, killed and resumed sweeps of real runs, failures, Slurm, the table."""
+"""sweep.py: the grid, killed and resumed sweeps of real runs, failures, the table, the search for rates."""
 
 import itertools
 import json
 import math
 import multiprocessing
 import os
-import shlex
-import shutil
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, small_run, wait_for
+from helpers import small_run, wait_for
 from in_process import call
 from report_helpers import by_hand, write_checkpoint
 
@@ -188,8 +184,10 @@ MISTAKES = [
     ({"seed": "0,1", "out_dir": "runs/a"}, "--out_dir is set by sweep.py"),
     ({"seed": "0,1", "mode": "remote"}, "mode='remote': give"),
     ({"seed": "0,1", "metric": "val_los"}, "metric='val_los': give"),
-    ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell require each other"),
-    ({"seed": "0,1", "mode": "cell", "index": 2}, "index=2: there are 2 cells, give 0 to 1"),
+    ({"tune": "learning_rat"}, "learning_rat, did you mean learning_rate"),
+    ({"tune": "learning_rate,learning_rate"}, "give one or two different keys"),
+    ({"tune": "learning_rate", "seed": "0,1"}, "--seed has several values: a search starts"),
+    ({"tune": "min_lr"}, "set a number above 0 to start from"),
     ({"seed": "0,1", "nproc_per_node": 0}, "nproc_per_node=0"),
     ({"seed": "0,1", "nproc_per_node": 3}, "is not divisible by the number of processes"),
     ({"seed": "0,1", "mode": "table"}, "nothing has run"),
@@ -372,15 +370,14 @@ def test_exit_codes(corpus, tmp_path, run, fake, capsys):
     assert run(*arguments) == 75
     assert "| stopped; to resume: python research/sweep.py --model=" in capsys.readouterr().out
     assert not (tmp_path / "out" / "seed=2.log").exists()
-    assert [run(*arguments, "--mode=cell", f"--index={i}") for i in (1, 0, 2)] == [75, 0, 0]
-    for source, code in (
-        ("sys.exit(7)", 7),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
-        ("pass", 1),
+    for source, message in (
+        ("sys.exit(7)", "FAILED (exit code 7)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", f"FAILED (exit code {128 + signal.SIGKILL})"),
+        ("pass", "FAILED (exit code 1)"),
     ):
-        fake(source)
-        assert run(*arguments, "--mode=cell", "--index=1") == code
-    assert "without the final evaluation" in capsys.readouterr().out
+        fake(f"print('the last line', flush=True)\n{source}")
+        assert run(*arguments) == 1
+        assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -409,8 +406,10 @@ def test_torchrun_says_what_train_said_and_is_stopped_with_it(corpus, tmp_path, 
     assert run(*arguments) == 75
     capsys.readouterr()
     fake("sys.exit('train.py: boom')")  # after an attempt that was stopped, in the same folder
-    assert run(*arguments, "--mode=cell", "--index=0") == 1
-    assert "exit code 1: train.py: boom" in capsys.readouterr().out
+    assert run(*arguments) == 1
+    printed = capsys.readouterr()
+    assert "FAILED (exit code 1)" in printed.out
+    assert "seed=0.log: train.py: boom" in printed.err
 
 
 # ---- finished or not ----
@@ -438,76 +437,6 @@ def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
         run(*arguments, "--learning_rate=0.5")
     with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 already has 6 steps"):
         run(*arguments, "--max_steps=3", "--mode=table")
-
-
-# ---- Slurm ----
-
-
-def run_array(tmp_path, index: str, srun: str) -> subprocess.CompletedProcess:
-    """Run the script as Slurm's batch step does, from another folder, with a shell line as srun."""
-    tools = tmp_path / "tools"
-    requeued = shlex.quote(str(tmp_path / "requeued"))
-    tools.mkdir(exist_ok=True)
-    for name, line in (("srun", srun), ("scontrol", f'echo "$@" > {requeued}')):
-        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tools / name).chmod(0o755)
-    return subprocess.run(
-        ["bash", str(next(tmp_path.glob("*/array.sbatch")))],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "SLURM_ARRAY_TASK_ID": index,
-            "SLURM_JOB_ID": "77",
-            "PATH": f"{tools}:{os.environ['PATH']}",
-        },
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys):
-    out = tmp_path / "a sweep's"
-    arguments = grid(corpus, out, ddl_value_channels="1,2,4", seed="0..1")
-    cells = make_cells(*arguments)
-    for index in (0, 3, 4):
-        finish(cells[index], val_loss=2.0)
-    assert run(*arguments, "--mode=slurm", "--nproc_per_node=2") == 0
-    printed = capsys.readouterr().out
-    path = Path(shlex.split(printed.partition("sbatch ")[2])[0])
-    assert path == out / "array.sbatch"
-    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-    lines = [
-        line[len("#SBATCH --") :] for line in path.read_text().splitlines() if "SBATCH" in line
-    ]
-    options = dict(line.partition("=")[::2] for line in lines)
-    assert (options["array"], options["gpus-per-node"]) == ("1,2,5", "2")
-    assert options["signal"] == "TERM@120"
-    assert "requeue" in options
-    for gpus, line in (("8", "#SBATCH --gpus-per-node=8\n"), ("0", "#SBATCH --requeue\n")):
-        assert run(*arguments, "--mode=slurm", f"--gpus_per_node={gpus}") == 0
-        assert line in path.read_text()
-    assert "gpus" not in path.read_text()
-
-    # a task runs the cell with its number in the full grid
-    argv_file = shlex.quote(str(tmp_path / "argv"))
-    result = run_array(tmp_path, "2", f'printf "%s\\n" "$@" > {argv_file}')
-    assert (result.returncode, result.stderr) == (0, "")
-    python, file, *argv = (tmp_path / "argv").read_text().splitlines()
-    assert (python, file) == (sys.executable, str(ROOT / "research/sweep.py"))
-    config, files, swept, fixed = sweep.read_arguments(argv)
-    assert (config.mode, config.index) == ("cell", 2)
-    assert sweep.make_cells(config, files, swept, fixed)[2] == cells[2]
-    for code, requeued in (("7", None), ("75", "requeue 77\n")):
-        assert run_array(tmp_path, "2", f"exit {code}").returncode == int(code)
-        note = tmp_path / "requeued"
-        assert (note.read_text() if note.exists() else None) == requeued
-    for cell in cells:
-        shutil.rmtree(cell.folder, ignore_errors=True)
-        finish(cell, val_loss=2.0)
-    assert run(*arguments, "--mode=slurm") == 0
-    assert "nothing to submit" in capsys.readouterr().out
 
 
 # ---- the table ----
@@ -602,3 +531,63 @@ def test_the_plots_axis(corpus, tmp_path, run, monkeypatch, swept, x, scale):
     axis, lines = draw(monkeypatch, run, arguments)
     for positions, *_ in lines:
         assert (list(positions), axis.get_xscale()) == (x, scale)
+
+
+# ---- the search for learning rates ----
+
+BOWL = """
+import math
+powers = [math.log2(float(keys[key]) / 0.01) for key in ("learning_rate", "muon_learning_rate")]
+if keys["ddl_value_channels"] == "1" and powers[0] > 0:
+    os.makedirs(out + "/nonfinite")
+    end("failed", 1)
+finish(sum((power - 1) ** 2 for power in powers))
+"""
+SEARCH = {
+    "optimizer": "muon",
+    "learning_rate": 0.01,
+    "muon_learning_rate": 0.01,
+    "ddl_value_channels": "1,2",
+    "tune": "learning_rate,muon_learning_rate",
+}
+
+
+def test_every_setting_gets_the_same_tries_and_its_best_rates_are_named(
+    corpus, tmp_path, run, fake, capsys
+):
+    fake(BOWL)
+    out = tmp_path / "out"
+    assert run(*grid(corpus, out, **SEARCH), "--tries=9") == 0
+    rows = json.loads((out / "tuning.json").read_text())["rows"]
+    assert [row["ddl_value_channels"] for row in rows].count("1") == 9
+    assert [row["ddl_value_channels"] for row in rows].count("2") == 9
+    text = (out / "tuning.md").read_text()
+    assert text in capsys.readouterr().out
+    rates = "--learning_rate=0.02 --muon_learning_rate=0.02"
+    assert f"ddl_value_channels=2: best after 9 of 9 tries: {rates}\n" in text
+    assert "| ddl_value_channels=1 | 0.02          | 0.01               | diverged" in text
+    assert "| **0.0000** " in text
+
+
+def test_a_search_runs_only_what_is_missing(corpus, tmp_path, run, fake, capsys):
+    fake(BOWL)
+    arguments = grid(corpus, tmp_path / "out", **SEARCH)
+    run(*arguments, "--tries=3")
+    assert "this is at the edge of what was tried" in capsys.readouterr().out
+    fake("sys.exit('no run')")
+    assert run(*arguments, "--tries=3") == 0
+    run(*arguments, "--tries=5", "--mode=table")
+    assert "best after 3 of 5 tries" in capsys.readouterr().out
+    assert run(*arguments, "--tries=4") == 1
+    failed = capsys.readouterr().err.splitlines()
+    assert len(failed) == 2
+    assert all(line.endswith("no run") for line in failed)
+
+
+def test_a_search_trains_one_seed_and_evaluates_the_first_half(corpus, tmp_path, run, fake):
+    fake("open(out + '/keys', 'w').write(json.dumps(keys))\nfinish()")
+    arguments = grid(corpus, tmp_path / "out", tune="learning_rate")
+    assert run(*arguments, "--tries=1") == 0
+    [path] = tmp_path.glob("out/*/keys")
+    keys = json.loads(path.read_text())
+    assert (keys["seed"], keys["eval_part"]) == ("1000", "first")
