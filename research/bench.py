@@ -7,12 +7,10 @@
     python research/bench.py profile --device=cuda        # the kernels that a training step spends its time on
     python research/bench.py kernels                      # bandwidth of the fused kernels against a copy
     python research/bench.py costs                        # parameters, state and FLOPs of every model, counted
-    python research/bench.py peers --nanogpt=FOLDER       # speed beside nanoGPT's own code and transformers
-    python research/bench.py quality                      # final loss compared with that of GPT-2
+    python research/bench.py peers                        # speed beside a plain GPT and transformers' GPT-2
 
 `step`, which is the default command, measures training steps (forward, backward, AdamW) and forward passes
-without gradients. Each model takes turns with the baseline and with the straight transcription of its
-equations, eager and compiled (research/benchmarks/). `COMMAND --help` lists the options of a command.
+without gradients. Each model takes turns with the baseline. `COMMAND --help` lists the options of a command.
 """
 
 import argparse
@@ -35,7 +33,6 @@ from research.benchmarks import (
     costs,
     decode,
     kernel_bandwidth,
-    peer_quality,
     peers,
     profile,
     step,
@@ -43,26 +40,9 @@ from research.benchmarks import (
 )
 
 
-def parse_numbers(number_type: type, text: str) -> list:
-    """Parse numbers above 0, separated by commas."""
-    try:
-        numbers = [number_type(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) <= 0:
-        example = "768,1024" if number_type is int else "1e-3,2e-3"
-        raise argparse.ArgumentTypeError(f"{text}: give numbers above 0, as in {example}")
-    return numbers
-
-
 def parse_widths(text: str) -> list[int]:
     """Parse hidden sizes, separated by commas."""
-    return parse_numbers(int, text)
-
-
-def parse_rates(text: str) -> list[float]:
-    """Parse learning rates, separated by commas."""
-    return parse_numbers(float, text)
+    return [parse_count(part) for part in text.split(",")]
 
 
 def parse_count(text: str) -> int:
@@ -70,15 +50,6 @@ def parse_count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
     return int(text)
-
-
-def parse_peer_parts(text: str) -> list[str]:
-    """Parse the names of parts of the comparison with peers, separated by commas."""
-    parts = text.split(",")
-    for part in parts:
-        if part not in peers.PARTS:
-            raise argparse.ArgumentTypeError(f"{part}: give some of {', '.join(peers.PARTS)}")
-    return parts
 
 
 def add_option(
@@ -150,13 +121,6 @@ def add_step_options(parser: ArgumentParser) -> None:
     """Add the options of `bench.py step`."""
     add_common_options(parser)
     add_model_options(parser)
-    add_option(
-        parser,
-        "peers",
-        None,
-        "what each model is compared with besides the baseline (default: that of the suite)",
-        choices=("transcription", "none"),
-    )
     add_count(parser, "warmup", 3, "warmup turns of each model")
     add_count(parser, "rounds", 20, "measured turns of each model")
     add_count(parser, "steps", None, "steps per turn (default: 1 on a CPU, 4 on a GPU)")
@@ -226,42 +190,14 @@ def add_decode_options(parser: ArgumentParser) -> None:
 
 
 def add_peer_options(parser: ArgumentParser) -> None:
-    """Add the options of `bench.py peers`, which measures on the CPU."""
-    add_option(
-        parser,
-        "json",
-        None,
-        "file to store the results in when all of them have been measured",
-        type=Path,
-    )
-    parser.add_argument(
-        "--nanogpt", type=Path, required=True, help="folder of a clone of karpathy/nanoGPT"
-    )
-    add_count(parser, "hidden_size", 256, "width d; heads have 64 features")
-    add_count(parser, "num_hidden_layers", 4, "number of blocks")
-    add_count(parser, "vocab_size", 1024, "vocabulary size")
-    add_count(parser, "block_size", 256, "tokens per sequence")
-    add_count(parser, "micro_batch_size", 8, "sequences per training step")
+    """Add the options of `bench.py peers`."""
+    add_common_options(parser)
+    add_size_options(parser, suites.QUICK)
+    add_count(parser, "micro_batch_size", 8, "sequences per training step, and texts to generate")
     add_count(parser, "tokens", 200, "tokens to generate per turn")
-    add_count(parser, "megabytes", 20, "megabytes of text to tokenize per turn")
-    add_count(parser, "rounds", 7, "number of measured rounds")
-    add_option(
-        parser,
-        "only",
-        ",".join(peers.PARTS),
-        "parts to measure, separated by commas",
-        type=parse_peer_parts,
-    )
-
-
-def add_quality_options(parser: ArgumentParser) -> None:
-    """Add the options of `bench.py quality`."""
-    add_common_options(parser, device="cpu")
-    add_option(parser, "config", Path("config/demo_cpu.py"), "config file to train", type=Path)
-    add_option(
-        parser, "rates", "2e-3,4e-3", "learning rates to start the search with", type=parse_rates
-    )
-    add_count(parser, "seeds", 3, "number of seeds at the best rate, from seed 0")
+    add_count(parser, "rounds", 7, "measured turns of each model")
+    add_option(parser, "dtype", "float32", "dtype of autocast", choices=("float32", "bfloat16"))
+    add_option(parser, "compile", "True", "compile training steps", choices=("True", "False"))
 
 
 def add_cost_options(parser: ArgumentParser) -> None:
@@ -305,14 +241,9 @@ COMMANDS = {
         decode.run,
     ),
     "peers": Command(
-        "measure speed beside nanoGPT and transformers",
+        "measure speed beside a plain GPT and transformers' GPT-2",
         add_peer_options,
         peers.run,
-    ),
-    "quality": Command(
-        "compare the final loss with GPT-2's, each at its best learning rate",
-        add_quality_options,
-        peer_quality.run,
     ),
     "costs": Command(
         "count parameters, state and FLOPs of every model",

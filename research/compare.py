@@ -76,17 +76,13 @@ class Estimate:
         """The upper end of the 95% interval."""
         return self.mean + self.half_width
 
-    def compute_p_value(self, margin: float = 0.0) -> float:
-        """Return the p-value against a true value within +-margin.
-
-        It is below 0.05 exactly if the whole 95% interval lies outside of +-margin.
-        """
-        excess = abs(self.mean) - margin
-        if excess <= 0 or self.n == 1:
+    def compute_p_value(self) -> float:
+        """Return the p-value against a true value of 0; below 0.05 exactly if the interval excludes 0."""
+        if self.mean == 0 or self.n == 1:
             return 1.0
         if self.standard_error == 0:
             return 0.0
-        t_statistic = -excess / self.standard_error
+        t_statistic = -abs(self.mean) / self.standard_error
         return float(2 * import_special_functions().stdtr(self.degrees_of_freedom, t_statistic))
 
     def format(self, number_format: str = ".3f") -> str:
@@ -121,20 +117,6 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
         degrees_of_freedom=n - 1,
         n=n,
     )
-
-
-def summarize(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of values as JSON files store it: n, mean, ci95 and the values.
-
-    ci95 is half the width of the interval, or None for a single value.
-    """
-    estimate = estimate_mean(values)
-    return {
-        "n": estimate.n,
-        "mean": estimate.mean,
-        "ci95": estimate.half_width if estimate.n > 1 else None,
-        "values": list(values),
-    }
 
 
 def estimate_paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
@@ -177,43 +159,24 @@ def estimate_unpaired_difference(values: Sequence[float], baseline: Sequence[flo
     )
 
 
-def judge_difference(
-    difference: Estimate, margin: float = 0.0, lower_is_better: bool = True
-) -> str:
-    """Return the verdict on a difference to a baseline.
+def judge_differences(differences: Sequence[Estimate], lower_is_better: bool = True) -> list[str]:
+    """Return the verdict on each difference to a baseline, corrected for their number.
 
-    Args:
-        difference: the value minus the baseline's
-        margin: the smallest difference of interest
-
-    Returns:
-        "better" or "worse" if the whole interval lies outside of +-margin, "level" if all of it lies
-        within, otherwise "undecided"
+    A verdict is "better" or "worse" if the interval excludes 0 and the corrected p-value is below 0.05,
+    otherwise "undecided". At most 5% of studies have a false "better" or "worse" among all of their
+    verdicts. Differences of a single value, which are always undecided, do not count.
     """
-    if difference.compute_p_value(margin) < SIGNIFICANCE_LEVEL:
-        return "better" if (difference.mean < 0) == lower_is_better else "worse"
-    return "level" if max(-difference.low, difference.high) < margin else "undecided"
-
-
-def judge_differences(
-    differences: Sequence[Estimate], margin: float = 0.0, lower_is_better: bool = True
-) -> list[str]:
-    """Return the verdicts on several differences, corrected for their number.
-
-    At most 5% of studies have a false "better" or "worse" among all of their verdicts. Differences
-    of a single value, which are always undecided, do not count.
-    """
-    p_values = [
-        difference.compute_p_value(margin) for difference in differences if difference.n > 1
-    ]
+    p_values = [difference.compute_p_value() for difference in differences if difference.n > 1]
     corrected_p_values = iter(correct_p_values(p_values))
     verdicts = []
     for difference in differences:
-        verdict = judge_difference(difference, margin, lower_is_better)
         corrected = next(corrected_p_values) if difference.n > 1 else 1.0
-        if verdict in ("better", "worse") and corrected >= SIGNIFICANCE_LEVEL:
-            verdict = "undecided"
-        verdicts.append(verdict)
+        if corrected >= SIGNIFICANCE_LEVEL:
+            verdicts.append("undecided")
+        elif (difference.mean < 0) == lower_is_better:
+            verdicts.append("better")
+        else:
+            verdicts.append("worse")
     return verdicts
 
 
@@ -225,17 +188,6 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
     corrected = np.empty(len(order))
     corrected[order] = np.minimum(np.maximum.accumulate(scaled), 1)
     return corrected.tolist()
-
-
-def judge_hypothesis(difference: Estimate, bound: float) -> str:
-    """Return the verdict on the hypothesis that the true difference is below a bound.
-
-    The bound must have been chosen before the measurement. The verdict is "supported", "refuted" or
-    "undecided".
-    """
-    if difference.high < bound:
-        return "supported"
-    return "refuted" if difference.low > bound else "undecided"
 
 
 # ---- groups of runs ----

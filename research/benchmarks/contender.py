@@ -1,7 +1,6 @@
 """A model that takes its turn in a measurement, and the memory that it needs."""
 
 from collections.abc import Callable
-from typing import Optional
 
 import torch
 
@@ -13,31 +12,24 @@ class Contender:
         make_batch: returns ids (B, T) and targets (B, T)
         dtype: of autocast
         compiled: whether the forward pass is compiled
-        partner: another contender whose model and optimizer this one shares, for example to run
-            them compiled as well; `model` is then not used
     """
 
     def __init__(
         self,
         name: str,
-        model: torch.nn.Module | None,
+        model: torch.nn.Module,
         make_batch: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         device: torch.device,
         dtype: torch.dtype,
         compiled: bool,
-        partner: Optional["Contender"] = None,
     ):
         self.name = name
         self.make_batch = make_batch
         self.device = device
         self.dtype = dtype
         self.compiled = compiled
-        if partner is None:
-            self.model = model.to(device)
-            self.optimizer = make_optimizer(self.model)
-        else:
-            self.model = partner.model
-            self.optimizer = partner.optimizer
+        self.model = model.to(device)
+        self.optimizer = make_optimizer(self.model)
         self.call = torch.compile(self.model, fullgraph=True) if compiled else self.model
 
     def compute_loss(self) -> torch.Tensor:

@@ -1,145 +1,108 @@
-"""Speed beside nanoGPT's own code, transformers and lm-eval's own model.
+"""`bench.py peers`: the speed of the additive model beside a plain GPT and transformers' GPT-2.
 
-    git clone https://github.com/karpathy/nanoGPT FOLDER
-    OMP_NUM_THREADS=1 python research/bench.py peers --nanogpt=FOLDER [--json=FILE]
-    python research/bench.py peers --nanogpt=FOLDER --only=training --hidden_size=512
+The plain GPT is of nanoGPT's kind, with any number of heads. For the token ids t of a sequence it computes
 
-What is timed: training steps, generation of text, evaluation of multiple-choice questions, and
-preparation of a corpus. All models have the same numbers of layers, heads, features and tokens,
-about the same number of parameters, and random weights. Everything takes turns, so that whatever
-else the machine does slows all of it, and a ratio compares two turns of the same round. With one
-thread the time is that of the CPU, which does not count the time that other processes take; with
-several it is that of the clock.
+    x = E[t] + P                                                    embeddings of tokens and positions
+    x = x + W_o attention(W_q n, W_k n, W_v n),  n = LayerNorm(x)   in each of the blocks
+    x = x + W_2 gelu(W_1 LayerNorm(x))
+    logits = E LayerNorm(x)
+
+without biases, and generates without a cache, as nanoGPT does. transformers' GPT-2 has a cache. All models
+have the same width, depth, heads and vocabulary. They take turns, so that other load on the machine slows all
+of them; a ratio compares two turns of one round. `bench.py step` and `decode` compare the other streams.
 """
 
-import importlib.util
 import json
-import os
-import random
-import resource
-import shutil
-import statistics
 import string
-import subprocess
-import sys
-import sysconfig
-import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-import pyarrow
-import pyarrow.parquet
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from data.tokenizer import END_OF_TEXT, byte_tokenizer
 from evaluation.tasks import import_lm_eval
 from model import build
 from model.decoding import Decoder
 from model.generation import Generation, Sampling
+from research.benchmarks import timing
+from research.benchmarks.contender import Contender
 from research.benchmarks.figures import Figures
-from training import distributed, optimizer
-from training.config import TrainConfig
-from utils import machine, tables
+from research.benchmarks.suites import BASELINE, SIZE_KEYS
+from training import distributed
+from utils import tables
 
-if TYPE_CHECKING:
-    from lm_eval.api.model import TemplateLM
-
-PARTS = ("training", "generation", "evaluation", "preparation")
-BASELINE = "gpt-mha-rope"
-# Names of models here, with their settings.
-OUR_MODELS = {
-    BASELINE: {},
-    "DDL-gpt-mha-rope": {"ddl_value_channels": 4},
-    "DDL-gpt-mha-rope-CC-EC": {"ddl_value_channels": 4},
-}
-NANOGPT = "nanoGPT"
+PLAIN = "plain GPT"
 TRANSFORMERS = "transformers GPT-2"
-# AdamW's settings, which are those of nanoGPT's train.py
-LEARNING_RATE = 1e-3
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
-GRAD_CLIP = 1.0
-
 PROMPT_LENGTH = 8
+STORED_KEYS = ("micro_batch_size", "rounds", "dtype", "compile")
 
-# Of the questions: their number, the choices of each, and how many bytes a context and a
-# continuation have at least and at most.
-NUM_QUESTIONS = 100
-NUM_CHOICES = 4
-CONTEXT_BYTES = (60, 220)
-CONTINUATION_BYTES = (5, 30)
-OUR_BATCH_SIZE = 32
-BATCH_SIZES_OF_LM_EVAL = (8, 32)
-
-ROOT = Path(__file__).resolve().parents[2]
-PREPARATION = "data/openwebtext/prepare.py"
-# nanoGPT's script writes each split in so many pieces, and fails if it has fewer documents.
-NUM_PIECES = "total_batches = 1024"
-# Runs nanoGPT's script on a parquet file: the data set that it asks the hub for is this file.
-RUN_NANOGPTS_PREPARATION = """
-import runpy, sys
-import datasets
-load_dataset = datasets.load_dataset
-datasets.load_dataset = lambda name, **options: load_dataset("parquet", data_files=sys.argv[2])
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
-# Encodes the same documents, and writes nothing.
-RUN_TIKTOKEN = """
-import sys
-import pyarrow.parquet, tiktoken
-encoding = tiktoken.get_encoding("gpt2")
-for text in pyarrow.parquet.read_table(sys.argv[1])["text"].to_pylist():
-    encoding.encode_ordinary(text)
-"""
+Size = dict[str, int]
 
 
-def load_nanogpt(folder: Path) -> ModuleType:
-    """Import model.py of a copy of nanoGPT.
+class PlainBlock(nn.Module):
+    """Attention and an MLP, each added to its input x (B, T, d)."""
 
-    Raises:
-        ValueError: the folder is not a copy of it
-    """
-    file = folder / "model.py"
-    if not file.is_file():
-        raise ValueError(
-            f"--nanogpt={folder} has no model.py; clone https://github.com/karpathy/nanoGPT and "
-            "give its folder"
+    def __init__(self, d: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1 = nn.LayerNorm(d, bias=False)
+        self.query_key_value = nn.Linear(d, 3 * d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+        self.norm_2 = nn.LayerNorm(d, bias=False)
+        self.up = nn.Linear(d, 4 * d, bias=False)
+        self.down = nn.Linear(4 * d, d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.query_key_value(self.norm_1(x)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, num_heads, T, d / num_heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class PlainGPT(nn.Module):
+    """The plain GPT, with the interface of `model.gpt.GPT`: logits, loss = model(ids, targets)."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        d = size["hidden_size"]
+        self.tokens = nn.Embedding(size["vocab_size"], d)
+        self.positions = nn.Embedding(size["block_size"], d)
+        self.blocks = nn.Sequential(
+            *(PlainBlock(d, size["num_attention_heads"]) for _ in range(size["num_hidden_layers"]))
         )
-    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "GPTConfig") or not hasattr(module.GPT, "configure_optimizers"):
-        raise ValueError(f"--nanogpt={folder}: model.py is not that of nanoGPT")
-    return module
+        self.norm = nn.LayerNorm(d, bias=False)
+        for name, parameter in self.named_parameters():
+            if "norm" not in name:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(
+        self, ids: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits (B, T, vocab_size) and, with targets (B, T), the mean loss in nats."""
+        x = self.blocks(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def generate(self, ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Append sampled tokens to ids (B, T), each after a forward pass over the whole text."""
+        for _ in range(num_tokens):
+            logits, _ = self(ids)
+            next_ids = torch.multinomial(logits[:, -1].softmax(-1), num_samples=1)
+            ids = torch.cat([ids, next_ids], dim=1)
+        return ids
 
 
-def build_ours(name: str, size: dict[str, int]) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return build(name, **size, **OUR_MODELS[name])
-
-
-def build_nanogpt(nanogpt: ModuleType, size: dict[str, int]) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = nanogpt.GPTConfig(
-        block_size=size["block_size"],
-        vocab_size=size["vocab_size"],
-        n_layer=size["num_hidden_layers"],
-        n_head=size["num_attention_heads"],
-        n_embd=size["hidden_size"],
-        dropout=0.0,
-        bias=False,
-    )
-    return nanogpt.GPT(config)
-
-
-def build_transformers(size: dict[str, int]) -> torch.nn.Module:
+def build_models(size: Size, device: torch.device) -> dict[str, nn.Module]:
+    """Build the three models by their names."""
     import transformers
 
-    torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=size["vocab_size"],
         n_positions=size["block_size"],
@@ -150,457 +113,137 @@ def build_transformers(size: dict[str, int]) -> torch.nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return transformers.GPT2LMHeadModel(config).eval()
+    torch.manual_seed(0)
+    models = {
+        BASELINE: build(BASELINE, **size),
+        PLAIN: PlainGPT(size),
+        TRANSFORMERS: transformers.GPT2LMHeadModel(config),
+    }
+    return {name: model.to(device).eval() for name, model in models.items()}
 
 
-# ---- what is timed ----
+class Task(NamedTuple):
+    """Work that the models do in turns: a function for each, and the tokens of one turn."""
+
+    name: str
+    num_tokens: int
+    turns: dict[str, Callable[[], object]]
 
 
-def make_training_step(
-    model: torch.nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    clip: Callable[[torch.nn.Module], object],
-    batch: tuple[torch.Tensor, torch.Tensor],
-    compiled: bool,
-) -> Callable[[], None]:
-    """Return a function that trains a model (ids, targets) -> (logits, loss) for one step."""
-    forward = torch.compile(model) if compiled else model
-
-    def step() -> None:
-        _, loss = forward(*batch)
-        loss.backward()
-        clip(model)
-        for each_optimizer in optimizers:
-            each_optimizer.step()
-            each_optimizer.zero_grad(set_to_none=True)
-
-    return step
+def make_training_task(args: Namespace, size: Size, device: torch.device) -> Task:
+    """Return a training step of the additive model and of the plain GPT."""
+    shape = (2, args.micro_batch_size, args.block_size)
+    batch = torch.randint(args.vocab_size, shape).to(device)
+    models = build_models(size, device)
+    dtype = getattr(torch, args.dtype)
+    compiled = args.compile == "True"
+    turns = {
+        name: Contender(name, models[name], lambda: batch, device, dtype, compiled).train
+        for name in (BASELINE, PLAIN)
+    }
+    return Task(f"training step, d = {args.hidden_size}", batch[0].numel(), turns)
 
 
-def make_our_step(
-    name: str, size: dict[str, int], batch: tuple[torch.Tensor, torch.Tensor], compiled: bool
-) -> Callable[[], None]:
-    model = build_ours(name, size)
-    config = TrainConfig(
-        model=name,
-        learning_rate=LEARNING_RATE,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        weight_decay=WEIGHT_DECAY,
-    )
-    optimizers = optimizer.build_optimizers(model, config)
-    return make_training_step(
-        model,
-        optimizers,
-        clip=lambda model: distributed.clip_grad_norm(model, GRAD_CLIP),
-        batch=batch,
-        compiled=compiled,
-    )
+def make_generation_task(args: Namespace, size: Size, device: torch.device) -> Task:
+    """Return the generation of `--micro_batch_size` texts, eagerly."""
+    models = build_models(size, device)
+    prompts = torch.zeros(args.micro_batch_size, PROMPT_LENGTH, dtype=torch.int64, device=device)
+    decoder = Decoder(models[BASELINE], len(prompts), PROMPT_LENGTH + args.tokens, compiled=False)
 
-
-def make_nanogpt_step(
-    nanogpt: ModuleType,
-    size: dict[str, int],
-    batch: tuple[torch.Tensor, torch.Tensor],
-    compiled: bool,
-) -> Callable[[], None]:
-    model = build_nanogpt(nanogpt, size)
-    adamw = model.configure_optimizers(WEIGHT_DECAY, LEARNING_RATE, BETAS, "cpu")
-    return make_training_step(
-        model,
-        [adamw],
-        clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP),
-        batch=batch,
-        compiled=compiled,
-    )
-
-
-def make_our_generation(
-    name: str, size: dict[str, int], batch_size: int, num_tokens: int, compiled: bool
-) -> Callable[[], None]:
-    """Return a function that generates texts with a cache; compiling is not part of it."""
-    model = build_ours(name, size).eval()
-    decoder = Decoder(model, batch_size, PROMPT_LENGTH + num_tokens, compiled)
-
-    def generate() -> None:
+    def generate_here() -> None:
         generation = Generation(
             decoder,
-            prompts=[[0] * PROMPT_LENGTH] * batch_size,
-            max_new_tokens=num_tokens,
+            prompts=prompts.tolist(),
+            max_new_tokens=args.tokens,
             sampling=Sampling(),
-            seeds=list(range(batch_size)),
+            seeds=list(range(len(prompts))),
             stop_token=None,
-            vocab_size=size["vocab_size"],
+            vocab_size=args.vocab_size,
         )
-        for _ in generation:
-            pass
+        list(generation)
 
-    return generate
-
-
-def make_nanogpt_generation(
-    nanogpt: ModuleType, size: dict[str, int], batch_size: int, num_tokens: int
-) -> Callable[[], None]:
-    model = build_nanogpt(nanogpt, size).eval()
-    prompt = torch.zeros(batch_size, PROMPT_LENGTH, dtype=torch.int64)
-    return lambda: model.generate(prompt, num_tokens)
-
-
-def make_transformers_generation(
-    size: dict[str, int], batch_size: int, num_tokens: int
-) -> Callable[[], None]:
-    model = build_transformers(size)
-    prompt = torch.zeros(batch_size, PROMPT_LENGTH, dtype=torch.int64)
-    mask = torch.ones_like(prompt)
-    return lambda: model.generate(
-        prompt, attention_mask=mask, max_new_tokens=num_tokens, do_sample=True, top_k=0
-    )
+    turns = {
+        BASELINE: generate_here,
+        PLAIN: lambda: models[PLAIN].generate(prompts, args.tokens),
+        TRANSFORMERS: lambda: models[TRANSFORMERS].generate(
+            prompts, max_new_tokens=args.tokens, do_sample=True, top_k=0
+        ),
+    }
+    name = f"generate {args.tokens} tokens, batch {len(prompts)}"
+    return Task(name, len(prompts) * args.tokens, turns)
 
 
-def make_questions() -> list[tuple[str, str]]:
-    """Return (context, continuation) for each choice of every question: random letters."""
-    draw = random.Random(0)
+def make_evaluation_task(args: Namespace, size: Size, device: torch.device) -> Task:
+    """Return the scoring of questions, here and by lm-eval's `hf` model with transformers' GPT-2."""
+    import_lm_eval()
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    def draw_text(bounds: tuple[int, int]) -> str:
-        return "".join(draw.choices(string.ascii_letters, k=draw.randint(*bounds)))
-
-    requests = []
-    for _ in range(NUM_QUESTIONS):
-        context = draw_text(CONTEXT_BYTES)
-        requests += [(context, draw_text(CONTINUATION_BYTES)) for _ in range(NUM_CHOICES)]
-    return requests
-
-
-def make_our_evaluation(model: torch.nn.Module) -> "TemplateLM":
-    """Return our model as lm-eval uses it."""
     from evaluation.language_model import LanguageModel
 
-    world = distributed.World(0, 1, torch.device("cpu"))
-    return LanguageModel(model, byte_tokenizer(), world, OUR_BATCH_SIZE)
-
-
-def make_lm_evals_evaluation(model: torch.nn.Module, batch_size: int) -> "TemplateLM":
-    """Return lm-eval's own `hf` model around the same weights."""
-    import tokenizers
-    import transformers
-    from lm_eval.models.huggingface import HFLM
-
-    class ForTransformers(transformers.PreTrainedModel):
-        """A model behind the interface of transformers."""
-
-        config_class = transformers.PretrainedConfig
-
-        def __init__(self) -> None:
-            block_size = model.config.block_size
-            super().__init__(transformers.PretrainedConfig(max_position_embeddings=block_size))
-            self.model = model
-
-        def forward(self, input_ids: torch.Tensor, **_: object):
-            logits, _ = self.model(input_ids)
-            return transformers.modeling_outputs.CausalLMOutput(logits=logits)
-
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(
-            json.dumps(byte_tokenizer().to_hugging_face())
-        ),
-        eos_token=END_OF_TEXT,
-    )
-    return HFLM(ForTransformers(), tokenizer=tokenizer, batch_size=batch_size)
-
-
-def make_scoring(
-    language_model: "TemplateLM", requests: list[tuple[str, str]]
-) -> Callable[[], list]:
-    """Return a function that scores all requests with a model of lm-eval."""
-    from lm_eval.api.instance import Instance
-
-    instances = [
-        Instance("loglikelihood", {}, request, number) for number, request in enumerate(requests)
-    ]
-    return lambda: language_model.loglikelihood(instances, disable_tqdm=True)
-
-
-def write_documents(path: Path, num_bytes: int) -> None:
-    """Write the source files of Python's standard library as documents of a parquet file.
-
-    Args:
-        num_bytes: of the documents together; the library has about 30 MB
-    """
-    library = Path(sysconfig.get_paths()["stdlib"])
-    texts = []
-    for file in sorted(library.rglob("*.py")):
-        if "site-packages" in file.parts:
-            continue
-        text = file.read_text(encoding="utf-8", errors="ignore")[:num_bytes]
-        texts.append(text)
-        num_bytes -= len(text.encode())
-        if num_bytes <= 0:
-            break
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
-
-
-def copy_nanogpts_preparation(nanogpt_folder: Path, path: Path) -> None:
-    """Copy nanoGPT's script, and let the copy write each split in one piece.
-
-    Raises:
-        ValueError: the folder does not have nanoGPT's script
-    """
-    script = nanogpt_folder / PREPARATION
-    if not script.is_file():
-        raise ValueError(f"--nanogpt={nanogpt_folder} has no {PREPARATION}")
-    text = script.read_text(encoding="utf-8")
-    if NUM_PIECES not in text:
-        raise ValueError(f"{script} is not nanoGPT's: it does not set {NUM_PIECES}")
-    path.write_text(text.replace(NUM_PIECES, "total_batches = 1"), encoding="utf-8")
-
-
-def run_python(folder: Path, *arguments: str | Path) -> None:
-    """Run Python in a process of its own, which finds nothing that an earlier one has stored.
-
-    Args:
-        folder: where it may store what it has read
-
-    Raises:
-        subprocess.CalledProcessError: it failed; its output is shown
-    """
-    cache = folder / "cache"
-    shutil.rmtree(cache, ignore_errors=True)
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "HF_DATASETS_CACHE": str(cache)},
-        capture_output=True,
-        check=False,
-    )
-    if result.returncode != 0:
-        sys.stderr.write(result.stderr.decode())
-        result.check_returncode()
-
-
-# ---- rounds and rows ----
-
-
-def read_cpu_clock() -> float:
-    """Return the CPU seconds of this process, its threads, and its child processes that ended."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
-
-
-def measure(turns: dict[str, Callable[[], None]], rounds: int, work: str) -> dict[str, list[float]]:
-    """Return the seconds of each function in each round, in which all of them take a turn."""
-    clock = read_cpu_clock if torch.get_num_threads() == 1 else time.perf_counter
-    for name, turn in turns.items():
-        start = time.perf_counter()
-        turn()
-        turn()
-        print(f"  {work}: warmed up {name} in {time.perf_counter() - start:.0f} s", flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(rounds):
-        for name, turn in turns.items():
-            start = clock()
-            turn()
-            seconds[name].append(clock() - start)
-    return seconds
-
-
-def summarize(
-    work: str, seconds: dict[str, list[float]], pairs: list[tuple[str, str]], num_tokens: int
-) -> list[dict]:
-    """Return a row for each pair of names: medians, and how many times faster the first is.
-
-    num_tokens: of one turn
-    """
-    rows = []
-    for name, beside in pairs:
-        ratios = [
-            other_seconds / own_seconds
-            for own_seconds, other_seconds in zip(seconds[name], seconds[beside])
-        ]
-        rows.append(
-            {
-                "work": work,
-                "here": name,
-                "beside": beside,
-                "seconds": statistics.median(seconds[name]),
-                "seconds_beside": statistics.median(seconds[beside]),
-                "tokens_per_second": num_tokens / statistics.median(seconds[name]),
-                "tokens_per_second_beside": num_tokens / statistics.median(seconds[beside]),
-                "ratio": statistics.median(ratios),
-                "ratio_least": min(ratios),
-                "ratio_greatest": max(ratios),
-            }
-        )
-    return rows
-
-
-def measure_training(
-    nanogpt: ModuleType, size: dict[str, int], batch_size: int, rounds: int, compiled: bool
-) -> list[dict]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, batch_size, size["block_size"])
-    ids, targets = torch.randint(size["vocab_size"], shape, generator=generator)
+    models = build_models(size, device)
+    tokenizer_object = Tokenizer.from_str(json.dumps(byte_tokenizer().to_hugging_face()))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_object, eos_token=END_OF_TEXT)
+    ours = LanguageModel(models[BASELINE], byte_tokenizer(), distributed.World(0, 1, device), 32)
+    peer = HFLM(models[TRANSFORMERS], tokenizer=tokenizer, batch_size=32)
+    letters = 5 * string.ascii_letters  # each is a token
+    contexts = [letters[number : 2 * number + 60] for number in range(100)]
+    requests = [(context, letters[:length]) for context in contexts for length in (5, 12, 19, 26)]
+    instances = [Instance("loglikelihood", {}, request, 0) for request in requests]
     turns = {
-        name: make_our_step(name, size, (ids, targets), compiled=compiled) for name in OUR_MODELS
+        BASELINE: lambda: ours.loglikelihood(instances, disable_tqdm=True),
+        TRANSFORMERS: lambda: peer.loglikelihood(instances, disable_tqdm=True),
     }
-    turns[NANOGPT] = make_nanogpt_step(nanogpt, size, (ids, targets), compiled=compiled)
-    form = "compiled" if compiled else "eager"
-    work = f"training step, {form}, d = {size['hidden_size']}"
-    seconds = measure(turns, rounds, work)
-    pairs = [(BASELINE, NANOGPT)]
-    pairs += [(name, BASELINE) for name in OUR_MODELS if name != BASELINE]
-    return summarize(work, seconds, pairs, num_tokens=ids.numel())
-
-
-def measure_generation(
-    nanogpt: ModuleType, size: dict[str, int], batch_size: int, num_tokens: int, rounds: int
-) -> list[dict]:
-    turns = {}
-    for compiled in (False, True):
-        for name in OUR_MODELS:
-            title = f"{name}, compiled" if compiled else name
-            turns[title] = make_our_generation(name, size, batch_size, num_tokens, compiled)
-    turns[NANOGPT] = make_nanogpt_generation(nanogpt, size, batch_size, num_tokens)
-    turns[TRANSFORMERS] = make_transformers_generation(size, batch_size, num_tokens)
-    work = f"generate {num_tokens} tokens, batch {batch_size}"
-    seconds = measure(turns, rounds, work)
-    compiled_baseline = f"{BASELINE}, compiled"
-    pairs = [(BASELINE, NANOGPT), (BASELINE, TRANSFORMERS), (compiled_baseline, BASELINE)]
-    for name in OUR_MODELS:
-        if name != BASELINE:
-            pairs += [(name, BASELINE), (f"{name}, compiled", compiled_baseline)]
-    return summarize(work, seconds, pairs, num_tokens=batch_size * num_tokens)
-
-
-def measure_evaluation(size: dict[str, int], rounds: int) -> list[dict]:
-    """Return rows of our evaluation beside lm-eval's own model at several batch sizes.
-
-    Raises:
-        RuntimeError: the two do not give the same log-likelihoods
-    """
-    import_lm_eval()
-    model = build_ours(BASELINE, size).eval()
-    requests = make_questions()
-    turns = {BASELINE: make_scoring(make_our_evaluation(model), requests)}
-    for batch_size in BATCH_SIZES_OF_LM_EVAL:
-        name = f"lm-eval's hf, batch {batch_size}"
-        turns[name] = make_scoring(make_lm_evals_evaluation(model, batch_size), requests)
-    ours, *others = [[score for score, _ in turn()] for turn in turns.values()]
-    for scores in others:
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(scores), atol=1e-3, rtol=0)
-    work = f"score {NUM_QUESTIONS} questions with {NUM_CHOICES} choices"
-    seconds = measure(turns, rounds, work)
     num_tokens = sum(len(context) + len(continuation) for context, continuation in requests)
-    pairs = [(BASELINE, name) for name in turns if name != BASELINE]
-    return summarize(work, seconds, pairs, num_tokens)
+    return Task("score 100 questions with 4 choices", num_tokens, turns)
 
 
-def measure_preparation(nanogpt_folder: Path, megabytes: int, rounds: int) -> list[dict]:
-    """Return rows of preparing GPT-2's tokens beside nanoGPT's script and tiktoken alone.
-
-    Raises:
-        ValueError: nanoGPT's script is not there
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        script = folder / "nanogpt_prepare.py"  # it writes beside itself
-        copy_nanogpts_preparation(nanogpt_folder, script)
-        documents = folder / "documents.parquet"
-        write_documents(documents, megabytes * 1_000_000)
-        out = folder / "out"
-        our_arguments = [
-            ROOT / "data" / "text" / "prepare.py",
-            f"--source={documents}",
-            "--tokenizer=gpt2",
-            f"--workers={torch.get_num_threads()}",
-            f"--out={out}",
-        ]
-
-        def prepare_here() -> None:
-            shutil.rmtree(out, ignore_errors=True)
-            run_python(folder, *our_arguments)
-
-        our_name = "data/text/prepare.py"
-        turns = {
-            our_name: prepare_here,
-            NANOGPT: lambda: run_python(folder, "-c", RUN_NANOGPTS_PREPARATION, script, documents),
-            "tiktoken alone": lambda: run_python(folder, "-c", RUN_TIKTOKEN, documents),
+def measure_task(task: Task, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row for each peer: the speeds, and the speed of the additive model relative to it."""
+    turns = {
+        name: timing.repeat_and_synchronize(turn, 1, device) for name, turn in task.turns.items()
+    }
+    seconds = timing.measure(turns, warmup=2, rounds=rounds, label=task.name)
+    tokens = [task.num_tokens] * rounds
+    return [
+        {
+            "task": task.name,
+            "peer": peer,
+            **timing.compute_speed_ratios("tokens_per_second", tokens, seconds[BASELINE]),
+            **timing.compute_speed_ratios("peer_tokens_per_second", tokens, seconds[peer]),
+            **timing.compute_speed_ratios("ratio", seconds[peer], seconds[BASELINE]),
         }
-        work = f"tokenize {megabytes} MB"
-        seconds = measure(turns, rounds, work)
-        meta = json.loads((out / "meta.json").read_text())
-    num_tokens = meta["train"]["tokens"] + meta["val"]["tokens"]
-    return summarize(work, seconds, [(our_name, NANOGPT), (our_name, "tiktoken alone")], num_tokens)
+        for peer in list(turns)[1:]
+    ]
 
 
-def format_rows(rows: list[dict]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
+    header = ["task", f"tokens/s of {BASELINE}", "peer", "its tokens/s", "speed relative to it"]
     cells = [
         [
-            row["work"],
-            f"`{row['here']}`",
-            f"{row['tokens_per_second']:,.0f}",
-            row["beside"],
-            f"{row['tokens_per_second_beside']:,.0f}",
-            f"{row['ratio']:.2f} [{row['ratio_least']:.2f} to {row['ratio_greatest']:.2f}]",
+            row["task"],
+            timing.format_spread(row, "tokens_per_second", ",.0f"),
+            row["peer"],
+            timing.format_spread(row, "peer_tokens_per_second", ",.0f"),
+            timing.format_spread(row, "ratio", ".2f"),
         ]
         for row in rows
-    ]
-    header = [
-        "task",
-        "this repository",
-        "tokens/s",
-        "other program or model",
-        "tokens/s",
-        "speedup [minimum to maximum]",
     ]
     return tables.format_markdown(header, cells)
 
 
-def run(arguments: Namespace) -> None:
+def run(args: Namespace) -> None:
     """Print and store the figures of `bench.py peers`."""
-    nanogpt = load_nanogpt(arguments.nanogpt)
-    if not machine.can_compile("cpu"):
-        raise ValueError("peers compares compiled models; install a C++ compiler and Python.h")
-    distributed.keep_freed_memory()  # as in training
-    # all models share the code that is compiled; by default torch refuses the ninth
-    torch._dynamo.config.recompile_limit = 1000
-    torch._dynamo.config.accumulated_recompile_limit = 1000
-    if arguments.hidden_size % 64 != 0:
-        raise ValueError(
-            f"--hidden_size={arguments.hidden_size}: give a multiple of 64, the size of a head, so "
-            "that all models have the same heads"
-        )
-    num_heads = arguments.hidden_size // 64
-    size = {
-        "vocab_size": arguments.vocab_size,
-        "block_size": arguments.block_size,
-        "num_hidden_layers": arguments.num_hidden_layers,
-        "num_attention_heads": num_heads,
-        "hidden_size": arguments.hidden_size,
-        "head_dim": 64,
-    }
-    settings = {
-        "size": size,
-        "micro_batch_size": arguments.micro_batch_size,
-        "threads": torch.get_num_threads(),
-        "rounds": arguments.rounds,
-        "dtype": "float32",
-    }
-    figures = Figures(arguments.json, torch.device("cpu"), settings)
-    rounds = arguments.rounds
-    rows = []
-    if "training" in arguments.only:
-        for compiled in (False, True):
-            rows += measure_training(
-                nanogpt, size, arguments.micro_batch_size, rounds, compiled=compiled
-            )
-    if "generation" in arguments.only:
-        for batch_size in (1, 8):
-            rows += measure_generation(nanogpt, size, batch_size, arguments.tokens, rounds)
-    if "evaluation" in arguments.only:
-        rows += measure_evaluation(size, rounds)
-    if "preparation" in arguments.only:
-        rows += measure_preparation(arguments.nanogpt, arguments.megabytes, rounds)
-    for row in rows:
-        figures.add(row, "work", "here", "beside")
-    print(f"\n{size}, {torch.get_num_threads()} threads, {figures.format_chip()}\n")
-    print(format_rows(rows))
+    device = distributed.pick_device(args.device)
+    size = {key: getattr(args, key) for key in SIZE_KEYS}
+    settings = {key: getattr(args, key) for key in STORED_KEYS}
+    settings.update({"size": size, "threads": torch.get_num_threads()})
+    figures = Figures(args.json, device, settings)
+    for make_task in (make_training_task, make_generation_task, make_evaluation_task):
+        for row in measure_task(make_task(args, size, device), args.rounds, device):
+            figures.add(row, "task", "peer")
+    print(f"\n{size}, {settings['threads']} threads, {figures.format_chip()}\n")
+    print(format_table(figures.rows))

@@ -70,14 +70,12 @@ class Suite:
     """Sizes and models that are measured together.
 
     sizes: model keys by the name of the size. models: as `parse_model` reads them.
-    micro_batch_size: sequences per step. with_peers: whether models are compared with their
-    transcriptions by default.
+    micro_batch_size: sequences per step.
     """
 
     sizes: dict[str, dict[str, Any]]
     models: tuple[str, ...]
     micro_batch_size: int
-    with_peers: bool = True
 
 
 SUITES = {
@@ -86,16 +84,13 @@ SUITES = {
         PAPER,
         (BASELINE, CC_EC, "DDL-gpt-mha-rope", "DDL-vdim1-gpt-mha-rope"),
         micro_batch_size=16,
-        with_peers=False,
     ),
     # the paper's numbers of value channels: 1 is a model of its own, 4 the default
     "paper": Suite(
         PAPER, (*ALL_MODELS, f"{CC_EC}:2", f"{CC_EC}:8", *KERNEL_VARIANTS), micro_batch_size=16
     ),
     # the code paths of the other suites, at sizes that take seconds
-    "rehearsal": Suite(
-        {"small": TINY, "medium": TINY}, (BASELINE, CC_EC), micro_batch_size=1, with_peers=False
-    ),
+    "rehearsal": Suite({"small": TINY, "medium": TINY}, (BASELINE, CC_EC), micro_batch_size=1),
 }
 
 

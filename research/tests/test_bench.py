@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 from helpers import run_script
-from models import PAPER
 
 from model import MODEL_NAMES, build
 from model.kernels.launch import choose_launch, list_launches
@@ -64,7 +63,7 @@ def main(monkeypatch, *arguments) -> None:
     bench.main()
 
 
-def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, capsys):
+def test_every_model_is_measured(tmp_path, monkeypatch, capsys):
     out = tmp_path / "new" / "rows.json"
     main(monkeypatch, *TINY, f"--json={out}")
     stored = json.loads(out.read_text())
@@ -82,18 +81,14 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
     }
     assert stored["sizes"]["quick (changed)"]["hidden_size"] == 32
     names = [row["model"] for row in stored["rows"]]
-    transcriptions = [f"{name} transcription (eager)" for name in PAPER]
-    assert sorted(names) == sorted([*MODEL_NAMES, *transcriptions])
+    assert sorted(names) == sorted(MODEL_NAMES)
     assert stored["rows"][0]["model"] == "gpt-mha-rope"
     assert stored["rows"][0]["ratio"] == stored["rows"][0]["forward_ratio"] == 1
-    with_speedup = [row["model"] for row in stored["rows"] if "speedup" in row]
-    assert with_speedup == [name for name in names if name in PAPER]
-    parameters = {row["model"]: row["parameters"] for row in stored["rows"]}
     for row in stored["rows"]:
         assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
         assert row["forward_ratio_p10"] <= row["forward_ratio"] <= row["forward_ratio_p90"]
         assert row["activation_bytes_per_token"] > 0
-        assert row["parameters"] == parameters[row["model"].split()[0]]
+        assert row["parameters"] > 0
         assert not row.keys() & {"mfu", "peak_memory_bytes"}
     assert step.format_table(stored["rows"]) in printed
 
@@ -101,7 +96,7 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
 def test_models_by_choice(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
     models = "--models=DDL-gpt-mha-rope-CC:2,DDL-gpt-mha-rope-CC:8"
-    main(monkeypatch, "step", *TINY, models, "--peers=none", f"--json={out}", "--dtype=float32")
+    main(monkeypatch, "step", *TINY, models, f"--json={out}", "--dtype=float32")
     base, two, eight = json.loads(out.read_text())["rows"]
     names = ["gpt-mha-rope", "DDL-gpt-mha-rope-CC d_v=2", "DDL-gpt-mha-rope-CC d_v=8"]
     assert [base["model"], two["model"], eight["model"]] == names
@@ -120,7 +115,6 @@ MISTAKES = [
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
     (["--suite=paper"], "--suite=quick, or --device=cuda"),
     (["--sizes=smal"], "the quick suite has no smal"),
-    (["--peers=transcriptions"], "invalid choice: 'transcriptions'"),
     (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
     (
         ["--models=DDL-gpt-mha-rope+state_checkpoint_interval=0"],
@@ -344,7 +338,7 @@ def test_a_benchmark_that_was_killed_is_resumed(tmp_path, monkeypatch):
     """Stored rows keep their bits; the model that was being measured is measured again."""
     out = tmp_path / "rows.json"
     model = "DDL-gpt-mha-rope-CC"
-    arguments = [*TINY, f"--models={model}", "--peers=none", f"--json={out}", "--resume"]
+    arguments = [*TINY, f"--models={model}", f"--json={out}", "--resume"]
     measure_memory = step.measure_memory
 
     def interrupt(contender, num_tokens):
@@ -367,7 +361,7 @@ def test_a_benchmark_that_was_killed_is_resumed(tmp_path, monkeypatch):
         step.run(bench.parse_arguments(arguments))
     assert rows_by_model(out) == all_rows
     # figures of other settings are not kept
-    assert {"compile", "peers", "kernels", "dtype"} <= json.loads(out.read_text()).keys()
+    assert {"compile", "kernels", "dtype"} <= json.loads(out.read_text()).keys()
 
 
 class SquareModel(torch.nn.Module):
@@ -411,7 +405,7 @@ def test_a_turn_is_a_training_step_or_changes_nothing():
 
 def make_small_bench(*arguments) -> step.Bench:
     """Return the measurement of one tiny size, which stores nothing."""
-    args = bench.parse_arguments([*TINY, "--peers=transcription", *arguments])
+    args = bench.parse_arguments([*TINY, *arguments])
     [[name, size]] = suites.complete_arguments(args, CPU).items()
     return step.Bench(args, name, size, CPU, Figures(None, CPU, {}))
 
@@ -431,14 +425,11 @@ def test_the_models_of_a_group_are_freed_when_it_is_measured(monkeypatch):
     gc.collect()
     assert [reference() for reference in references] == [None]
     names = [row["model"] for row in small_bench.figures.rows]
-    assert sorted(names) == [
-        "DDL-gpt-mha-rope-CC",
-        "DDL-gpt-mha-rope-CC transcription (eager)",
-    ]
+    assert names == ["DDL-gpt-mha-rope-CC"]
 
 
 def test_every_figure_is_of_rounds_in_which_the_baseline_ran(monkeypatch):
-    small_bench = make_small_bench("--peers=none")
+    small_bench = make_small_bench()
     seconds = iter([([0.5, 1.0], [0.75, 2.0]), ([1.0, 1.0], [2.0, 4.0])])  # training, forward
 
     def measure(turns, warmup, rounds, label):
@@ -457,22 +448,6 @@ def test_every_figure_is_of_rounds_in_which_the_baseline_ran(monkeypatch):
     assert cells[3:6] == ["15 (9 to 20)", "24", "0.583 (0.517 to 0.650)"]
 
 
-def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch, capsys):
-    small_bench = make_small_bench()
-    train = contender.Contender.train
-
-    def run_out_of_memory(self):
-        if "transcription" in self.name:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
-        train(self)
-
-    monkeypatch.setattr(contender.Contender, "train", run_out_of_memory)
-    small_bench.measure("gpt-mha-rope")
-    assert [row["model"] for row in small_bench.figures.rows] == ["gpt-mha-rope"]
-    line = "skipped gpt-mha-rope transcription (eager): CUDA out of memory.\n"
-    assert line in capsys.readouterr().out
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
@@ -483,7 +458,6 @@ def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
         "--device=cuda",
         "--hidden_size=256",
         "--block_size=128",
-        "--peers=transcription",
         "--models=DDL-gpt-mha-rope-CC",
         f"--json={out}",
     )

@@ -10,7 +10,8 @@ from in_process import call
 from pages import check_command, commands_of
 
 import model
-from research.benchmarks import costs, peer_quality, step, suites
+from research import compare
+from research.benchmarks import costs, step, suites
 from research.runs import parse_cell
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -131,7 +132,27 @@ DERIVED = {  # what a page computes from a stored row
 }
 
 
-SUMMARIES = {"peers_demo_cpu.json": peer_quality.make_groups}  # rows that a page shows together
+def summarize_qualities(rows: list[dict]) -> list[dict]:
+    """Return a row for each model of peers_demo_cpu.json: means over its reported seeds."""
+    losses: dict[str, list[float]] = {}
+    summaries = []
+    for name in ("gpt-mha-rope", "GPT-2", "DDL-gpt-mha-rope"):
+        reported = [row for row in rows if row["model"] == name and row["seed"] < 1000]
+        losses[name] = [row["second"] for row in reported]
+        bits = [row["second"] * row["val_bits_per_byte"] / row["val_loss"] for row in reported]
+        differences = compare.estimate_paired_difference(losses[name], losses["gpt-mha-rope"])
+        estimates = (compare.estimate_mean(losses[name]), compare.estimate_mean(bits), differences)
+        summary = {key: reported[0][key] for key in ("model", "parameters", "learning_rate")}
+        numbers = [
+            number
+            for estimate in estimates
+            for number in (estimate.n, abs(estimate.mean), estimate.half_width)
+        ]
+        summaries.append({**summary, "numbers": [*numbers, differences.mean]})
+    return summaries
+
+
+SUMMARIES = {"peers_demo_cpu.json": summarize_qualities}  # rows that a page shows together
 
 
 def files_in(text: str) -> set[str]:
