@@ -33,6 +33,7 @@ from model import kernels
 from model.decoding import round_matrices
 from training import distributed
 from utils import files
+from utils.tables import Table
 
 TABLE_FORMATS = {
     "md": comparison.format_markdown,
@@ -197,30 +198,10 @@ def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[
 
 def get_table_cell(entry: dict) -> tuple[str, str, str]:
     """Return the row, column and table of an entry, by which a later result replaces it."""
-    return entry["weights"], entry["task"], make_title(entry)
+    return entry["weights"], entry["task"], comparison.make_title(entry)
 
 
-def make_title(entry: dict) -> str:
-    """Return the title of an entry's table: the number of shots, and what else affects results.
-
-    For an entry of a validation split it is the dataset and the dtype.
-    """
-    settings = entry["settings"]
-    if entry["task"] == "validation":
-        # entries of earlier versions do not have the dataset
-        parts = ["validation", entry.get("dataset"), settings["dtype"]]
-        return ", ".join(part for part in parts if part is not None)
-    parts = [f"{entry['shots']}-shot", settings["dtype"]]
-    if settings["add_bos_token"]:
-        parts.append("texts begin with end-of-text")
-    if settings["limit"]:
-        parts.append(f"only the first {settings['limit']} items")
-    return ", ".join(parts)
-
-
-def make_tables(
-    entries: list[dict], papers: dict[str, published.Published]
-) -> list[comparison.Table]:
+def make_tables(entries: list[dict], papers: dict[str, published.Published]) -> list[Table]:
     """Return a table for each title, those of validation splits last.
 
     Args:
@@ -233,21 +214,21 @@ def make_tables(
             label = entry["label"]
             paper, remark = papers[entry["weights"]].beside_validation(label, entry)
             row = comparison.make_validation_row(label, entry["record"], paper, remark)
-            validation_rows.setdefault(make_title(entry), []).append(row)
+            validation_rows.setdefault(comparison.make_title(entry), []).append(row)
         else:
-            entries_by_title.setdefault(make_title(entry), []).append(entry)
-    tables = [
+            entries_by_title.setdefault(comparison.make_title(entry), []).append(entry)
+    results = [
         make_task_table(title, entries_of_title, papers)
         for title, entries_of_title in entries_by_title.items()
     ]
     for title, rows in validation_rows.items():
-        tables.append(comparison.make_validation_table(title, rows))
-    return tables
+        results.append(comparison.make_validation_table(title, rows))
+    return results
 
 
 def make_task_table(
     title: str, entries: list[dict], papers: dict[str, published.Published]
-) -> comparison.Table:
+) -> Table:
     """Return the table of all entries with this title: a row for each model."""
     metrics: dict[str, str] = {}
     labels: dict[str, str] = {}

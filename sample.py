@@ -14,7 +14,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 from utils import errors
 
@@ -32,7 +31,7 @@ from model.generation import Piece, Sampling, generate_text, note_truncation
 from model.gpt import GPT
 from training.distributed import computes_in_bfloat16, pick_device
 from training.model_folder import load_model
-from utils import machine
+from utils import files, machine
 
 RULE = "-" * 80
 DEFAULT_BATCH_SIZE = 16
@@ -235,25 +234,6 @@ def check_mode(args: argparse.Namespace) -> None:
         raise ValueError("--interactive takes only one --stop; omit the others")
 
 
-def read_prompt(argument: str) -> str:
-    """Return the text that --prompt gives: itself, a file (FILE:path), or standard input (-).
-
-    Raises:
-        ValueError: the text is not UTF-8
-    """
-    try:
-        if argument == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        if argument.startswith("FILE:"):
-            return Path(argument[5:]).read_bytes().decode("utf-8")
-        # Python represents bytes that are not UTF-8 in an argument by surrogates, which raise here
-        return argument.encode("utf-8").decode("utf-8")
-    except UnicodeError as error:
-        raise ValueError(
-            f"the prompt is not UTF-8 text ({error}); convert it to UTF-8 first"
-        ) from error
-
-
 def make_decoder(
     model: GPT,
     device: torch.device,
@@ -372,7 +352,7 @@ def main() -> None:
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
         sampling = check(args)
         device = pick_device(args.device)
-        prompts = [read_prompt(argument) for argument in args.prompt or [""]]
+        prompts = [files.read_text_argument(argument) for argument in args.prompt or [""]]
         model, tokenizer, state = load_model(args.run, device)
         if state.get("corpus", {}).get("labels"):
             for prompt in prompts:

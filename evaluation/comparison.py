@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from evaluation.tasks import PAPER_METRICS
 from utils import tables
+from utils.tables import Table
 
 STANDARD_ERROR_NOTE = "± is lm-eval's standard error over the items of a task."
 AVERAGE_NOTE = "The standard error of the average assumes that the tasks are independent."
@@ -13,6 +14,7 @@ PAPER_NOTE = (
     "The paper reports single runs without standard errors, so the error of a difference includes "
     "only that of this evaluation."
 )
+EXPLANATIONS = (STANDARD_ERROR_NOTE, AVERAGE_NOTE, PAPER_NOTE)
 # Columns of the validation table, and the paper's names for those that it reports.
 VALIDATION_COLUMNS = {
     "val_loss": "loss (nats/token)",
@@ -51,38 +53,73 @@ class Row:
         }
 
 
-@dataclass
-class Table:
-    """Rows under columns, which are keys of the rows' results with their headings."""
+def make_table(
+    name: str, title: str, columns: dict[str, str], rows: list[Row], num_decimals: int = 2
+) -> Table:
+    """Return a table in which the paper's row and the difference follow each model that the paper has.
 
-    title: str
-    columns: dict[str, str]
-    rows: list[Row]
-    num_decimals: int = 2
+    Args:
+        columns: keys of the rows' results, with their headings
+    """
 
-    def format_rows(self) -> list[list[str | None]]:
-        """Return header and rows as text.
-
-        The paper's row and the difference follow below each model that the paper has results for.
-        """
-        formatted: list[list[str | None]] = [["model", *self.columns.values()]]
-        for row in self.rows:
-            formatted.append([row.label, *self.format_values(row.values)])
-            if row.paper.keys() & self.columns.keys():
-                paper = {column: Value(value) for column, value in row.paper.items()}
-                differences = self.format_values(row.differences(), sign="+")
-                formatted.append(["published", *self.format_values(paper)])
-                formatted.append(["difference", *differences])
-        return formatted
-
-    def format_values(self, values: dict[str, Value], sign: str = "") -> list[str | None]:
-        """Return a text for each column, None where there is no value."""
+    def format_values(label: str, values: dict[str, Value], sign: str = "") -> list[str | None]:
         texts = {}
         for column, (value, error) in values.items():
-            texts[column] = f"{value:{sign}.{self.num_decimals}f}"
+            texts[column] = f"{value:{sign}.{num_decimals}f}"
             if error is not None:
-                texts[column] += f" ± {error:.{self.num_decimals}f}"
-        return [texts.get(column) for column in self.columns]
+                texts[column] += f" ± {error:.{num_decimals}f}"
+        return [label, *(texts.get(column) for column in columns)]
+
+    cells = []
+    numbers = []
+    for row in rows:
+        cells.append(format_values(row.label, row.values))
+        differences = row.differences()
+        if row.paper.keys() & columns.keys():
+            paper = {column: Value(value) for column, value in row.paper.items()}
+            cells.append(format_values("published", paper))
+            cells.append(format_values("difference", differences, sign="+"))
+        for column in columns:
+            if column in row.values:
+                value, error = row.values[column]
+                numbers.append(
+                    {
+                        "model": row.label,
+                        "table": title,
+                        "column": column,
+                        "value": value,
+                        "standard_error": error,
+                        "published": row.paper.get(column),
+                        "difference": differences[column].value if column in differences else None,
+                    }
+                )
+    return Table(
+        name=name,
+        title=title,
+        header=["model", *columns.values()],
+        rows=cells,
+        notes=make_notes(rows),
+        numbers=numbers,
+        continuations=("published", "difference"),
+    )
+
+
+def make_title(entry: dict) -> str:
+    """Return the title of an entry's table: the number of shots, and what else affects results.
+
+    For an entry of a validation split it is the dataset and the dtype.
+    """
+    settings = entry["settings"]
+    if entry["task"] == "validation":
+        # entries of earlier versions do not have the dataset
+        parts = ["validation", entry.get("dataset"), settings["dtype"]]
+        return ", ".join(part for part in parts if part is not None)
+    parts = [f"{entry['shots']}-shot", settings["dtype"]]
+    if settings["add_bos_token"]:
+        parts.append("texts begin with end-of-text")
+    if settings["limit"]:
+        parts.append(f"only the first {settings['limit']} items")
+    return ", ".join(parts)
 
 
 def compute_average(values: dict[str, Value]) -> dict[str, Value]:
@@ -119,7 +156,7 @@ def make_task_table(title: str, metrics: dict[str, str], rows: list[Row]) -> Tab
     columns = {task: f"{task} ({metric})" for task, metric in metrics.items()}
     if PAPER_METRICS.keys() <= columns.keys():
         columns["average"] = "average of the eight"
-    return Table(title, columns, rows)
+    return make_table("accuracy", title, columns, rows)
 
 
 def make_validation_row(label: str, record: dict, paper: dict[str, float], remark: str) -> Row:
@@ -142,31 +179,36 @@ def make_validation_table(title: str, rows: list[Row]) -> Table:
         for column, heading in VALIDATION_COLUMNS.items()
         if any(column in row.values for row in rows)
     }
-    return Table(title, columns, rows, num_decimals=4)
+    return make_table("validation", title, columns, rows, num_decimals=4)
 
 
-def make_notes(results: list[Table]) -> list[str]:
-    """Return paragraphs that explain the numbers in the tables, and the rows' remarks."""
-    rows = [row for table in results for row in table.rows]
-    explanations = []
+def make_notes(rows: list[Row]) -> list[str]:
+    """Return sentences that explain the numbers of a table, and the rows' remarks."""
+    notes = []
     if any(error is not None for row in rows for _, error in row.values.values()):
-        explanations.append(STANDARD_ERROR_NOTE)
+        notes.append(STANDARD_ERROR_NOTE)
     if any("average" in row.values for row in rows):
-        explanations.append(AVERAGE_NOTE)
+        notes.append(AVERAGE_NOTE)
     if any(row.differences() for row in rows):
-        explanations.append(PAPER_NOTE)
-    paragraphs = [" ".join(explanations), *(row.remark for row in rows)]
-    # a model may have the same remark in several tables
-    return [paragraph for paragraph in dict.fromkeys(paragraphs) if paragraph]
+        notes.append(PAPER_NOTE)
+    return notes + [row.remark for row in rows if row.remark]
+
+
+def join_notes(results: list[Table]) -> list[str]:
+    """Return the notes of several tables as paragraphs, each note once."""
+    notes = list(dict.fromkeys(note for table in results for note in table.notes))
+    explanations = [note for note in EXPLANATIONS if note in notes]
+    remarks = [note for note in notes if note not in EXPLANATIONS]
+    return [" ".join(explanations), *remarks] if explanations else remarks
 
 
 def format_markdown(results: list[Table]) -> str:
     """Format tables and notes as Markdown."""
     parts = []
     for table in results:
-        header, *rows = table.format_rows()
-        parts += [f"### {table.title}", "", tables.format_markdown(header, rows), ""]
-    return "\n".join([*parts, "\n\n".join(make_notes(results)), ""])
+        grid = tables.format_markdown(table.header, table.rows)
+        parts += [f"### {table.title}", "", grid, ""]
+    return "\n".join([*parts, "\n\n".join(join_notes(results)), ""])
 
 
 def format_for_terminal(results: list[Table]) -> str:
@@ -176,34 +218,22 @@ def format_for_terminal(results: list[Table]) -> str:
     """
     parts = []
     for table in results:
-        header, *rows = zip(*table.format_rows(), strict=True)
+        header, *rows = zip(table.header, *table.rows, strict=True)
         parts += ["", table.title, tables.format_markdown(header, rows)]
-    return "\n".join([*parts, "", *make_notes(results)])
+    return "\n".join([*parts, "", *join_notes(results)])
 
 
 def format_latex(results: list[Table]) -> str:
     """Format tables for LaTeX, with the notes as comments."""
     parts = ["% needs \\usepackage{booktabs}"]
-    parts += [f"% {note.replace('±', '+-')}" for note in make_notes(results)]
+    parts += [f"% {note.replace('±', '+-')}" for note in join_notes(results)]
     for table in results:
-        header, *rows = table.format_rows()
-        tabular = tables.format_latex(header, rows, continuations=("published", "difference"))
+        tabular = tables.format_latex(table.header, table.rows, table.continuations)
         parts += ["", f"% {table.title}", tabular]
     return "\n".join([*parts, ""])
 
 
 def format_csv(results: list[Table]) -> str:
     """Format tables as CSV, with a line for each number."""
-    header = ["model", "table", "column", "value", "standard_error", "published", "difference"]
-    lines = []
-    for table in results:
-        for row in table.rows:
-            differences = row.differences()
-            for column in table.columns:
-                if column not in row.values:
-                    continue
-                value, error = row.values[column]
-                difference, _ = differences.get(column, (None, None))
-                paper = row.paper.get(column)
-                lines.append([row.label, table.title, column, value, error, paper, difference])
-    return tables.format_csv(header, lines)
+    numbers = [line for table in results for line in table.numbers]
+    return Table("all", "all tables", header=[], rows=[], numbers=numbers).to_csv()

@@ -1,7 +1,6 @@
 """Make the tables of a report: results of runs, beside the published ones and beside a baseline."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from research.compare import (
     to_display_unit,
 )
 from research.runs import Run
-from utils import tables, units
+from utils import units
+from utils.tables import Table
 
 if TYPE_CHECKING:
     from research.paper import Size
@@ -36,44 +36,6 @@ INTERVAL_NOTE = "± is half the 95% interval of the mean over runs, (n) the numb
 ACCURACY_NOTE = (
     f"{INTERVAL_NOTE} For a single run, ± is lm-eval's standard error over a task's items."
 )
-
-
-@dataclass
-class Table:
-    """A table as cells of text and as numbers.
-
-    rows: the text of each cell, None for an empty one. numbers: the numbers of each row by name,
-    which CSV and JSON files store.
-    """
-
-    name: str
-    title: str
-    header: list[str]
-    rows: list[list[str | None]]
-    notes: list[str] = field(default_factory=list)
-    numbers: list[dict[str, Any]] = field(default_factory=list)
-
-    def to_csv(self) -> str:
-        """Return the numbers, with a column for each name."""
-        header = []
-        for row in self.numbers:
-            header += [key for key in row if key not in header]
-        rows = [[row.get(key) for key in header] for row in self.numbers]
-        return tables.format_csv(header, rows)
-
-    def to_markdown(self) -> str:
-        """Return the cells with the title as a heading, and the notes below."""
-        grid = tables.format_markdown(self.header, self.rows)
-        return "\n\n".join([f"## {self.title}", grid, *self.notes, ""])
-
-    def to_latex(self) -> str:
-        """Return the cells as a tabular; title and notes are comments above it."""
-        notes = [f"% {note.replace('±', '+-')}" for note in self.notes]
-        continuations = ()
-        if self.name.startswith("accuracy"):
-            continuations = ("published", "difference")
-        grid = tables.format_latex(self.header, self.rows, continuations)
-        return "\n".join([f"% {self.title}", *notes, grid, ""])
 
 
 def format_steps(group: Group) -> str:
@@ -459,25 +421,21 @@ def make_accuracy_tables(groups: list[Group]) -> list[Table]:
             entries += [entry for entry in run.accuracy if entry["task"] != "validation"]
     if not entries:
         return []
-    from eval import make_title  # the import takes a second
+    from evaluation import comparison  # the import takes a second
 
-    shots_by_title = {make_title(entry): entry["shots"] for entry in entries}
+    shots_by_title = {comparison.make_title(entry): entry["shots"] for entry in entries}
     titles = sorted(shots_by_title, key=lambda title: (shots_by_title[title], title))
-    return [
-        make_accuracy_table(groups, title, make_title, shots_by_title[title]) for title in titles
-    ]
+    return [make_accuracy_table(groups, title, shots_by_title[title]) for title in titles]
 
 
-def make_accuracy_table(
-    groups: list[Group], title: str, make_title: Callable[[dict], str], shots: int
-) -> Table:
+def make_accuracy_table(groups: list[Group], title: str, shots: int) -> Table:
     """Make the table of all results of eval.py whose entries have this title."""
     from evaluation import comparison
 
     metric_by_task: dict[str, str] = {}
     values_by_group = []
     for group in groups:
-        results = [select_task_results(run, title, make_title) for run in group.runs]
+        results = [select_task_results(run, title) for run in group.runs]
         values = {}
         for task in results[0]:
             if not all(task in result for result in results):
@@ -516,37 +474,35 @@ def make_accuracy_table(
             for group, values in zip(groups, values_by_group)
         ],
     )
-    header, *rows = compared.format_rows()
-    for row in rows:
+    for row in compared.rows:
         if not any(row[1:]):
             row[1] = "not evaluated"
-    numbers = []
-    for row in compared.rows:
-        for task, (value, error) in row.values.items():
-            numbers.append(
-                {
-                    "model": row.label,
-                    "task": task,
-                    "accuracy": value,
-                    "error": error,
-                    "published": row.paper.get(task),
-                }
-            )
+    numbers = [
+        {
+            "model": figure["model"],
+            "task": figure["column"],
+            "accuracy": figure["value"],
+            "error": figure["standard_error"],
+            "published": figure["published"],
+        }
+        for figure in compared.numbers
+    ]
     words = "".join(character if character.isalnum() else " " for character in title).split()
     return Table(
         name=f"accuracy_{'_'.join(words)}",
         title=f"Accuracy in %, {title}",
-        header=header,
-        rows=rows,
+        header=compared.header,
+        rows=compared.rows,
         notes=[ACCURACY_NOTE, *published_notes],
         numbers=numbers,
+        continuations=compared.continuations,
     )
 
 
-def select_task_results(
-    run: Run, title: str, make_title: Callable[[dict], str]
-) -> dict[str, tuple[str, float, float]]:
+def select_task_results(run: Run, title: str) -> dict[str, tuple[str, float, float]]:
     """Return (metric, value in percent, standard error) by task, of the entries with this title."""
+    from evaluation.comparison import make_title
+
     results = {}
     for entry in run.accuracy:
         if entry["task"] != "validation" and make_title(entry) == title:

@@ -90,3 +90,22 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it does not hold a JSON object")
     return content
+
+
+def read_text_argument(argument: str) -> str:
+    """Return the text that an option such as --prompt gives: itself, a file (FILE:path), or standard input (-).
+
+    Raises:
+        ValueError: the text is not UTF-8
+    """
+    try:
+        if argument == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        if argument.startswith("FILE:"):
+            return Path(argument[5:]).read_bytes().decode("utf-8")
+        # Python represents bytes that are not UTF-8 in an argument by surrogates, which raise here
+        return argument.encode("utf-8").decode("utf-8")
+    except UnicodeError as error:
+        raise ValueError(
+            f"the prompt is not UTF-8 text ({error}); convert it to UTF-8 first"
+        ) from error

@@ -6,6 +6,8 @@ A table is a header and rows of cells. A cell of None is shown as a dash, and le
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 # Characters that LaTeX reads as something else, and those that its standard fonts lack.
 LATEX_ESCAPES = {
@@ -71,3 +73,39 @@ def format_csv(header: Sequence, rows: Iterable[Sequence]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()
+
+
+@dataclass
+class Table:
+    """A table as cells of text and as numbers.
+
+    rows: the text of each cell, None for an empty one. numbers: the numbers by name, a dict for each line
+    of a CSV or JSON file. continuations: first cells of the rows that belong to the row above them.
+    """
+
+    name: str
+    title: str
+    header: list[str]
+    rows: list[list[str | None]]
+    notes: list[str] = field(default_factory=list)
+    numbers: list[dict[str, Any]] = field(default_factory=list)
+    continuations: tuple[str, ...] = ()
+
+    def to_csv(self) -> str:
+        """Return the numbers, with a column for each name."""
+        header = []
+        for row in self.numbers:
+            header += [key for key in row if key not in header]
+        rows = [[row.get(key) for key in header] for row in self.numbers]
+        return format_csv(header, rows)
+
+    def to_markdown(self) -> str:
+        """Return the cells with the title as a heading, and the notes below."""
+        grid = format_markdown(self.header, self.rows)
+        return "\n\n".join([f"## {self.title}", grid, *self.notes, ""])
+
+    def to_latex(self) -> str:
+        """Return the cells as a tabular; title and notes are comments above it."""
+        notes = [f"% {note.replace('±', '+-')}" for note in self.notes]
+        grid = format_latex(self.header, self.rows, self.continuations)
+        return "\n".join([f"% {self.title}", *notes, grid, ""])

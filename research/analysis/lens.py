@@ -22,9 +22,8 @@ from model.gpt import GPT
 from model.layers import at_least_fp32
 from research import plots
 from research.analysis import common
-from sample import read_prompt
 from serving.events import Pieces
-from utils import tables
+from utils import files, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -180,7 +179,7 @@ def encode_text(text_argument: str, model: GPT, encoding: Tokenizer) -> torch.Te
     Raises:
         ValueError: it is empty, longer than block_size, or the encoding lacks some of it
     """
-    text = read_prompt(text_argument)
+    text = files.read_text_argument(text_argument)
     if not text:
         raise ValueError("--text is empty: give a text, FILE:path, or - for standard input")
     ids = encode_prompt(encoding, text)
