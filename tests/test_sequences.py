@@ -287,8 +287,27 @@ def test_answers_are_counted_at_scored_labels(documents, batch_size, max_logits,
     )
     answers = [score_answers(model, document) for document in documents]
     assert evaluation["accuracy"] == pytest.approx(np.mean(np.concatenate(answers)))
-    exact_matches = [bool(document) and all(document) for document in answers]
+    exact_matches = [all(document) for document in answers if document]
     assert evaluation["exact_match"] == pytest.approx(np.mean(exact_matches))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9])
+def test_documents_without_answers_do_not_count_as_wrong(documents, batch_size):
+    """All labels that exist are the model's answers, but in one document one is not; document 3 has none."""
+    model = TableModel()
+    model.table[:, 0] = -9  # label 0 stands for none
+    answers = model.table[documents[:, :5].astype(int)].argmax(dim=2).numpy()
+    documents[:, 5:] = np.where(documents[:, 5:] > 0, answers, 0)
+    documents[0, 5:] = 1 + answers[0] % 3
+    evaluation = evaluate(
+        model,
+        make_validation_batches(documents, SCORED_RANGES),
+        list(range(9)),
+        batch_size,
+        World(0, 1, torch.device("cpu")),
+        contextlib.nullcontext(),
+    )
+    assert evaluation["exact_match"] == 7 / 8
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 9])

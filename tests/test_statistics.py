@@ -1,15 +1,21 @@
 """Statistics of the residual stream, and activation checkpointing, against plain computations."""
 
 import contextlib
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers import SMALL
 from models import PAPER
 from torch import nn
 
+import train
+from data.loader import ValidationBatches
 from model import build
-from training.residual_statistics import compute_residual_statistics
+from training.distributed import World
+from training.residual_statistics import ObservedStream, compute_residual_statistics
 
 
 def random_model(model_name: str, **keys) -> nn.Module:
@@ -89,6 +95,55 @@ def test_statistics_are_those_of_the_equations(model_name, keys):
         assert statistics[name] == pytest.approx(values, rel=1e-5), (
             name
         )  # k has a guard in its norm
+
+
+class RecordingLog(NamedTuple):
+    """A log that keeps what is written to it."""
+
+    records: list
+
+    def write(self, **record) -> None:
+        self.records.append(record)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 17, 27, 33, 100])
+def test_padding_after_a_short_validation_split_is_not_averaged(num_tokens):
+    """Every sequence runs by itself, without padding; at most the first four count."""
+    model = random_model("DDL-gpt-mha-rope")
+    tokens = torch.randint(0, 260, (num_tokens,))
+    run = SimpleNamespace(
+        model=model,
+        data=SimpleNamespace(val=ValidationBatches([tokens.numpy().astype(np.uint16)], 8)),
+        world=World(0, 1, torch.device("cpu")),
+        autocast=contextlib.nullcontext(),
+        log=RecordingLog([]),
+    )
+    train.log_residual_statistics(run)
+    [record] = run.log.records
+    states = []
+    betas = []
+
+    def record_write(site, write):
+        states.append(write.state.flatten())
+        betas.append(write.statistics["beta"].flatten())
+
+    with torch.no_grad(), model.through(ObservedStream(record_write)):
+        for sequence in tokens[:-1].split(8)[:4]:
+            model(sequence[None])
+    num_sites = 4
+    for index, name in enumerate(("attn", "mlp")):
+        for layer in (0, 1):
+            site = 2 * layer + index
+            state = torch.cat(states[site::num_sites])
+            beta = torch.cat(betas[site::num_sites])
+            expected = {
+                "state_rms": state.square().mean().sqrt(),
+                "beta_mean": beta.mean(),
+                "beta_std": beta.std(),
+            }
+            for statistic, value in expected.items():
+                result = record["residual"][f"{name}.{statistic}"][layer]
+                assert result == pytest.approx(value.item(), rel=1e-5), (name, layer, statistic)
 
 
 def test_blocks_that_are_compiled_in_place_stay_compiled():

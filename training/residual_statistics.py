@@ -51,9 +51,15 @@ class ObservedStream(Stream):
 
 @torch.no_grad()
 def compute_residual_statistics(
-    model: nn.Module, ids: torch.Tensor, autocast: AbstractContextManager
+    model: nn.Module,
+    ids: torch.Tensor,
+    autocast: AbstractContextManager,
+    num_tokens: int | None = None,
 ) -> dict[str, list[float]]:
-    """Compute the statistics of every write over all tokens of ids (B, T).
+    """Compute the statistics of every write over tokens of ids (B, T).
+
+    Args:
+        num_tokens: how many come before padding, with which the last sequence ends (default: all)
 
     Returns:
         {"<site>.<statistic>": [one number per block, first block first]}. `state_rms` is the root
@@ -65,10 +71,11 @@ def compute_residual_statistics(
     # The numbers are computed within the pass, because the states of all sites together may not fit
     # in memory.
     def on_write(site: Site, write: SiteWrite) -> None:
-        values = {"state_rms": root_mean_square(write.state)}
+        values = {"state_rms": root_mean_square(write.state, num_tokens)}
         for name, by_token in write.statistics.items():
-            values[f"{name}_mean"] = by_token.float().mean()
-            values[f"{name}_std"] = by_token.float().std()
+            numbers = by_token.float().flatten()[:num_tokens]
+            values[f"{name}_mean"] = numbers.mean()
+            values[f"{name}_std"] = numbers.std()
         if write.extra_loss is not None:
             values["extra_loss"] = write.extra_loss
         # blocks come in order, so each list has one number per block
@@ -83,9 +90,9 @@ def compute_residual_statistics(
     return statistics
 
 
-def root_mean_square(state: State) -> torch.Tensor:
-    """Return the root mean square of all numbers of a state, a tensor or a tuple of tensors."""
+def root_mean_square(state: State, num_tokens: int | None) -> torch.Tensor:
+    """Return the root mean square of a state, a tensor or a tuple of tensors, of the first tokens."""
     tensors = state if isinstance(state, tuple) else (state,)
     # float32, because the squares of a bfloat16 state would be rounded
-    numbers = torch.cat([tensor.float().flatten() for tensor in tensors])
+    numbers = torch.cat([tensor.float().flatten(0, 1)[:num_tokens].flatten() for tensor in tensors])
     return numbers.square().mean().sqrt()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from data.loader import ValidationBatches
-from data.sequences import SequenceLayout
+from data.sequences import IGNORED_TARGET, SequenceLayout
 from data.shards import Corpus
 from evaluation import subjects
 from evaluation.subjects import Subject, open_corpus_of
@@ -118,6 +118,15 @@ def select_sequences(batches: ValidationBatches, count: int) -> list[int]:
         )
     spread = np.linspace(0, num_full_sequences - 1, min(count, num_full_sequences))
     return sorted(set(spread.round().astype(int).tolist()))
+
+
+def count_targets(batches: ValidationBatches, sequences: list[int]) -> torch.Tensor:
+    """Return how many targets of each sequence count in the loss, int64 (len(sequences),).
+
+    In some tasks, documents have different numbers of labels.
+    """
+    _, targets = batches.get(sequences, len(sequences))
+    return (targets != IGNORED_TARGET).sum(1)
 
 
 def iterate_batches(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -130,7 +131,7 @@ def measure_losses_from(
         targets: (B, T)
 
     Returns:
-        Nats per token (B,), in float64.
+        Nats per target (B,), in float64; 0 for a sequence without targets.
     """
     state = block_input.state
     with model.through(EditedStream(edits)):
@@ -146,7 +147,7 @@ def measure_losses_from(
         token_losses = F.cross_entropy(
             logits[is_scored], sequence_targets[is_scored], reduction="none"
         )
-        losses.append(token_losses.double().mean())
+        losses.append(token_losses.double().sum() / max(len(token_losses), 1))
     return torch.stack(losses)
 
 
@@ -223,8 +224,9 @@ def measure_losses(
 ) -> None:
     """Measure the losses of all edits, and add a row to `figures` for each batch and layer.
 
-    A row has "losses", {site: {edit: nats per token of each sequence}}. Its "layer" is None for
-    edits at all sites at once. Rows that `figures` has under `key` are not measured again.
+    A row has "losses", {site: {edit: nats per target of each sequence}}, and "targets", their
+    numbers. Its "layer" is None for edits at all sites at once. Rows that `figures` has under
+    `key` are not measured again.
 
     Args:
         key: what tells the rows of this model from others
@@ -243,6 +245,7 @@ def measure_losses(
     for first, batch_layers in missing_layers.items():
         batch_sequences = sequences[first : first + batch_size]
         [(ids, targets)] = common.iterate_batches(batches, batch_sequences, batch_size, device)
+        num_targets = common.count_targets(batches, batch_sequences)
         block_inputs = record_block_inputs(model, ids)
         for layer in batch_layers:
             first_layer = 0 if layer is None else layer
@@ -254,34 +257,53 @@ def measure_losses(
                         model, block_inputs[first_layer], first_layer, targets, edits
                     )
                     losses[site_name][name] = values.tolist()
-            figures.add({**key, "first": first, "layer": layer, "losses": losses})
+            figures.add(
+                {
+                    **key,
+                    "first": first,
+                    "layer": layer,
+                    "losses": losses,
+                    "targets": num_targets.tolist(),
+                }
+            )
             num_finished += 1
             progress(num_finished)
 
 
 def compute_effects(rows: list[dict]) -> list[dict]:
-    """Return how much each edit changes the loss, in nats per token, with its 95% interval.
+    """Return how much each edit changes the mean loss per target, in nats, with its 95% interval.
 
-    The interval is over sequences.
+    The interval is over sequences that have targets. If these have different numbers of them, the
+    mean is a ratio of two sums, and the interval is that of the linearized ratio.
 
     rows: those of one model, as `measure_losses` stores them
     """
     losses: dict[tuple[int | None, str, str], list[float]] = {}
+    num_targets: list[int] = []
     for row in sorted(rows, key=lambda row: row["first"]):
+        if row["layer"] is None:
+            num_targets += row["targets"]
         for site_name, edits in row["losses"].items():
             for edit_name, values in edits.items():
                 losses.setdefault((row["layer"], site_name, edit_name), []).extend(values)
-    unedited_losses = losses.pop((None, "all", UNEDITED))
+    has_targets = np.array(num_targets) > 0
+    weights = np.array(num_targets)[has_targets] / np.mean(num_targets, where=has_targets)
+    unedited_losses = np.array(losses.pop((None, "all", UNEDITED)))[has_targets]
     effects = []
     for (layer, site_name, edit_name), values in losses.items():
-        difference = compare.estimate_paired_difference(values, unedited_losses)
+        edited_losses = np.array(values)[has_targets]
+        differences = edited_losses - unedited_losses
+        mean_difference = np.mean(weights * differences)
+        difference = compare.estimate_mean(
+            mean_difference + weights * (differences - mean_difference)
+        )
         has_interval = difference.n > 1
         effects.append(
             {
                 "layer": layer,
                 "site": site_name,
                 "edit": edit_name,
-                "loss": sum(values) / len(values),
+                "loss": float(np.mean(weights * edited_losses)),
                 "difference": difference.mean,
                 "ci95": difference.half_width if has_interval else None,
                 "standard_error": difference.standard_error if has_interval else None,

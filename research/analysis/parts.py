@@ -18,6 +18,7 @@ the parent's forward; otherwise it computes something else.
                 the linear map that a write applies to the state, with its gates and directions as they are
 """
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +32,8 @@ from model.attention_residuals import DeltaAttention, weighted_sum
 from model.block import Add, Past
 from model.hyper_connections import ConnectionOutput
 from model.layers import at_least_fp32
-from model.residual import DeltaRewrite, delta_rewrite, project_onto_k, read_value_channels
+from model.mgt import MGTWrite
+from model.residual import DeltaConfig, DeltaRewrite, project_onto_k, read_value_channels
 from research.analysis.products import Diagonal, LinearMap, LowRank, Mix, identity_map
 
 Edits = dict[str, Callable]
@@ -57,6 +59,28 @@ def get_intervals(write: nn.Module) -> Intervals:
     return {} if intervals is None else intervals(write)
 
 
+def make_edit(write: nn.Module, **attributes: object) -> Callable:
+    """Return the forward of a write with other attributes: methods, parameters or its config.
+
+    The write itself stays as it is, because the forward is that of a shallow copy.
+    """
+    edited = copy.copy(write)
+    # before `nn.Module.__getattr__`, which finds parameters, Python looks here
+    vars(edited).update(attributes)
+    return edited.forward
+
+
+def get_erase_scale(write: DeltaRewrite | MGTWrite) -> float:
+    """Return the factor m on the gate of the erase; 0 without an erase.
+
+    A delta rewrite maps the state by A = I - m beta k k^T, whose eigenvalue along k is 1 - m beta,
+    and MGT each feature by 1 - m beta alpha.
+    """
+    config = write.config
+    erases = config.erases if isinstance(write, DeltaRewrite) else config.has_beta
+    return config.branch_mult if erases else 0.0
+
+
 def compute_cosines(x: torch.Tensor) -> torch.Tensor:
     """Return the cosines (..., n, n) between the rows of x (..., n, d); 0 for rows of zeros."""
     unit = F.normalize(x, dim=-1)
@@ -79,33 +103,12 @@ def get_identity_shortcut(
 
 def make_scaled_add_edits(write: nn.Module) -> Edits:
     """Replace the scale of ReZero by 0 or 1."""
-
-    def write_with_scale(
-        scale: float,
-        state: torch.Tensor,
-        h: torch.Tensor,
-        x_in: torch.Tensor,
-        c: torch.Tensor,
-        past: Past | None = None,
-    ) -> torch.Tensor:
-        return (state + scale * h).to(state.dtype)
-
-    return {"a=0": partial(write_with_scale, 0.0), "a=1": partial(write_with_scale, 1.0)}
+    return {"a=0": make_edit(write, scale=0.0), "a=1": make_edit(write, scale=1.0)}
 
 
 def make_wide_add_edits(write: nn.Module) -> Edits:
     """Replace the weights of the value channels by 1."""
-
-    def write_with_unit_weights(
-        state: torch.Tensor,
-        h: torch.Tensor,
-        x_in: torch.Tensor,
-        c: torch.Tensor,
-        past: Past | None = None,
-    ) -> torch.Tensor:
-        return (state + h.unsqueeze(2)).to(state.dtype)
-
-    return {"w=1": write_with_unit_weights}
+    return {"w=1": make_edit(write, weights=torch.ones_like(write.weights))}
 
 
 def make_laurel_edits(write: nn.Module) -> Edits:
@@ -132,51 +135,30 @@ def get_laurel_shortcut(
 
 def make_delta_rewrite_edits(write: DeltaRewrite) -> Edits:
     """Fix beta at 0, 1 or 2, or leave out a part of the update."""
-    config = write.config
-    has_own_erase_gate = config.ddl_erase_gate == "own"
 
-    def rewrite(
-        state: torch.Tensor,
-        h: torch.Tensor,
-        x_in: torch.Tensor,
-        c: torch.Tensor,
-        past: Past | None = None,
-        beta: float | None = None,
-        erase: bool = config.erases,
-        value: float | None = None,
-        share_gate: bool = False,
-    ) -> torch.Tensor:
-        """Write with one thing changed.
+    def with_key(key: str, value: str) -> DeltaConfig:
+        """Return the config with one key changed."""
+        config = copy.copy(write.config)
+        setattr(config, key, value)
+        return config
 
-        Args:
-            beta: number that replaces both gates
-            erase: False leaves out the erase
-            value: number that replaces the write value
-            share_gate: erase with the gate of the write
-        """
-        write_gate = write.compute_beta(state, x_in, c)
-        erase_gate = write_gate if share_gate else write.compute_beta_erase(state, x_in, c)
-        if beta is not None:
-            write_gate = torch.full_like(write_gate, beta)
-            erase_gate = write_gate
-        write_value = write.compute_v(h, x_in, c)
-        if value is not None:
-            write_value = torch.full_like(write_value, value)
-        return delta_rewrite(
-            state,
-            write.compute_k_hat(state, h, x_in, c),
-            config.branch_mult * write_gate,
-            write_value,
-            erase=erase,
-            beta_erase=config.branch_mult * erase_gate if has_own_erase_gate else None,
-        )
+    def write_beta(number: float) -> Callable:
+        """Return the write with a number in place of both gates."""
 
-    edits = {f"beta={beta}": partial(rewrite, beta=float(beta)) for beta in range(3)}
-    if config.ddl_update == "delta":
-        edits["no erase"] = partial(rewrite, erase=False)
-    if has_own_erase_gate:
-        edits["no write"] = partial(rewrite, value=0.0)
-        edits["beta_erase=beta"] = partial(rewrite, share_gate=True)
+        def compute_beta(state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(write.compute_beta(state, x_in, c), number)
+
+        return make_edit(write, compute_beta=compute_beta, compute_beta_erase=compute_beta)
+
+    def compute_zero_v(h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(write.compute_v(h, x_in, c))
+
+    edits = {f"beta={number}": write_beta(float(number)) for number in range(3)}
+    if write.config.ddl_update == "delta":
+        edits["no erase"] = make_edit(write, config=with_key("ddl_update", "write_only"))
+    if write.config.ddl_erase_gate == "own":
+        edits["no write"] = make_edit(write, compute_v=compute_zero_v)
+        edits["beta_erase=beta"] = make_edit(write, config=with_key("ddl_erase_gate", "shared"))
     return edits
 
 
@@ -191,17 +173,18 @@ def measure_delta_rewrite_details(
     """Return what a rewrite erases and writes of each token.
 
     Returns:
-        `written` and `erased` (B, T), the norms of beta k v^T and beta k k^T X over that of X;
-        `value` (B, T, d_v), the write value v; `contraction` (B, T), the discrepancy after the
-        write over that before; `contraction_expected` (B, T), |1 - beta|, which the contraction is
-        with one gate. An update without an erase, or without a write, lacks what it does not do.
+        `written` and `erased` (B, T), the norms of m beta k v^T and m beta k k^T X over that of X,
+        where m is residual_branch_mult; `value` (B, T, d_v), the write value v; `contraction`
+        (B, T), the discrepancy after the write over that before; `contraction_expected` (B, T),
+        |1 - m beta|, which the contraction is with one gate. An update without an erase, or without
+        a write, lacks what it does not do.
     """
     config = write.config
     k_hat = write.compute_k_hat(state, h, x_in, c)
     value = write.compute_v(h, x_in, c)
     statistics = write.statistics(state, h, x_in, c, written)
     beta = config.branch_mult * statistics["beta"]
-    beta_erase = config.branch_mult * statistics.get("beta_erase", statistics["beta"])
+    beta_erase = get_erase_scale(write) * statistics.get("beta_erase", statistics["beta"])
     k_norm = torch.linalg.vector_norm(k_hat, dim=-1) / math.sqrt(k_hat.shape[-1])
     state_norm = torch.linalg.vector_norm(state.flatten(2).to(k_hat.dtype), dim=-1)
     relative_k_norm = k_norm / state_norm
@@ -216,7 +199,7 @@ def measure_delta_rewrite_details(
         discrepancy_before = statistics["discrepancy_before"].clamp_min(tiny)
         details["contraction"] = statistics["discrepancy_after"] / discrepancy_before
     if config.erases and config.ddl_erase_gate == "shared":
-        details["contraction_expected"] = (1 - beta).abs()
+        details["contraction_expected"] = (1 - beta_erase).abs()
     return details
 
 
@@ -231,35 +214,23 @@ def get_delta_rewrite_direction(
 
 
 def get_delta_rewrite_intervals(write: DeltaRewrite) -> Intervals:
-    """Return the intervals in which k^T X is kept, overwritten by v or reflected about it.
+    """Return the intervals of the gates in which k^T X is kept, overwritten by v or reflected about it.
 
-    The eigenvalue of A = I - beta k k^T along k is 1 - beta, where beta is the gate of the erase.
+    In another one, the eigenvalue 1 - m beta of A = I - m beta k k^T along k is negative. Its gate
+    is that of the erase.
     """
+    intervals = {"skip": (0, 0.5), "match": (0.5, 1.5), "over-relaxed": (1.5, 2)}
+    erase_intervals = dict(intervals)
+    erase_scale = get_erase_scale(write)
+    if 2 * erase_scale > 1:
+        erase_intervals["negative eigenvalue"] = (1 / erase_scale, 2)
+    skipped_write = {"skipped write": (0, 0.05)}
     if write.config.ddl_erase_gate == "own":
         return {
-            "beta": {
-                "skip": (0, 0.5),
-                "match": (0.5, 1.5),
-                "over-relaxed": (1.5, 2),
-                "skipped write": (0, 0.05),
-            },
-            "beta_erase": {
-                "skip": (0, 0.5),
-                "match": (0.5, 1.5),
-                "over-relaxed": (1.5, 2),
-                "negative eigenvalue": (1, 2),
-                "skipped erase": (0, 0.05),
-            },
+            "beta": {**intervals, **skipped_write},
+            "beta_erase": {**erase_intervals, "skipped erase": (0, 0.05)},
         }
-    return {
-        "beta": {
-            "skip": (0, 0.5),
-            "match": (0.5, 1.5),
-            "over-relaxed": (1.5, 2),
-            "negative eigenvalue": (1, 2),
-            "skipped write": (0, 0.05),
-        }
-    }
+    return {"beta": {**erase_intervals, **skipped_write}}
 
 
 def get_delta_rewrite_shortcut(
@@ -269,11 +240,12 @@ def get_delta_rewrite_shortcut(
     x_in: torch.Tensor,
     c: torch.Tensor,
 ) -> LowRank | Diagonal:
-    """Return A = I - beta k k^T, with the gate of the erase; the identity without an erase."""
-    if not write.config.erases:
+    """Return A = I - m beta k k^T, with the gate of the erase; the identity without an erase."""
+    erase_scale = get_erase_scale(write)
+    if not erase_scale:
         return identity_map(state)
     k = write.compute_k_hat(state, h, x_in, c) / math.sqrt(state.shape[-1])
-    beta = write.config.branch_mult * write.compute_beta_erase(state, x_in, c)
+    beta = erase_scale * write.compute_beta_erase(state, x_in, c)
     return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
 
 
@@ -423,38 +395,18 @@ def make_depth_average_edits(average: nn.Module) -> Edits:
 # ---- MGT ----
 
 
-def make_mgt_edits(write: nn.Module) -> Edits:
+def make_mgt_edits(write: MGTWrite) -> Edits:
     """Replace the gate, beta or alpha by a number."""
 
-    def write_with_values(
-        state: torch.Tensor,
-        h: torch.Tensor,
-        x_in: torch.Tensor,
-        c: torch.Tensor,
-        past: Past | None = None,
-        gate: float | None = None,
-        beta: float | None = None,
-        alpha: float | None = None,
-    ) -> torch.Tensor:
-        """Write with a number in place of the gate, beta or alpha, for each that is not None."""
-        x = state.to(at_least_fp32(state.dtype))
-        if gate is None:
-            gate = write.compute_gate(state)
-        update = gate * h.to(x.dtype)
-        if write.config.has_beta:
-            if beta is None:
-                beta = write.compute_beta(state)
-            if alpha is None:
-                alpha = write.alpha
-            update = beta * (update - alpha * x)
-        return (x + update).to(state.dtype)
+    def get_one(state: torch.Tensor) -> float:
+        return 1.0
 
     edits = {}
     if write.config.has_gate:
-        edits["gate=1"] = partial(write_with_values, gate=1.0)
+        edits["gate=1"] = make_edit(write, compute_gate=get_one)
     if write.config.has_beta:
-        edits["beta=1"] = partial(write_with_values, beta=1.0)
-        edits["alpha=0"] = partial(write_with_values, alpha=0.0)
+        edits["beta=1"] = make_edit(write, compute_beta=get_one)
+        edits["alpha=0"] = make_edit(write, alpha=0.0)
     return edits
 
 
@@ -479,10 +431,11 @@ def get_mgt_shortcut(
     x_in: torch.Tensor,
     c: torch.Tensor,
 ) -> Diagonal:
-    """Return 1 - beta alpha of each feature; the identity without beta."""
-    if not write.config.has_beta:
+    """Return 1 - m beta alpha of each feature; the identity without beta."""
+    erase_scale = get_erase_scale(write)
+    if not erase_scale:
         return identity_map(state)
-    return Diagonal(1 - write.compute_beta(state) * write.alpha)
+    return Diagonal(1 - erase_scale * write.compute_beta(state) * write.alpha)
 
 
 # ---- the tables ----
@@ -491,6 +444,7 @@ EDITS: dict[str, Callable[[nn.Module], Edits]] = {
     "model.residual.DeltaRewrite": make_delta_rewrite_edits,
     "model.hyper_connections.Connection": make_connection_edits,
     "model.attention_residuals.DepthAttention": make_depth_attention_edits,
+    "model.attention_residuals.DeltaAttention": make_depth_attention_edits,
     "model.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
     "model.mgt.MGTWrite": make_mgt_edits,
     "model.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
@@ -504,6 +458,7 @@ DETAILS: dict[str, Callable[..., Details]] = {
     "model.residual.ChannelConvRead": measure_value_channel_details,
     "model.hyper_connections.Connection": measure_connection_details,
     "model.attention_residuals.DepthAttention": measure_depth_attention_details,
+    "model.attention_residuals.DeltaAttention": measure_depth_attention_details,
     "model.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
     "model.mgt.MGTWrite": measure_mgt_details,
 }

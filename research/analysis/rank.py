@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from data.loader import ValidationBatches
+from data.sequences import IGNORED_TARGET
 from data.shards import Corpus
 from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream, get_past
@@ -184,7 +185,7 @@ def measure(
     Returns:
         Lists by depth: rank_state and rank_read; rank_difference, of the change that each block
         makes; state_rms; gradient_state and gradient_parameters, the norms of the gradient of the
-        mean loss with respect to the state and to the parameters of each block. `rank` is the one
+        mean loss per target with respect to the state and to the parameters of each block. `rank` is the one
         that counts, and rank_of says which. Of that rank, `preservation` is the value at the last
         depth over that at depth 0, and `slope` the least-squares slope of its logarithm over depth;
         both are None if it is 0 anywhere.
@@ -196,12 +197,14 @@ def measure(
     rank_of = ""
     model.zero_grad(set_to_none=True)
     device = common.get_device(model)
+    num_targets = int(common.count_targets(batches, sequences).sum())
     for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, progress):
         recorder = GradientRecorder()
         with model.through(recorder):
             _, loss = model(ids, targets)
-        # weighted so that the gradients add up to that of the mean loss
-        (loss * (len(ids) / len(sequences))).backward()
+        # weighted so that the gradients add up to that of the mean over all targets
+        num_batch_targets = int((targets != IGNORED_TARGET).sum())
+        (loss * (num_batch_targets / num_targets)).backward()
         batch_sums = sum_batch(recorder)
         sums = batch_sums if sums is None else sums + batch_sums
         rank_of = "state" if is_hidden_state(recorder.states[0]) else "read"

@@ -120,7 +120,8 @@ def measure(
         spectra.append(compute_spectra(maps))
         if isinstance(maps[0], Mix):
             gains.append(compute_gains(maps))
-        if spectra[-1].log_det.shape[1] == 1:  # the maps are the same for every token
+        # one map for several tokens is the same for every token
+        if spectra[-1].log_det.shape[1] < len(ids) * num_positions:
             break
     figures = summarize_spectra(spectra, type(maps[0]))
     if gains:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from naive import attention, expand, mlp, read, rms_norm, select, sigmoid
+from naive import attention, branch_mult, expand, mlp, read, rms_norm, select, sigmoid
 
 
 @dataclass
@@ -29,7 +29,7 @@ class NaiveEdit:
 
 @dataclass
 class TokenWrite:
-    """What a site does to the state of one token."""
+    """What a site does to the state of one token; the gates include the factor on the update."""
 
     X: torch.Tensor
     written: torch.Tensor
@@ -37,6 +37,9 @@ class TokenWrite:
     beta: torch.Tensor
     beta_erase: torch.Tensor
     v: torch.Tensor
+
+    # the map of X: I - beta_erase k k^T, or I without the erase
+    A: torch.Tensor
 
 
 def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
@@ -52,13 +55,15 @@ def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
         beta_erase = beta
     if edit.share_gate:
         beta_erase = beta
+    beta = branch_mult(cfg) * beta
+    beta_erase = branch_mult(cfg) * beta_erase
     A = torch.eye(len(k), dtype=X.dtype)
-    if edit.erase:
+    if edit.erase and cfg["ddl_update"] != "write_only":
         A = A - beta_erase * torch.outer(k, k)
     written = A @ X
     if edit.write:
         written = written + beta * torch.outer(k, v)
-    return TokenWrite(X, written, k, beta, beta_erase, v)
+    return TokenWrite(X, written, k, beta, beta_erase, v, A)
 
 
 def forward(

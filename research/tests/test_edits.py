@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 
 import naive_gates
@@ -14,6 +15,7 @@ from naive_gates import NaiveEdit
 
 from data import shards
 from data.loader import ValidationBatches
+from data.sequences import SequenceLayout
 from model import build
 from research.analysis import edits
 from research.benchmarks.figures import Figures
@@ -21,6 +23,7 @@ from research.benchmarks.figures import Figures
 LARGE = 1e4  # a logit whose sigmoid and tanh are 1 to the last bit
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 OWN_ERASE_GATE = {"ddl_erase_gate": "own"}
+SCALED = {"residual_branch_mult": 0.4}
 # Student's 97.5% quantile at four degrees of freedom
 T_4 = 2.776445
 
@@ -156,6 +159,7 @@ BY_HAND = [
         lambda block: set_beta_logit(block, LARGE),
     ),
     ("DDL-vdim1-gpt-mha-rope", {}, "beta=2", lambda block: set_beta_logit(block, LARGE)),
+    ("DDL-vdim1-gpt-mha-rope", SCALED, "beta=2", lambda block: set_beta_logit(block, LARGE)),
     ("HC-gpt-mha-rope", {"hc_dynamic": False}, "mix=I", unmix_static),
     ("HC-gpt-mha-rope", {}, "mix=I", unmix_dynamic),
     ("HC-gpt-mha-rope", {}, "write=1", write_one_dynamic),
@@ -163,9 +167,13 @@ BY_HAND = [
     ("GatedResidual-gpt-mha-rope", {}, "a=1/2", halve_read_gate),
     ("GatedResidual-gpt-mha-rope", {"hc_streams": 2}, "g=1", inject_one),
     ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 2}, "uniform weights", attend_uniformly),
+    ("AttnRes-gpt-mha-rope", {"attn_res_form": "delta"}, "uniform weights", attend_uniformly),
     ("MGT-gpt-mha", {}, "beta=1", open_mgt_beta),
     ("MGT-gpt-mha", {}, "alpha=0", clear_mgt_alpha),
     ("MGT-gpt-mha", {"mgt_arm": "mhc"}, "gate=1", open_mgt_gate),
+    ("MGT-gpt-mha", SCALED, "beta=1", open_mgt_beta),
+    ("MGT-gpt-mha", SCALED, "alpha=0", clear_mgt_alpha),
+    ("MGT-gpt-mha", {"mgt_arm": "mhc", "num_hidden_layers_base": 1}, "gate=1", open_mgt_gate),
     ("ReZero-gpt-mha-rope", {}, "a=0", scale_by(0.0)),
     ("ReZero-gpt-mha-rope", {}, "a=1", scale_by(1.0)),
     ("DenseFormer-gpt-mha-rope", {}, "A=I", keep_last_depth),
@@ -333,6 +341,50 @@ def test_effects_are_differences_paired_over_sequences(model, batches):
         assert effect["difference"] == pytest.approx(differences.mean(), abs=1e-10)
         standard_error = differences.std(ddof=1) / np.sqrt(5)
         assert effect["ci95"] == pytest.approx(T_4 * standard_error, rel=1e-6)
+
+
+def test_effects_are_over_targets_if_documents_have_different_numbers_of_labels(model):
+    """Sequences have 2, 10, 0 and 5 labels; the interval is that of a ratio of sums."""
+    generator = np.random.default_rng(0)
+    documents = generator.integers(1, 200, (4, 20))
+    num_labels = [2, 10, 0, 5]
+    for document, number in zip(documents, num_labels):
+        document[10 + number :] = 0
+    layout = SequenceLayout(20, labels=True)
+    batches = ValidationBatches([documents.ravel().astype(np.uint16)], 10, layout=layout)
+    figures = Figures(None, torch.device("cpu"), {}, code="c")
+    plan = edits.EditPlan(model, ["no erase"])
+    edits.measure_losses(model, batches, [0, 1, 2, 3], 3, plan, figures, {}, "label")
+    [effect] = [row for row in edits.compute_effects(figures.rows) if row["layer"] is None]
+
+    def sum_nats(evaluated_model) -> list[float]:
+        """Return the sum over the labels of each sequence."""
+        with torch.no_grad():
+            logits, _ = evaluated_model(torch.from_numpy(documents[:, :10]))
+        return [
+            -sum(
+                row[position].log_softmax(-1)[document[10 + position]].item()
+                for position in range(number)
+            )
+            for row, document, number in zip(logits, documents, num_labels)
+        ]
+
+    write_only_config = dataclasses.replace(model.config, ddl_update="write_only")
+    write_only_model = build("DDL-gpt-mha-rope", write_only_config).double()
+    write_only_model.load_state_dict(model.state_dict())
+    edited = sum_nats(write_only_model)
+    unedited = sum_nats(model)
+    mean = (sum(edited) - sum(unedited)) / 17
+    assert effect["loss"] == pytest.approx(sum(edited) / 17, abs=1e-10)
+    assert effect["difference"] == pytest.approx(mean, abs=1e-10)
+    assert effect["windows"] == 3
+    residuals = [
+        edited[index] - unedited[index] - mean * number
+        for index, number in enumerate(num_labels)
+        if number
+    ]
+    variance = sum(residual**2 for residual in residuals) / (3 - 1)
+    assert effect["standard_error"] == pytest.approx(3 / 17 * math.sqrt(variance / 3), rel=1e-9)
 
 
 def test_an_interrupted_measurement_continues_where_it_stopped(model, batches, tmp_path):

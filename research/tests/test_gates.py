@@ -150,6 +150,40 @@ def test_statistics_are_those_of_loops_over_tokens(model_name, keys, corpus):
             )
 
 
+NO_ERASE = {"ddl_update": "write_only"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "gate"),
+    [
+        ({"residual_branch_mult": 0.8}, "beta"),
+        ({"num_hidden_layers_base": 4}, "beta"),  # a factor of 2
+        ({"residual_branch_mult": 0.8, **OWN_ERASE_GATE}, "beta_erase"),
+        ({"residual_branch_mult": 0.4}, "beta"),
+        (NO_ERASE, "beta"),
+    ],
+    ids=str,
+)
+def test_the_share_of_negative_eigenvalues_is_that_of_the_maps(keys, gate, corpus):
+    model = build_moved("DDL-gpt-mha-rope", **keys)
+    figures, ids = audit(model, corpus)
+    sequences = list_naive_writes("DDL-gpt-mha-rope", model, ids)
+    maps_flip = []
+    for site in figures["sites"]:
+        writes = [
+            write for sequence in sequences for write in sequence[site["layer"], site["site"]]
+        ]
+        share = np.mean([np.linalg.eigvalsh(write.A.numpy()).min() < 0 for write in writes])
+        shares = site["statistics"][gate]["shares"]
+        assert shares.get("negative eigenvalue", 0) == pytest.approx(share, abs=1e-12)
+        maps_flip.append(share > 0)
+    can_flip = keys not in ({"residual_branch_mult": 0.4}, NO_ERASE)
+    assert any(maps_flip) == can_flip
+    row = {"label": "run", "model": "m", **figures, "effects": []}
+    page = gates_page.format_page([gates_page.Group("m", [row])], [])
+    assert ("negative eigenvalue" in page) == can_flip
+
+
 @pytest.mark.parametrize("model_name", READ_KINDS)
 def test_details_of_value_channels_are_those_of_loops_over_tokens(model_name, corpus):
     model = build_moved(model_name)

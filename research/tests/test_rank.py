@@ -13,6 +13,7 @@ from in_process import call
 
 from data import shards
 from data.loader import ValidationBatches
+from data.sequences import SequenceLayout
 from model import MODEL_NAMES, build
 from research.analysis import rank
 from research.analysis.common import select_sequences
@@ -101,6 +102,37 @@ def test_figures_over_depth_are_those_by_hand(keys, corpus):
     for name, expected in measure_by_hand(model, ids, targets).items():
         assert figures[name] == pytest.approx(expected, rel=1e-4), name
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_gradients_are_those_of_the_mean_over_targets(batch_size):
+    """Documents have 2, 10, 0 and 5 labels; the mean over the 17 is computed at once by hand."""
+    documents = np.random.default_rng(0).integers(1, 200, (4, 20)).astype(np.uint16)
+    for document, num_labels in zip(documents, (2, 10, 0, 5)):
+        document[10 + num_labels :] = 0
+    layout = SequenceLayout(20, labels=True)
+    batches = ValidationBatches([documents.ravel()], 10, layout=layout)
+    model = build("MGT-gpt-mha", **{**SMALL, "block_size": 10}).double()
+    figures = rank.measure(model, batches, [0, 1, 2, 3], batch_size)
+    ids, _ = batches.get([0, 1, 2, 3], 4)
+    positions = model.positions(ids)
+    states = [model.transformer.wte(ids)]
+    for block in model.transformer.h:
+        new_state, _ = block(states[-1], positions)
+        states.append(new_state)
+    log_probs = (model.ln_f(states[-1]) @ model.transformer.wte.weight.T).log_softmax(-1)
+    loss = -sum(
+        log_probs[row, position, label]
+        for row, labels in enumerate(documents[:, 10:].tolist())
+        for position, label in enumerate(labels)
+        if label
+    )
+    state_grads = torch.autograd.grad(loss / 17, states, retain_graph=True)
+    assert figures["gradient_state"] == pytest.approx([grad.norm().item() for grad in state_grads])
+    for block, gradient in zip(model.transformer.h, figures["gradient_parameters"]):
+        grads = torch.autograd.grad(loss / 17, list(block.parameters()), retain_graph=True)
+        squares = sum(grad.square().sum().item() for grad in grads)
+        assert gradient == pytest.approx(math.sqrt(squares))
 
 
 @pytest.mark.parametrize("model_name", MODEL_NAMES)

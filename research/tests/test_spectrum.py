@@ -27,6 +27,7 @@ DELTA_REWRITES = [
         "DDL-gpt-mha-rope-CC",
         {"ddl_map": "v", "ddl_k_input": "mean", "ddl_beta_input": "flat"},
     ),
+    ("DDL-gpt-mha-rope", {"residual_branch_mult": 0.8}),
     # too narrow for the compact form
     (
         "DDL-gpt-mha-rope",
@@ -136,12 +137,13 @@ def compute_direction_and_gate(w, X, h, c, cfg) -> tuple[np.ndarray, float]:
 
 
 def compute_dense_rewrites(model_name: str, model, ids) -> tuple[list, list]:
-    """Return the matrices A and the gates beta, [token][site], from naive.py's loops."""
+    """Return the matrices A and the scaled gates m beta, [token][site], from naive.py's loops."""
     matrices = []
     betas = []
 
     def record_and_rewrite(w, X, h, x_in, c, cfg):
         k, beta = compute_direction_and_gate(w, X, h, c, cfg)
+        beta *= naive.branch_mult(cfg)
         matrices.append(np.eye(len(X)) - beta * np.outer(k, k))
         betas.append(beta)
         return naive.rewrite(w, X, h, x_in, c, cfg)
@@ -297,13 +299,17 @@ def test_static_mixing_is_measured_once(ids, monkeypatch):
     check_spectra(spectra, mixes[:1])
 
 
-def test_spectra_of_mgt_are_those_of_diagonal_matrices(ids, monkeypatch):
-    model = build_moved("MGT-gpt-mha", mgt_alpha_init=0.8)
+@pytest.mark.parametrize(
+    "keys", [{}, {"residual_branch_mult": 0.4}, {"num_hidden_layers_base": 1}], ids=str
+)
+def test_spectra_of_mgt_are_those_of_diagonal_matrices(keys, ids, monkeypatch):
+    model = build_moved("MGT-gpt-mha", mgt_alpha_init=0.8, **keys)
     write = naive_streams.mgt_write
     matrices = []
 
     def record_and_write(w, X, h, norm, cfg):
-        values = 1 - naive_streams.mgt_beta(w, X, cfg) * w["alpha"]
+        beta = naive.branch_mult(cfg) * naive_streams.mgt_beta(w, X, cfg)
+        values = 1 - beta * w["alpha"]
         matrices.append(np.diag(values.numpy()))
         return write(w, X, h, norm, cfg)
 
@@ -348,6 +354,16 @@ def test_every_stream_has_a_spectrum_or_says_why_not(model_name, corpus, example
         assert figures["by_site"]["largest"]["95%"] == pytest.approx([1.0] * 4, abs=1e-4)
     if model_name in ("gpt-mha-rope", "wide-gpt-mha-rope", "GatedResidual-gpt-mha-rope"):
         assert figures["by_site"]["untouched"]["median"] == [1.0] * 4
+
+
+def test_one_token_at_a_time_is_measured_in_every_sequence(corpus):
+    model = build_moved("DDL-gpt-mha-rope")
+    batches = common.open_validation_batches(model, shards.open_corpus(str(corpus)))
+    figures = spectrum.measure(model, batches, [0, 3, 5], 1, 1)
+    assert figures["tokens"] == 3
+    expected = spectrum.measure(model, batches, [0, 3, 5], 3, 1)
+    for name, values in figures["by_site"].items():
+        assert values["mean"] == pytest.approx(expected["by_site"][name]["mean"])
 
 
 def train(corpus, run, model_name: str) -> None:
