@@ -34,7 +34,7 @@ from research.benchmarks import (
     decode,
     kernel_bandwidth,
     peers,
-    profile,
+    profile_step,
     step,
     suites,
 )
@@ -228,7 +228,7 @@ COMMANDS = {
     "profile": Command(
         "find the kernels that a training step spends its time on",
         add_profile_options,
-        profile.run,
+        profile_step.run,
     ),
     "kernels": Command(
         "measure the bandwidth of the fused kernels",

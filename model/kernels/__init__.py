@@ -213,10 +213,10 @@ def reason_unavailable(device: torch.device | str) -> str | None:
         if torch.device(device).type == "cuda":
             return None
         return "fused kernels need a CUDA device"
-    if version_of("triton") < (3, 7) and version_of("numpy") >= (2, 5):
+    if version_of("triton") < (3, 7) and version_of("numpy") >= (2, 4):
         return (
-            "the interpreter of Triton before 3.7 does not work with numpy 2.5 (pip install "
-            "'numpy<2.5')"
+            "the interpreter of Triton before 3.7 does not work with numpy 2.4 (pip install "
+            "'numpy<2.4')"
         )
     return None
 
