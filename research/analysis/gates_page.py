@@ -5,9 +5,10 @@ run, the interval of an edit's effect is over validation sequences: it covers th
 In a group of several runs it is over their means: it covers the seed.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,20 +23,23 @@ from research.runs import HIDDEN_SETTINGS
 from utils import errors, tables
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 SiteKey = tuple[int, str]  # layer and name of a site
+EditKey = tuple[int | None, str]  # a site, or ALL_SITES
+Summaries = dict[SiteKey, list[dict]]  # what each run has of a statistic or detail, by site
 Verdict = tuple[Estimate, str]  # a change of the loss, and whether it is better or worse
 Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
 
 MAX_COLUMNS = 3  # panels side by side
 NUM_HISTOGRAMS = 3  # statistics with histograms, in streams whose statistics have no intervals
 # between which 90% of the tokens lie
 LOW_QUANTILE = "0.05"
 HIGH_QUANTILE = "0.95"
-ALL_SITES: tuple[None, str] = (None, "all")  # layer and site of an edit at all sites at once
+ALL_SITES: EditKey = (None, "all")  # layer and site of an edit at all sites at once
 
 
 @dataclass(frozen=True)
@@ -55,69 +59,39 @@ class Group:
         return list(dict.fromkeys(name for _, name in self.sites))
 
     @cached_property
-    def statistic_names(self) -> list[str]:
-        """Names of the statistics of all sites; those of the first sites come first."""
-        return list(
-            dict.fromkeys(name for site in self.rows[0]["sites"] for name in site["statistics"])
-        )
+    def statistics(self) -> dict[str, Summaries]:
+        """Return {statistic: {site: what each run has of it}}."""
+        return self.collect("statistics")
 
     @cached_property
-    def intervals(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """Intervals in which tokens are counted: {statistic: {label: (low, high)}}."""
-        intervals = {}
-        for site in self.rows[0]["sites"]:
-            for name, statistic in site["statistics"].items():
-                if "intervals" in statistic:
-                    intervals[name] = statistic["intervals"]
-        return intervals
+    def details(self) -> dict[str, Summaries]:
+        """Return {detail: {site: what each run has of it}}."""
+        return self.collect("details")
 
-    def get_summaries(self, key: SiteKey, name: str, part: str = "statistics") -> list[dict]:
-        """Return what each run has of a statistic at a site; [] if the site does not have it.
-
-        part: "statistics" or "details"
-        """
-        summaries = []
+    def collect(self, part: str) -> dict[str, Summaries]:
+        by_name: dict[str, Summaries] = {}
         for row in self.rows:
             for site in row["sites"]:
-                if (site["layer"], site["site"]) == key and name in site[part]:
-                    summaries.append(site[part][name])
-        return summaries
+                for name, summary in site[part].items():
+                    by_site = by_name.setdefault(name, {})
+                    by_site.setdefault((site["layer"], site["site"]), []).append(summary)
+        return by_name
 
-    def get_summaries_by_layer(
-        self, site_name: str, name: str, part: str = "statistics"
-    ) -> dict[int, list[dict]]:
-        """Return {layer: what each run has of a statistic} for the sites that have it."""
-        by_layer = {}
-        for layer, other_site_name in self.sites:
-            if other_site_name == site_name:
-                summaries = self.get_summaries((layer, site_name), name, part)
-                if summaries:
-                    by_layer[layer] = summaries
-        return by_layer
-
-    def get_means_by_site(self, name: str) -> dict[SiteKey, list[float]]:
-        """Return {site: the mean of each run} for the sites that have the statistic."""
-        means = {}
-        for key in self.sites:
-            summaries = self.get_summaries(key, name)
-            if summaries:
-                means[key] = [summary["mean"] for summary in summaries]
-        return means
+    def get_intervals(self, name: str) -> dict[str, tuple[float, float]]:
+        """Return the intervals of a statistic in which tokens are counted, {label: (low, high)}."""
+        [first_run, *_] = next(iter(self.statistics[name].values()))
+        return first_run.get("intervals", {})
 
     def average_over_sites(self, name: str, interval: str = "") -> list[float]:
         """Return the mean of a statistic over the sites of each run.
 
         interval: label of an interval; if given, average the fraction of tokens in it instead
         """
-        means = []
-        for row in self.rows:
-            values = []
-            for site in row["sites"]:
-                if name in site["statistics"]:
-                    statistic = site["statistics"][name]
-                    values.append(statistic["shares"][interval] if interval else statistic["mean"])
-            means.append(float(np.mean(values)))
-        return means
+        values = [
+            [run["shares"][interval] if interval else run["mean"] for run in runs]
+            for runs in self.statistics[name].values()
+        ]
+        return np.mean(values, axis=0).tolist()
 
     @cached_property
     def edit_names(self) -> list[str]:
@@ -146,14 +120,19 @@ class Group:
         num_sequences = effect["windows"]
         return Estimate(effect["difference"], standard_error, num_sequences - 1, num_sequences)
 
-    def judge_edit(self, edit: str) -> dict[SiteKey, Verdict]:
-        """Return the verdict on an edit at each site that has it (corrected by Holm over sites)."""
-        return judge({key: self.get_effect(*key, edit) for key in self.sites})
-
     @cached_property
-    def verdicts_at_all_sites(self) -> dict[str, Verdict]:
-        """Verdict on each edit at all sites at once (corrected by Holm over edits)."""
-        return judge({edit: self.get_effect(*ALL_SITES, edit) for edit in self.edit_names})
+    def verdicts(self) -> dict[str, dict[EditKey, Verdict]]:
+        """Verdicts on the changes by each edit, at all sites at once and at each site that has it.
+
+        They are corrected by Holm, over edits or over sites.
+        """
+        at_all_sites = judge({edit: self.get_effect(*ALL_SITES, edit) for edit in self.edit_names})
+        by_edit: dict[str, dict[EditKey, Verdict]] = {edit: {} for edit in self.edit_names}
+        for edit, verdicts in by_edit.items():
+            if edit in at_all_sites:
+                verdicts[ALL_SITES] = at_all_sites[edit]
+            verdicts.update(judge({key: self.get_effect(*key, edit) for key in self.sites}))
+        return by_edit
 
     @property
     def interval_source(self) -> str:
@@ -164,29 +143,23 @@ class Group:
 
     def summarize(self) -> dict:
         """Return means over sites and runs, and effects, as they are stored in the JSON file."""
-        effects = []
-        for edit in self.edit_names:
-            verdicts: dict[tuple[int | None, str], Verdict] = {}
-            if edit in self.verdicts_at_all_sites:
-                verdicts[ALL_SITES] = self.verdicts_at_all_sites[edit]
-            verdicts.update(self.judge_edit(edit))
-            for (layer, site), (change, _) in verdicts.items():
-                effects.append(
-                    {
-                        "edit": edit,
-                        "layer": layer,
-                        "site": site,
-                        "difference": change.mean,
-                        "ci95": change.half_width if np.isfinite(change.half_width) else None,
-                        "n": change.n,
-                    }
-                )
+        effects = [
+            {
+                "edit": edit,
+                "layer": layer,
+                "site": site,
+                "difference": change.mean,
+                "ci95": change.half_width if np.isfinite(change.half_width) else None,
+                "n": change.n,
+            }
+            for edit, verdicts in self.verdicts.items()
+            for (layer, site), (change, _) in verdicts.items()
+        ]
         return {
             "runs": [row["label"] for row in self.rows],
             "interval_over": self.interval_source,
             "over_sites": {
-                name: compare.summarize(self.average_over_sites(name))
-                for name in self.statistic_names
+                name: compare.summarize(self.average_over_sites(name)) for name in self.statistics
             },
             "effects": effects,
         }
@@ -259,9 +232,15 @@ def describe_site(key: SiteKey) -> str:
     return f"block {layer} {name}"
 
 
+def collect_means(group: Group, name: str) -> dict[SiteKey, list[float]]:
+    """Return the mean of a statistic in each run, by site."""
+    by_site = group.statistics[name]
+    return {key: [run["mean"] for run in runs] for key, runs in by_site.items()}
+
+
 def format_extremes(group: Group, name: str) -> str:
     """Return the lowest and the highest mean: "0.41 (block 0 attn) to 1.20 (block 3 mlp)"."""
-    means = {key: np.mean(runs) for key, runs in group.get_means_by_site(name).items()}
+    means = {key: np.mean(runs) for key, runs in collect_means(group, name).items()}
     low = min(means, key=means.get)
     high = max(means, key=means.get)
     return f"{means[low]:.4g} ({describe_site(low)}) to {means[high]:.4g} ({describe_site(high)})"
@@ -272,7 +251,7 @@ def format_widest_spread(group: Group, name: str) -> str:
 
     A mean over runs hides it if they do different things at one site.
     """
-    means = group.get_means_by_site(name)
+    means = collect_means(group, name)
     widest = max(means, key=lambda key: max(means[key]) - min(means[key]))
     return f"{min(means[widest]):.4g} to {max(means[widest]):.4g} ({describe_site(widest)})"
 
@@ -283,13 +262,13 @@ def format_statistics_table(group: Group) -> str:
     if has_several_runs:
         header.append("lowest to highest run, at the site where runs differ most")
     rows = []
-    for name in group.statistic_names:
+    for name in group.statistics:
         mean = compare.estimate_mean(group.average_over_sites(name)).format(".4g")
         row = [name, mean, format_extremes(group, name)]
         if has_several_runs:
             row.append(format_widest_spread(group, name))
         rows.append(row)
-        for label, (low, high) in group.intervals.get(name, {}).items():
+        for label, (low, high) in group.get_intervals(name).items():
             fraction = compare.estimate_mean(group.average_over_sites(name, label)).format(".3f")
             row = [f"share {label} ({low:g} to {high:g})", fraction]
             row += [None] * (len(header) - len(row))
@@ -297,29 +276,21 @@ def format_statistics_table(group: Group) -> str:
     return tables.format_markdown(header, rows)
 
 
-def format_change(change: Estimate) -> str:
-    """Return `+0.0123 ± 0.0045`."""
-    return change.format("+.4f").rpartition(" ")[0]
-
-
 def format_verdict(verdict: Verdict | None) -> str | None:
-    """Return a change of the loss, in brackets if it is undecided; None if there is none."""
+    """Return `+0.0123 ± 0.0045`, in brackets if it is undecided; None if there is no verdict."""
     if verdict is None:
         return None
     change, word = verdict
-    return f"({format_change(change)})" if word == "undecided" else format_change(change)
+    text = change.format("+.4f").rpartition(" ")[0]
+    return f"({text})" if word == "undecided" else text
 
 
 def format_edit_table(group: Group) -> str:
     """Return the table of changes of the loss, with a row for each site and a column per edit."""
-    first_row = ["all at once"]
-    for edit in group.edit_names:
-        first_row.append(format_verdict(group.verdicts_at_all_sites.get(edit)))
-    rows = [first_row]
-    verdicts = {edit: group.judge_edit(edit) for edit in group.edit_names}
-    for key in group.sites:
-        cells = [format_verdict(verdicts[edit].get(key)) for edit in group.edit_names]
-        rows.append([describe_site(key), *cells])
+    rows = []
+    for key in (ALL_SITES, *group.sites):
+        cells = [format_verdict(verdicts.get(key)) for verdicts in group.verdicts.values()]
+        rows.append(["all at once" if key == ALL_SITES else describe_site(key), *cells])
     return tables.format_markdown(("site", *group.edit_names), rows)
 
 
@@ -376,32 +347,37 @@ def draw(group: Group, out: Path, in_several_groups: bool) -> list[Path]:
     return pictures
 
 
-def make_panels(
-    num_panels: int, num_columns: int, height: float, labels: list[str]
-) -> tuple["Figure", list["Axes"]]:
-    """Return a figure and its panels, row by row.
+def draw_small_multiples(
+    items: list[Item],
+    num_columns: int,
+    height: float,
+    draw_panel: Callable[["Axes", Item], dict[str, "Artist"]],
+    labels: Sequence[str] = (),
+) -> "Figure":
+    """Return a figure with a panel for each item, row by row, and one legend for all.
 
     Args:
         height: of each row, in inches
+        draw_panel: draws an item, and returns the artists of its labels in the legend
         labels: those of the legend, for which room is left
     """
-    num_rows = math.ceil(num_panels / num_columns)
+    num_rows = math.ceil(len(items) / num_columns)
     figure, axes = plots.make_panels(num_rows, num_columns, height, labels)
-    panels = list(axes.flat[:num_panels])
-    for unused_panel in axes.flat[num_panels:]:
-        unused_panel.axis("off")
-    for panel in panels:
+    entries: dict[str, Artist] = {}
+    for panel, item in itertools.zip_longest(axes.flat, items):
+        if item is None:
+            panel.axis("off")
+            continue
         panel.xaxis.get_major_locator().set_params(integer=True)
-    return figure, panels
+        for label, artist in draw_panel(panel, item).items():
+            entries.setdefault(label, artist)
+    plots.add_legend(figure, entries)
+    return figure
 
 
-def group_by_base_name(names: list[str]) -> dict[str, list[str]]:
-    """Group NAME_before, NAME_after and NAME_expected with NAME."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        base = name.removesuffix("_before").removesuffix("_after").removesuffix("_expected")
-        groups.setdefault(base, []).append(name)
-    return groups
+def select_site(by_site: Summaries, site_name: str) -> dict[int, list[dict]]:
+    """Return {layer: what each run has} for the sites of one name."""
+    return {layer: runs for (layer, name), runs in by_site.items() if name == site_name}
 
 
 def draw_course(group: Group) -> "Figure":
@@ -410,34 +386,38 @@ def draw_course(group: Group) -> "Figure":
     For one run, a band shows between which values 90% of its tokens lie. For several runs, each is
     drawn thin beside the mean, because runs may differ so much that none is like the mean.
     """
-    names_by_panel = group_by_base_name(group.statistic_names)
-    num_columns = min(MAX_COLUMNS, len(names_by_panel))
-    labels = [*group.site_names, *["before, measured"] * 3]
-    figure, panels = make_panels(len(names_by_panel), num_columns, 1.6, labels)
-    entries = {}
-    for panel, (base_name, names) in zip(panels, names_by_panel.items()):
+    names_by_panel: dict[str, list[str]] = {}
+    for name in group.statistics:
+        base = name.removesuffix("_before").removesuffix("_after").removesuffix("_expected")
+        names_by_panel.setdefault(base, []).append(name)
+
+    def draw_panel(panel: "Axes", base_name: str) -> dict[str, "Artist"]:
+        names = names_by_panel[base_name]
+        entries = {}
         for site_index, site_name in enumerate(group.site_names):
             for name, line_style in zip(names, plots.STYLES):
                 line = plot_over_blocks(panel, group, site_name, name, site_index, line_style)
-                if name == names[-1]:
-                    entries.setdefault(site_name, line)
+                entries[site_name] = line
         title = base_name.replace("_", " ")
         if len(names) > 1:
             suffixes = [name.removeprefix(base_name).strip("_") or "measured" for name in names]
             title += f" ({', '.join(suffixes)})"
             for suffix, line_style in zip(suffixes, plots.STYLES):
-                [line] = panel.plot([], [], color="0.5", linestyle=line_style)
-                entries.setdefault(suffix, line)
+                [entries[suffix]] = panel.plot([], [], color="0.5", linestyle=line_style)
         panel.set_title(title, loc="left")
-    for panel in panels[-num_columns:]:
-        panel.set_xlabel("block")
-    plots.add_legend(figure, entries)
-    return figure
+        if base_name in last_names:
+            panel.set_xlabel("block")
+        return entries
+
+    labels = [*group.site_names, *["before, measured"] * 3]
+    num_columns = min(MAX_COLUMNS, len(names_by_panel))
+    last_names = list(names_by_panel)[-num_columns:]
+    return draw_small_multiples(list(names_by_panel), num_columns, 1.6, draw_panel, labels)
 
 
 def plot_over_blocks(
     panel: "Axes", group: Group, site_name: str, name: str, site_index: int, line_style: str
-) -> "Line2D":
+) -> "Artist":
     """Draw the mean of a statistic over blocks, with a band or the single runs.
 
     Args:
@@ -447,28 +427,17 @@ def plot_over_blocks(
     Returns:
         The line of the mean.
     """
-    color = plots.COLORS[site_index]
-    by_layer = group.get_summaries_by_layer(site_name, name)
+    style = {"color": plots.COLORS[site_index], "linestyle": line_style}
+    by_layer = select_site(group.statistics[name], site_name)
     layers = list(by_layer)
-    means = [np.mean([run["mean"] for run in runs]) for runs in by_layer.values()]
-    [line] = panel.plot(
-        layers, means, marker=plots.MARKERS[site_index], color=color, linestyle=line_style
-    )
+    means = np.array([[run["mean"] for run in runs] for runs in by_layer.values()])
+    [line] = panel.plot(layers, means.mean(1), marker=plots.MARKERS[site_index], **style)
     if len(group.rows) == 1:
         low = [runs[0]["quantiles"][LOW_QUANTILE] for runs in by_layer.values()]
         high = [runs[0]["quantiles"][HIGH_QUANTILE] for runs in by_layer.values()]
-        panel.fill_between(layers, low, high, color=color, alpha=0.1)
-        return line
-    for runs in zip(*by_layer.values()):
-        panel.plot(
-            layers,
-            [run["mean"] for run in runs],
-            color=color,
-            linestyle=line_style,
-            linewidth=0.6,
-            alpha=0.6,
-            marker="",
-        )
+        panel.fill_between(layers, low, high, color=style["color"], alpha=0.1)
+    else:
+        panel.plot(layers, means, linewidth=0.6, alpha=0.6, marker="", **style)
     return line
 
 
@@ -480,20 +449,19 @@ def draw_histograms(group: Group) -> "Figure":
     rest visible.
     """
     colors = errors.import_optional("matplotlib.colors", "a figure")
-    names = list(group.intervals) or group.statistic_names[:NUM_HISTOGRAMS]
-    pairs = [(name, site_name) for name in names for site_name in group.site_names]
-    figure, panels = make_panels(len(pairs), len(group.site_names), 2.1, [])
-    for panel, (name, site_name) in zip(panels, pairs):
-        num_runs = len(group.rows) if name in group.intervals else 1
-        by_layer = {
-            layer: runs[:num_runs]
-            for layer, runs in group.get_summaries_by_layer(site_name, name).items()
-        }
+
+    def draw_panel(panel: "Axes", item: tuple[str, str]) -> dict[str, "Artist"]:
+        name, site_name = item
+        num_runs = len(group.rows) if group.get_intervals(name) else 1
+        by_layer = select_site(group.statistics[name], site_name)
         if not by_layer:
             panel.axis("off")
-            continue
+            return {}
         counts = np.array(
-            [np.sum([run["histogram"] for run in runs], axis=0) for runs in by_layer.values()]
+            [
+                np.sum([run["histogram"] for run in runs[:num_runs]], axis=0)
+                for runs in by_layer.values()
+            ]
         )
         fractions = counts / counts.sum(1, keepdims=True)
         mesh = panel.pcolormesh(
@@ -504,60 +472,57 @@ def draw_histograms(group: Group) -> "Figure":
             norm=colors.PowerNorm(0.5, vmin=0, vmax=fractions.max()),
         )
         panel.grid(visible=False)
-        means = [np.mean([run["mean"] for run in runs]) for runs in by_layer.values()]
-        panel.plot(
-            means,
-            range(len(by_layer)),
-            "o",
-            color="white",
-            markeredgecolor="black",
-            markersize=5,
-        )
+        means = [np.mean([run["mean"] for run in runs[:num_runs]]) for runs in by_layer.values()]
+        dot = {"color": "white", "markeredgecolor": "black", "markersize": 5}
+        panel.plot(means, range(len(by_layer)), "o", **dot)
         panel.set(title=site_name, xlabel=f"{name} (dot: mean)", ylabel="block")
         panel.set_yticks(range(len(by_layer)), by_layer)
-        figure.colorbar(mesh, ax=panel, label="share of tokens")
-    return figure
+        panel.figure.colorbar(mesh, ax=panel, label="share of tokens")
+        return {}
+
+    names = [name for name in group.statistics if group.get_intervals(name)]
+    names = names or list(group.statistics)[:NUM_HISTOGRAMS]
+    items = list(itertools.product(names, group.site_names))
+    return draw_small_multiples(items, len(group.site_names), 2.1, draw_panel)
 
 
 def draw_edits(group: Group) -> "Figure | None":
     """Draw the change of the loss by layer, with a panel for each edit; None without edits."""
     if not group.edit_names:
         return None
-    num_columns = min(MAX_COLUMNS, len(group.edit_names))
-    figure, panels = make_panels(len(group.edit_names), num_columns, 2.0, group.site_names)
-    entries = {}
-    for panel, edit in zip(panels, group.edit_names):
-        verdicts = group.judge_edit(edit)
+
+    def draw_panel(panel: "Axes", edit: str) -> dict[str, "Artist"]:
+        entries = {}
         for index, site_name in enumerate(group.site_names):
             changes = {
                 layer: change
-                for (layer, name), (change, _) in verdicts.items()
+                for (layer, name), (change, _) in group.verdicts[edit].items()
                 if name == site_name
             }
+            half_widths = np.array([change.half_width for change in changes.values()])
             # points of one block stand side by side
             offset = 0.12 * (2 * index - len(group.site_names) + 1)
             entries[site_name] = panel.errorbar(
                 [layer + offset for layer in changes],
                 [change.mean for change in changes.values()],
-                [
-                    change.half_width if np.isfinite(change.half_width) else 0
-                    for change in changes.values()
-                ],
+                np.where(np.isfinite(half_widths), half_widths, 0),
                 fmt=plots.MARKERS[index],
                 color=plots.COLORS[index],
                 capsize=2,
             )
         title = edit
-        if edit in group.verdicts_at_all_sites:
-            change, _ = group.verdicts_at_all_sites[edit]
+        if ALL_SITES in group.verdicts[edit]:
+            change, _ = group.verdicts[edit][ALL_SITES]
             title += f" (all: {change.mean:+.3f})"
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_title(title, loc="left")
         panel.set_xlabel("block")
-    for panel in panels[::num_columns]:
-        panel.set_ylabel("change of loss\n(nats per token)")
-    plots.add_legend(figure, entries)
-    return figure
+        if panel.get_subplotspec().is_first_col():
+            panel.set_ylabel("change of loss\n(nats per token)")
+        return entries
+
+    num_columns = min(MAX_COLUMNS, len(group.edit_names))
+    return draw_small_multiples(group.edit_names, num_columns, 2.0, draw_panel, group.site_names)
 
 
 def draw_details(group: Group) -> "Figure | None":
@@ -569,30 +534,35 @@ def draw_details(group: Group) -> "Figure | None":
     Returns:
         None if no site has details.
     """
-    names = list(dict.fromkeys(name for site in group.rows[0]["sites"] for name in site["details"]))
-    if not names:
+    if not group.details:
         return None
-    pairs = [(name, site_name) for name in names for site_name in group.site_names]
-    figure, panels = make_panels(len(pairs), len(group.site_names), 1.7, [])
-    for panel, (name, site_name) in zip(panels, pairs):
-        by_layer = group.get_summaries_by_layer(site_name, name, "details")
+
+    def draw_panel(panel: "Axes", item: tuple[str, str]) -> dict[str, "Artist"]:
+        name, site_name = item
+        by_layer = select_site(group.details[name], site_name)
         layers = list(by_layer)
         means = [np.array(runs[0]["mean"], dtype=float) for runs in by_layer.values()]
         panel.grid(visible=False)
         if not means or means[0].ndim > 2:
             panel.axis("off")
-            continue
+            return {}
         panel.set_title(f"{site_name}: {name.replace('_', ' ')}", loc="left")
+        longest = max(len(mean) for mean in means)
         if means[0].ndim == 1:
-            image = stack_vectors(means)
+            # a shorter vector ends with nan
+            rows = [
+                np.pad(mean, (0, longest - len(mean)), constant_values=np.nan) for mean in means
+            ]
+            image = np.stack(rows)
             panel.set(xlabel="entry", ylabel="block")
             panel.set_yticks(range(len(layers)), layers)
         else:
-            image = join_matrices(means)
+            # a column of nan follows each matrix
+            gap = np.full((longest, 1), np.nan)
+            image = np.hstack([part for mean in means for part in (mean, gap)])
             width = means[0].shape[1] + 1
-            panel.set_xticks(
-                [width * index + (width - 2) / 2 for index in range(len(layers))], layers
-            )
+            ticks = [width * index + (width - 2) / 2 for index in range(len(layers))]
+            panel.set_xticks(ticks, layers)
             panel.set(xlabel="block", yticks=[])
         low = np.nanmin(image)
         high = np.nanmax(image)
@@ -604,20 +574,8 @@ def draw_details(group: Group) -> "Figure | None":
         drawn_image = panel.imshow(
             image, aspect="auto", interpolation="nearest", cmap=color_map, vmin=low, vmax=high
         )
-        figure.colorbar(drawn_image, ax=panel, format="%.4g")
-    return figure
+        panel.figure.colorbar(drawn_image, ax=panel, format="%.4g")
+        return {}
 
-
-def stack_vectors(vectors: list[np.ndarray]) -> np.ndarray:
-    """Return vectors as rows of a matrix; shorter ones end with nan."""
-    rows = np.full((len(vectors), max(map(len, vectors))), np.nan)
-    for row, vector in zip(rows, vectors):
-        row[: len(vector)] = vector
-    return rows
-
-
-def join_matrices(matrices: list[np.ndarray]) -> np.ndarray:
-    """Return matrices side by side, each followed by a column of nan as a gap."""
-    gap = ((0, 0), (0, 1))
-    padded = [np.pad(matrix, gap, constant_values=np.nan) for matrix in matrices]
-    return np.concatenate(padded, axis=1)
+    items = list(itertools.product(group.details, group.site_names))
+    return draw_small_multiples(items, len(group.site_names), 1.7, draw_panel)

@@ -338,7 +338,7 @@ def test_every_stream_is_audited_and_has_a_page(model_name, corpus, example_stre
     common_names = {"rank_state", "rank_direction", "cosine_tokens", "cosine_embedding"}
     assert all(site["statistics"].keys() >= common_names for site in group.rows[0]["sites"])
     page = gates_page.format_page([group], [])
-    assert all(f"| {name} " in page for name in group.statistic_names)
+    assert all(f"| {name} " in page for name in group.statistics)
     assert "nan" not in page
 
 
@@ -402,7 +402,7 @@ def test_the_effect_of_an_edit_in_several_runs_has_an_interval_over_runs(three_r
     assert effect.mean == pytest.approx(3)
     assert effect.half_width == pytest.approx(HALF_WIDTH, rel=1e-6)
     assert effect.n == 3
-    _, word = three_runs.judge_edit("beta=0")[0, "attn"]
+    _, word = three_runs.verdicts["beta=0"][0, "attn"]
     assert word == "undecided"
     assert "| (+3.0000 ± 6.5724) |" in gates_page.format_edit_table(three_runs)
 
@@ -411,7 +411,7 @@ def test_the_effect_of_an_edit_in_one_run_has_an_interval_over_sequences(three_r
     one_run = gates_page.Group("run", three_runs.rows[:1])
     effect = one_run.get_effect(0, "attn", "beta=0")
     assert effect.half_width == pytest.approx(T_3 * 1e-3, rel=1e-6)
-    _, word = one_run.judge_edit("beta=0")[0, "attn"]
+    _, word = one_run.verdicts["beta=0"][0, "attn"]
     assert word == "worse"
     assert "| +1.0000 ± 0.0032 |" in gates_page.format_edit_table(one_run)
 

@@ -170,8 +170,9 @@ def test_the_changes_are_such_that_a_correction_decides():
 
 
 def test_edits_at_all_sites_at_once_are_corrected_for_their_number():
-    verdicts = make_group(CHANGES).verdicts_at_all_sites
-    assert {edit: word for edit, (_, word) in verdicts.items()} == {
+    verdicts = make_group(CHANGES).verdicts
+    words = {edit: by_site[gates_page.ALL_SITES][1] for edit, by_site in verdicts.items()}
+    assert words == {
         "beta=0": "worse",
         "beta=1": "undecided",
         "beta=2": "undecided",
@@ -188,7 +189,7 @@ def test_undecided_changes_are_in_brackets():
 
 def test_one_edit_at_all_sites_at_once_is_not_corrected():
     group = make_group({"beta=1": CHANGES["beta=1"]})
-    change, word = group.verdicts_at_all_sites["beta=1"]
+    change, word = group.verdicts["beta=1"][gates_page.ALL_SITES]
     assert word == "worse"
     assert compute_p_value(CHANGES["beta=1"]) == pytest.approx(change.compute_p_value(), rel=1e-9)
 
