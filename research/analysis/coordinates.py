@@ -323,13 +323,14 @@ def draw(rows: list[dict]) -> "Figure":
         entries["counts as level"] = panel.axvspan(-SLOPE_BOUND, SLOPE_BOUND, color="0.9")
         names = []
         for index, row in enumerate(panel_rows):
-            names.append(row["model"] if row["mup"] else f"{row['model']}, without muP")
+            name = row["model"].replace("-gpt-mha-rope", "")
+            names.append(name if row["mup"] else f"{name}, without muP")
             for color, label, slopes in zip(plots.COLORS, labels, split_slopes(row)):
                 [entries[label]] = panel.plot(
                     slopes, [-index] * len(slopes), "o", color=color, alpha=0.6
                 )
         heights = [-index for index in range(len(panel_rows))]
-        panel.set_yticks(heights, [plots.wrap_name(name) for name in names], fontsize=6)
+        panel.set_yticks(heights, names, fontsize=6)
         panel.set(title=optimizer_name, xlabel="slope")
         panel.grid(visible=False, axis="y")
     plots.add_legend(figure, entries)
