@@ -11,6 +11,7 @@ not depend on the batch they are generated in. The generation speed is printed o
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -37,6 +38,10 @@ RULE = "-" * 80
 DEFAULT_BATCH_SIZE = 16
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
+# Multiply-adds of a decoding step on a CPU for each thread. At every operation the threads wait for
+# each other: with 1.3M parameters two are no faster than one on an idle machine, and beside other work
+# they are 5 to 10 times slower; with 124M parameters, 2.5 times.
+WORK_PER_THREAD = 30_000_000
 LABELS_NOTE = (
     "note: this model was trained on labels, not on text; its first new token is the answer to the "
     "last token of the prompt, and later tokens are meaningless, so give --max_new_tokens=1 "
@@ -265,6 +270,12 @@ def make_decoder(
     )
 
 
+def choose_num_threads(num_parameters: int, batch_size: int) -> int:
+    """Return how many threads decode a token of each sequence on a CPU, at most torch's default."""
+    work = num_parameters * batch_size
+    return max(min(torch.get_num_threads(), work // WORK_PER_THREAD), 1)
+
+
 def sample(
     model: GPT,
     tokenizer: Tokenizer,
@@ -358,6 +369,10 @@ def main() -> None:
             for prompt in prompts:
                 encode_prompt(tokenizer, prompt)  # an error in a prompt comes before the note
             print(LABELS_NOTE, file=sys.stderr)
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # --serve and --interactive have one prompt and one sample
+            batch_size = min(len(prompts) * args.num_samples, args.batch_size)
+            torch.set_num_threads(choose_num_threads(model.num_parameters(), batch_size))
         kernels.use(model, "auto", device)
         use_bfloat16 = computes_in_bfloat16(args.dtype, device)
         # autocast would otherwise round the same weights again at every token

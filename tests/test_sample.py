@@ -6,6 +6,8 @@ import pytest
 from helpers import one_line_error, small_run
 from in_process import call
 
+from sample import choose_num_threads
+
 SEPARATOR = b"-" * 80 + b"\n"  # between samples
 
 
@@ -217,3 +219,30 @@ def test_a_prompt_that_is_longer_than_block_size_is_noted_in_a_conversation(run)
     _, errors = converse(run, "a" * 20, "", "a")
     assert errors.startswith(f"note: the prompt {NOTE}")
     assert errors.count("note:") == 1
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "batch_size", "expected"),
+    [(1_300_000, 1, 1), (59_000_000, 1, 1), (60_000_000, 1, 2), (15_000_000, 16, 8), (10**9, 1, 8)],
+)
+def test_the_threads_follow_from_the_work_of_a_step(
+    monkeypatch, num_parameters, batch_size, expected
+):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    assert choose_num_threads(num_parameters, batch_size) == expected
+
+
+@pytest.mark.parametrize(("environment", "expected"), [(None, [1]), ("2", [])])
+def test_a_small_model_samples_with_one_thread_unless_the_user_chooses(
+    run, monkeypatch, environment, expected
+):
+    numbers = []
+    monkeypatch.setattr("torch.set_num_threads", numbers.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    sample(run, "--max_new_tokens=1")
+    assert numbers == expected
