@@ -198,7 +198,8 @@ def make_packs(args: argparse.Namespace) -> dict[str, Pack]:
                 Contender(CC_EC, cuda_graphs=True),
                 Contender(TC, cuda_graphs=True),
                 Contender(DV1, cuda_graphs=True),
-                Contender("transformers GPT-2"),
+                Contender("plain GPT", cuda_graphs=True),
+                Contender("transformers GPT-2", cuda_graphs=True),
             ],
             alone=[
                 time_training(args, "gpt_small", 60, graphs),
@@ -328,8 +329,12 @@ def build_contender(contender: Contender, size: dict, device_type: str):
     """Return a model that takes ids and targets and returns (logits or None, loss)."""
     import torch
 
+    from research.benchmarks import peers
+
     torch.manual_seed(0)
-    if contender.model != "transformers GPT-2":
+    if contender.model == peers.PLAIN:
+        return peers.PlainGPT(size)
+    if contender.model != peers.TRANSFORMERS:
         from model import build, kernels
 
         model = build(contender.model, **size)
