@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     muon: bool = False
 
     # Whether autocast rounds it at each use, because it is used in matrix products only. Generation
-    # may then store it rounded, and FSDP shards it in bfloat16. FSDP replicates the others.
+    # may then store it rounded.
     rounded: bool = False
 
     # factor on its learning rate, besides that of muP
