@@ -119,6 +119,20 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
     )
 
 
+def summarize(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of values as JSON files store it: n, mean, ci95 and the values.
+
+    ci95 is half the width of the interval, or None for a single value.
+    """
+    estimate = estimate_mean(values)
+    return {
+        "n": estimate.n,
+        "mean": estimate.mean,
+        "ci95": estimate.half_width if estimate.n > 1 else None,
+        "values": list(values),
+    }
+
+
 def estimate_paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """Estimate the mean of values - baseline, where values with the same index share a seed.
 
