@@ -95,6 +95,20 @@ def test_an_eager_pass_saves_what_is_counted(name):
     assert 0.6 * allocated < terms.activations + terms.logits < 1.2 * allocated
 
 
+@pytest.mark.parametrize(
+    "name", ["HC-gpt-mha-rope", "wide-gpt-mha-rope", "LAuReL-gpt-mha-rope", "DDL-gpt-mha-rope"]
+)
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_a_base_depth_of_the_same_size_changes_no_estimate(name, activation_checkpointing):
+    """The models with fewer blocks that are counted must not scale their updates either."""
+    config, model_config = make_configs(name, activation_checkpointing=activation_checkpointing)
+    config = dataclasses.replace(config, engine="fsdp")
+    with_base = dataclasses.replace(model_config, num_hidden_layers_base=2)
+    terms = memory.estimate_memory(config, with_base, "cpu", world_size=2)
+    assert terms == memory.estimate_memory(config, model_config, "cpu", world_size=2)
+    assert terms.activations is not None
+
+
 # ---- the terms of the estimate ----
 
 

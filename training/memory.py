@@ -37,11 +37,17 @@ NUM_GATHERED_BLOCKS = 2
 # ---- parameters ----
 
 
+def resize(model_config: GPTConfig, num_layers: int) -> GPTConfig:
+    """Return the configuration of a model of so many blocks, with the same factor on their updates."""
+    return dataclasses.replace(
+        model_config, num_hidden_layers=num_layers, residual_branch_mult=model_config.branch_mult
+    )
+
+
 def build_without_memory(name: str, model_config: GPTConfig, num_layers: int) -> GPT:
     """Return a model of so many blocks on torch's meta device."""
-    sized_config = dataclasses.replace(model_config, num_hidden_layers=num_layers)
     with torch.device("meta"):
-        return build(name, sized_config)
+        return build(name, resize(model_config, num_layers))
 
 
 def count_parameters(name: str, model_config: GPTConfig, muon_only: bool = False) -> int:
@@ -173,9 +179,8 @@ def count_saved_bytes(
         return tensor
 
     is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
-    sized_config = dataclasses.replace(model_config, num_hidden_layers=num_layers)
     with FakeTensorMode():
-        model = build(config.model, sized_config)
+        model = build(config.model, resize(model_config, num_layers))
         if config.kernels != "off" and device_type == "cuda":
             # the operators of the kernels say themselves what they save
             kernels.use(model, "auto", device_type, config.state_checkpoint_interval)
