@@ -172,7 +172,9 @@ class Files(Source):
         for match in map(Path, matches):
             if match.is_dir():
                 files_below = [
-                    path for path in list_folder(match) if not suffixes or path.suffix in suffixes
+                    path
+                    for path in list_folder(match)
+                    if not suffixes or path.suffix in suffixes or get_kind(path) in suffixes
                 ]
                 paths += files_below
                 self.skippable |= {
@@ -388,9 +390,10 @@ def read_text(path: Path, position: int, refuse_zeros: bool) -> Iterator[tuple[i
                 error_type = NotTextError if position == 0 else ValueError
                 raise error_type(
                     f"{path} is not UTF-8 text at byte {position + error.start}; convert it to "
-                    "UTF-8, or remove it from the source"
+                    "UTF-8, decompress it, or remove it from the source"
                 ) from error
-            yield position, text
+            # the byte order mark of Windows editors is not part of the text
+            yield position, text.removeprefix("\ufeff") if position == 0 else text
             position += len(data)
 
 
@@ -512,10 +515,14 @@ def read_json(path: Path, column: str, first_row: int) -> Iterator[tuple[int, ob
 
 
 def read_csv(path: Path, column: str, first_row: int) -> Iterator[tuple[int, object]]:
-    """Yield the number and value of each row of a .csv file, whose first line names the columns."""
+    """Yield the number and value of each row of a .csv or .tsv file.
+
+    The first line names the columns.
+    """
+    delimiter = "\t" if get_kind(path) == ".tsv" else ","
     with open_file(path) as file:
         lines = (line.decode("utf-8-sig") for line in file)
-        rows = csv.DictReader(lines)
+        rows = csv.DictReader(lines, delimiter=delimiter)
         if rows.fieldnames:
             check_column(path, column, rows.fieldnames)
         for row, entry in itertools.islice(enumerate(rows), first_row, None):
@@ -529,6 +536,7 @@ READERS = {
     ".ndjson": read_json,
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": read_csv,
 }
 # tables wherever they are found; in folders, other files of a kind may be anything else
 STRICT_KINDS = (".parquet", ".jsonl", ".ndjson")

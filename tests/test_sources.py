@@ -178,6 +178,8 @@ def write_table(path: Path) -> None:
     name = path.name.lower()
     if ".csv" in name:
         lines = b'\xef\xbb\xbfid,text\r\n0,a\r\n2,"b,\n""c"""\r\n3\r\n'
+    elif ".tsv" in name:
+        lines = b'id\ttext\n0\ta\n2\t"b,\n""c"""\n3\n'
     elif name.startswith("array"):
         lines = json.dumps(ROWS_OF_TABLE, indent=1).encode()
     path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
@@ -192,6 +194,7 @@ def write_table(path: Path) -> None:
         "part-0.json",
         "array.json",
         "a.csv",
+        "a.TSV",
         "a.JSONL.gz",
         "a.csv.gz",
     ],
@@ -200,7 +203,7 @@ def test_rows_of_tables_are_documents_and_rows_without_text_are_counted(tmp_path
     write_table(tmp_path / name)
     source = Files([str(tmp_path / name)])
     assert join_pieces(source.read()) == ["a", 'b,\n"c"']
-    num_skipped = 1 if ".csv" in name else 3
+    num_skipped = 1 if name.lower().startswith(("a.csv", "a.tsv")) else 3
     line = f"rows skipped because they have no text in column text: {num_skipped}"
     assert source.describe_skipped() == [line]
 
@@ -213,6 +216,19 @@ def test_tables_are_read_on_from_every_cursor(tmp_path, monkeypatch, name):
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "c.txt").write_text("c")
     assert_resumes_everywhere(Files([str(tmp_path)]))
+
+
+def test_suffixes_select_compressed_files_and_capital_letters_too(tmp_path):
+    for name in ("a.jsonl", "b.JSONL", "c.jsonl.gz"):
+        write_table(tmp_path / name)
+    (tmp_path / "d.txt").write_text("d")
+    source = Files([str(tmp_path)], suffixes=(".jsonl",))
+    assert [path.name for path in source.paths] == ["a.jsonl", "b.JSONL", "c.jsonl.gz"]
+
+
+def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path):
+    (tmp_path / "a.txt").write_text("größe \ufeff", encoding="utf-8-sig")
+    assert read(tmp_path) == ["größe \ufeff"]
 
 
 def test_a_compressed_text_is_one_document(tmp_path):

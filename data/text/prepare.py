@@ -6,10 +6,10 @@
     python data/text/prepare.py --out=data/mine --verify                    # check all shards
     python train.py config/demo_cpu.py --dataset=mine                       # train on the corpus
 
-Each row of a table (.parquet, .jsonl, .ndjson, .json, .csv) is a document, and so is every other
-UTF-8 file; .gz files are decompressed. Documents that repeat an earlier one exactly are dropped. The
-first tokens are the validation split. Files are shuffled by a hash of their names, so that these
-tokens do not come from a single folder.
+Each row of a table (.parquet, .jsonl, .ndjson, .json, .csv, .tsv) is a document, and so is every
+other UTF-8 file; .gz files are decompressed. Documents that repeat an earlier one exactly are
+dropped. The first tokens are the validation split. Files are shuffled by a hash of their names, so
+that these tokens do not come from a single folder.
 """
 
 import sys
