@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -522,8 +523,23 @@ def test_a_resumed_run_may_evaluate_differently(branch):
     assert checkpoint.read_state(checkpoint.find(branch))["run_config"]["eval_batches"] == 1
 
 
+BEST_LOSS = '"best_val_loss": 0.5'
+
+
+def test_a_branch_has_the_best_loss_of_the_run_that_it_leaves(branch, tmp_path):
+    lines = (branch / "metrics.jsonl").read_text()
+    (branch / "metrics.jsonl").write_text(re.sub(r'"best_val_loss": [\d.]+', BEST_LOSS, lines))
+    resume = f"--resume={checkpoint.find(branch)}"
+    run_train(f"--out_dir={tmp_path / 'new'}", resume, "--max_steps=7", "--eval_full=False")
+    last = metrics.find_last_evaluation(tmp_path / "new" / "metrics.jsonl")
+    assert last["best_val_loss"] == 0.5
+
+
 def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(branch):
     change_saved_state(branch, lambda state: state.update(best_val_loss=0.5))
+    # the evaluation of the last step came after its checkpoint
+    lines = (branch / "metrics.jsonl").read_text()
+    (branch / "metrics.jsonl").write_text(re.sub(r'"best_val_loss": [\d.]+', BEST_LOSS, lines))
     run_train(
         f"--out_dir={branch}",
         "--resume=auto",

@@ -73,13 +73,9 @@ class TrainState:
         # a checkpoint may lack counters that were added later
         names = [field.name for field in dataclasses.fields(cls)]
         state = cls(**{name: saved_state[name] for name in names if name in saved_state})
-        # losses on other sequences cannot be compared
-        saved_config = saved_state["run_config"]
-        for key in ("eval_part", "eval_batches"):
-            if key in saved_config and saved_config[key] != getattr(config, key):
-                state.best_val_loss = None
+        if not evaluates_same_sequences(saved_state, config):
+            state.best_val_loss = None
         if not belongs_to(resume_checkpoint, config.out_dir):
-            state.evaluated = True  # by the run that it branches off
             state.wandb_id = None  # a run that branches off is a new run of Weights & Biases
             state.branched_from = config.resume
         return state
@@ -87,6 +83,15 @@ class TrainState:
     def is_complete(self, max_steps: int) -> bool:
         """Return whether all steps are done, and the last one is evaluated."""
         return self.step > max_steps or (self.step == max_steps and self.evaluated)
+
+
+def evaluates_same_sequences(saved_state: dict, config: TrainConfig) -> bool:
+    """Return whether a run evaluates as its checkpoint did, so that losses can be compared."""
+    saved_config = saved_state["run_config"]
+    return all(
+        saved_config.get(key, getattr(config, key)) == getattr(config, key)
+        for key in ("eval_part", "eval_batches")
+    )
 
 
 # ---- writing ----
