@@ -120,10 +120,10 @@ def damaged_copies(path, tmp_path, count):
 
 def test_every_damage_is_noticed(tmp_path):
     _, path = save(tmp_path / "run", 1)
-    checkpoint.find(path, names=checkpoint.FILES)
+    checkpoint.find(path, to_resume=True)
     for copy in damaged_copies(path, tmp_path, 25):
         with pytest.raises(ValueError, match=r"is damaged|no checkpoint|cannot be resumed"):
-            checkpoint.find(copy, names=checkpoint.FILES)
+            checkpoint.find(copy, to_resume=True)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_model_is_loaded_without_the_files_that_only_resuming_needs(tmp_path, 
     with pytest.raises(
         ValueError, match=f"{removed_files[0]} is missing|has no {removed_files[0]}"
     ):
-        checkpoint.find(path, names=checkpoint.FILES)
+        checkpoint.find(path, to_resume=True)
 
 
 def test_only_resuming_reads_the_optimizer(tmp_path):
@@ -147,7 +147,7 @@ def test_only_resuming_reads_the_optimizer(tmp_path):
     (path / "optimizer.safetensors").write_bytes(b"damaged")
     assert checkpoint.find(tmp_path) == path
     with pytest.raises(ValueError, match=r"the checksum of optimizer\.safetensors does not match"):
-        checkpoint.find(path, names=checkpoint.FILES)
+        checkpoint.find(path, to_resume=True)
 
 
 @pytest.mark.parametrize("name", checkpoint.MODEL_FILES)
@@ -169,7 +169,7 @@ def test_damaged_newest_checkpoints_are_reported_and_an_older_one_is_used(tmp_pa
     content[-1] ^= 1
     weights.write_bytes(content)
     (tmp_path / "checkpoints" / "step_00000002" / "optimizer.safetensors").unlink()
-    assert checkpoint.find(tmp_path, names=checkpoint.FILES).name == "step_00000001"
+    assert checkpoint.find(tmp_path, to_resume=True).name == "step_00000001"
     lines = capsys.readouterr().err.splitlines()
     assert "step_00000003 is damaged: the checksum of model.safetensors does not match" in lines[0]
     assert "step_00000002 cannot be resumed, because it has no optimizer.safetensors" in lines[1]

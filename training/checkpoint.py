@@ -195,21 +195,22 @@ def compute_checksum_line(file: Path) -> str:
     return f"{digest}  {file.name}\n"
 
 
-def verify(checkpoint: Path, names: tuple[str, ...] = MODEL_FILES) -> None:
+def verify(checkpoint: Path, to_resume: bool = False) -> None:
     """Raise ValueError if a file is missing, or not byte for byte what was saved.
 
     Args:
-        names: the files that are needed: MODEL_FILES, which are not compared if SHA256SUMS has
-            been deleted, or FILES to resume
+        to_resume: whether the optimizer's state and the checksums are needed. Otherwise only the
+            model's files are compared, and not even these if SHA256SUMS has been deleted.
     """
-    if names == FILES and not (checkpoint / "optimizer.safetensors").exists():
+    if to_resume and not (checkpoint / "optimizer.safetensors").exists():
         raise ValueError(
             f"{checkpoint} cannot be resumed, because it has no optimizer.safetensors; start a new "
             f"run from its weights with --init_from={checkpoint}"
         )
+    names = FILES if to_resume else MODEL_FILES
     try:
         lines = [compute_checksum_line(checkpoint / name) for name in names]
-        if names == MODEL_FILES and not (checkpoint / CHECKSUMS).exists():
+        if not to_resume and not (checkpoint / CHECKSUMS).exists():
             return
         stored_lines = (checkpoint / CHECKSUMS).read_bytes().decode(errors="replace")
     except OSError as error:
@@ -218,7 +219,7 @@ def verify(checkpoint: Path, names: tuple[str, ...] = MODEL_FILES) -> None:
             f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})"
         ) from error
     damaged = [name for name, line in zip(names, lines) if line not in stored_lines]
-    if damaged or (names == FILES and stored_lines != "".join(lines)):
+    if damaged or (to_resume and stored_lines != "".join(lines)):
         # without a damaged file, lines have been added
         name = damaged[0] if damaged else CHECKSUMS
         raise ValueError(f"{checkpoint} is damaged: the checksum of {name} does not match")
@@ -252,11 +253,11 @@ def belongs_to(checkpoint: Path, run_folder: str | Path) -> bool:
     return checkpoint.absolute().parent.parent.resolve() == Path(run_folder).resolve()
 
 
-def find_latest(run_folder: Path, names: tuple[str, ...] = MODEL_FILES) -> Path | None:
-    """Return the latest checkpoint whose `names` are valid, None without any; report the others."""
+def find_latest(run_folder: Path, to_resume: bool = False) -> Path | None:
+    """Return the latest valid checkpoint (see `verify`), None without any; report the others."""
     for path in reversed(list_checkpoints(run_folder)):
         try:
-            verify(path, names)
+            verify(path, to_resume)
             return path
         except ValueError as error:
             if machine.rank() == 0:
@@ -291,19 +292,19 @@ def rename_damaged(run_folder: Path, resume_checkpoint: Path | None) -> None:
         path.replace(target)
 
 
-def find(path: str | Path, also_accepted: str = "", names: tuple[str, ...] = MODEL_FILES) -> Path:
+def find(path: str | Path, also_accepted: str = "", to_resume: bool = False) -> Path:
     """Return the checkpoint that a run folder (its latest valid one) or a checkpoint folder names.
 
     Args:
         also_accepted: what else the caller accepts, for the message of an error
-        names: the files that are needed, as `verify` takes them
+        to_resume: see `verify`
 
     Raises:
         ValueError: there is none, or it is damaged
     """
     path = Path(path)
     if (path / "state.json").is_file() or (path / "model.safetensors").is_file():
-        verify(path, names)
+        verify(path, to_resume)
         return path
     if not path.exists():
         suggestion = errors.suggest(path.name, [other.name for other in path.parent.glob("*")])
@@ -311,7 +312,7 @@ def find(path: str | Path, also_accepted: str = "", names: tuple[str, ...] = MOD
             f"{path} does not exist{suggestion or ';'} give a run folder made by train.py, one of "
             f"its checkpoints/step_*{also_accepted}"
         )
-    latest = find_latest(path, names)
+    latest = find_latest(path, to_resume)
     if latest is not None:
         return latest
     kind = "valid checkpoint" if list_checkpoints(path) else "checkpoint"

@@ -166,9 +166,9 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         return None
     chosen = None
     if config.resume != "auto":
-        chosen = checkpoint.find(config.resume, names=checkpoint.FILES)
+        chosen = checkpoint.find(config.resume, to_resume=True)
     # a damaged checkpoint is skipped for the one before it
-    latest = checkpoint.find_latest(out_dir, checkpoint.FILES)
+    latest = checkpoint.find_latest(out_dir, to_resume=True)
     if config.resume == "auto":
         chosen = latest
     if chosen is None and checkpoint.list_checkpoints(out_dir):

@@ -44,9 +44,9 @@ def resolve(
     from_file = arguments.from_file
     from_command_line = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
-    options = known_options(from_file, from_command_line)
-    configurator.check_names(from_file, options)
-    configurator.check_names(from_command_line, options, prefix="--")
+    known_names = known_options(from_file, from_command_line)
+    configurator.check_names(from_file, known_names)
+    configurator.check_names(from_command_line, known_names, prefix="--")
 
     # The keys of the run determine what is resumed, and that may determine the model.
     run_options = collect_options(TrainConfig)

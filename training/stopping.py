@@ -71,8 +71,11 @@ class Stop:
 
     def record_step_seconds(self, seconds: float) -> None:
         """Remember how long a step took."""
-        # the first step compiles, so it does not tell how long the next one will take
-        self.step_seconds = 0.0 if self.step_seconds is None else seconds
+        if self.step_seconds is None:
+            # the first step compiles, so it does not tell how long the next one will take
+            self.step_seconds = 0.0
+        else:
+            self.step_seconds = seconds
 
     def reason(self) -> str | None:
         """Return why the run must stop now, or None if it need not."""
