@@ -258,7 +258,8 @@ def test_gradients_are_ours(case, ids):
     largest = max(float(p.grad.abs().max()) for p in ours.parameters() if p.requires_grad)
     for name, parameter in ours.named_parameters():
         if parameter.requires_grad:
-            scale = 1e-5 * float(parameter.grad.abs().max()) + 1e-7 * largest
+            # processors sum in different orders: 2e-5 was seen on one of them
+            scale = 4e-5 * float(parameter.grad.abs().max()) + 1e-7 * largest
             for prefix in ("gradient.", "checkpointed."):
                 torch.testing.assert_close(
                     tensors[f"{prefix}{name}"], parameter.grad, rtol=1e-4, atol=scale
