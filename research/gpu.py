@@ -1,6 +1,6 @@
 """Test and measure on a GPU in packs, each of which fits into the minutes that a borrowed GPU has.
 
-    python research/gpu.py --help                                  # the packs
+    python research/gpu.py                                         # list the packs
     python research/gpu.py tests speed --out=figures               # about eight minutes on an H100 or H200
     python research/gpu.py tests speed --device=cpu --out=figures  # rehearse with tiny models
 
@@ -14,6 +14,7 @@ and a table is printed last. Without the git history, set COMMIT to the output o
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import queue
@@ -122,7 +123,8 @@ def train_words(args: argparse.Namespace, config: str, run: Path, *more: str) ->
     ]
     if args.device == "cpu":
         sizes = [f"--{key}={value}" for key, value in TINY.items() if key != "vocab_size"]
-        words += [*sizes, "--compile=False", "--global_batch_size=2", "--micro_batch_size=1"]
+        words += [*sizes, "--compile=False", "--global_batch_size=2"]
+        more = [*more, "--micro_batch_size=1"]
     return [*words, *more]
 
 
@@ -170,6 +172,9 @@ def make_packs(args: argparse.Namespace) -> dict[str, Pack]:
     """Return the packs by name."""
     tests = ["-m", "pytest", "tests", "research/tests", "-m", "gpu", "-q", "--tb=short"]
     tests += ["-rfE", f"--junitxml={args.out}/tests.xml", "-p", "no:cacheprovider"]
+    if args.device == "cuda" and importlib.util.find_spec("xdist") is not None:
+        # one process would need nine minutes
+        tests += ["-n", "8", "--dist=worksteal"]
     widths = ["--widths=768", "--rounds=10"]
     decode = [f"--models={ADDITIVE},{CC_EC}", "--context=512", "--tokens=32", "--rounds=5"]
     if args.device == "cpu":
@@ -186,7 +191,14 @@ def make_packs(args: argparse.Namespace) -> dict[str, Pack]:
                 check_training(args),
                 time_training(args, "ddl_dv4_cc_ec_small", 200),
                 time_training(args, "ddl_dv4_cc_ec_small", 200, "--kernels=off"),
-                time_training(args, "ddl_dv4_cc_ec_small", 200, "--kernels=off", "--dtype=float32"),
+                time_training(
+                    args,
+                    "ddl_dv4_cc_ec_small",
+                    200,
+                    "--kernels=off",
+                    "--dtype=float32",
+                    "--micro_batch_size=8",
+                ),
             ],
         ),
         "speed": Pack(
@@ -311,6 +323,9 @@ def compete(contender: Contender, device_type: str) -> None:
     for _ in range(4):
         step()
     synchronize()
+    if not is_cpu:
+        # the models wait together; only the memory of CUDA graphs must stay
+        torch.cuda.empty_cache()
     print(json.dumps({"compiled_s": time.perf_counter() - start}), file=answers, flush=True)
     is_first_turn = True
     for _ in sys.stdin:
