@@ -1,19 +1,18 @@
 """Test and measure on a GPU in packs, each of which fits into the minutes that a borrowed GPU has.
 
     python research/gpu.py                                         # list the packs
-    python research/gpu.py tests speed --out=figures               # about eight minutes on an H100 or H200
+    python research/gpu.py tests speed --out=figures               # eight minutes on an H100 or H200
     python research/gpu.py tests speed --device=cpu --out=figures  # rehearse with tiny models
 
-First, what is not timed runs side by side (tests, runs whose losses or bits count), while the models
-whose speed is measured compile. Then nothing else runs: these models take turns, and the other timed
-programs follow one by one. A program that fails or hangs is recorded, and the next one starts. Each
-figure is written to OUT/figures.json when it is measured, the output of every program to OUT/log.txt,
-and a table is printed last. Without the git history, set COMMIT to the output of `git describe`.
+Packs run one after the other. In each, what is not timed runs side by side, while the models whose speed is
+measured compile. Then nothing else runs: these models take turns, and the other timed programs follow one by
+one. A program that fails or hangs is recorded, and the next one starts. Each figure is written to
+OUT/figures.json when it is measured, the output of every program to OUT/log.txt, and a table is printed last.
+Without the git history, set COMMIT to the output of `git describe --always`.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
@@ -33,167 +32,189 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
+
+# isort: split
+import torch
+
+from research.benchmarks import peers, suites
+from training.provenance import current_commit, describe_machine
 from utils.tables import format_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-ADDITIVE = "gpt-mha-rope"
-CC_EC = "DDL-gpt-mha-rope-CC-EC"
+ADDITIVE = suites.BASELINE
+CC_EC = suites.CC_EC
 TC = "DDL-gpt-mha-rope"
 DV1 = "DDL-vdim1-gpt-mha-rope"
-SMALL = {
-    "vocab_size": 50304,
-    "block_size": 1024,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 6,
-    "head_dim": 128,
-    "hidden_size": 768,
-    "mup": True,
-}
-MEDIUM = {**SMALL, "num_hidden_layers": 24, "num_attention_heads": 8, "hidden_size": 1024}
-TINY = {
-    "vocab_size": 320,
-    "block_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-    "hidden_size": 16,
-}
-STEPS_PER_TURN = 8
-PROFILED_STEPS = 3
-LONGEST_KERNELS = 20
 # The first steps of train.py compile, and let the allocator grow.
 FIRST_TIMED_STEP = 11
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A model whose training steps are measured: forward, backward and AdamW, compiled."""
+class Entry:
+    """A model whose training steps are measured (research/benchmarks/turns.py)."""
 
-    model: str
-    kernels: str = "auto"
+    model: str  # as in bench.py --models, or the name of a peer
     cuda_graphs: bool = False
-    size: dict = field(default_factory=lambda: SMALL)
+    size: str = "small"
 
     def name(self) -> str:
-        """Return its name in tables."""
-        words = [self.model]
-        if self.kernels != "auto":
-            words.append(f"kernels={self.kernels}")
+        """Return its name among the figures."""
+        words = [suites.make_row_name(self.model)]
         if self.cuda_graphs:
             words.append("CUDA graphs")
-        for key, value in self.size.items():
-            if SMALL.get(key) != value:
-                words.append(f"{key}={value}")
+        if self.size != "small":
+            words.append(self.size)
         return " ".join(words)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Programs that run one after the other, as long as each of them succeeds.
+    """Programs that run one after the other, as long as each of them succeeds."""
 
-    run: run folder of train.py; the task ends once it has `steps` steps
-    """
-
-    what: str
-    programs: list[list[str]]
-    seconds: float
+    name: str
+    programs: list[list[str]]  # a script and its arguments, or the arguments of Python or cmp
+    seconds: float  # time limit
+    # the run folder of train.py, which is ended after so many steps
     run: Path | None = None
-    steps: int = 0
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
 class Pack:
-    """What one call measures: `together` is not timed, `alone` is."""
+    """What is measured together."""
 
     purpose: str
-    contenders: list[Contender] = field(default_factory=list)
-    together: list[Task] = field(default_factory=list)
-    alone: list[Task] = field(default_factory=list)
+    seconds: float  # time limit
+    entries: list[Entry] = field(default_factory=list)
+    side_by_side: list[Task] = field(default_factory=list)  # not timed
+    one_by_one: list[Task] = field(default_factory=list)  # timed
 
 
 # ---- the packs ----
 
 
-def train_words(args: argparse.Namespace, config: str, run: Path, *more: str) -> list[str]:
+def make_train_command(args: argparse.Namespace, config: str, run: Path, *options: str) -> list:
     """Return a command that trains on the standard library's source code, 32 sequences a step."""
-    words = [
-        *("train.py", f"config/{config}.py", "--dataset=python_stdlib", "--vocab_size=50304"),
-        *("--global_batch_size=32", "--micro_batch_size=16", "--warmup_steps=20"),
-        *("--eval_batches=1", "--eval_full=False", f"--device={args.device}", f"--out_dir={run}"),
+    command = [
+        "train.py",
+        f"config/{config}.py",
+        "--dataset=python_stdlib",
+        "--vocab_size=50304",
+        "--global_batch_size=32",
+        "--micro_batch_size=16",
+        "--warmup_steps=20",
+        "--eval_batches=1",
+        "--eval_full=False",
+        f"--device={args.device}",
+        f"--out_dir={run}",
+        *options,
     ]
     if args.device == "cpu":
-        sizes = [f"--{key}={value}" for key, value in TINY.items() if key != "vocab_size"]
-        words += [*sizes, "--compile=False", "--global_batch_size=2"]
-        more = [*more, "--micro_batch_size=1"]
-    return [*words, *more]
+        for key, value in suites.TINY.items():
+            if key not in ("vocab_size", "mup"):
+                command.append(f"--{key}={value}")
+        command += ["--compile=False", "--global_batch_size=2", "--micro_batch_size=1"]
+    return command
 
 
-def time_training(args: argparse.Namespace, config: str, steps: int, *more: str) -> Task:
+def time_training(args: argparse.Namespace, config: str, num_steps: int, *options: str) -> Task:
     """Return a task that trains for some steps, and is ended before it evaluates."""
-    name = " ".join([config, *(word.removeprefix("--") for word in more)])
+    name = " ".join([config, *(option.removeprefix("--") for option in options)])
     run = args.work / name.replace(" ", "_")
-    steps = 3 if args.device == "cpu" else steps
-    words = train_words(args, config, run, "--max_steps=1000", *more)
-    return Task(f"train.py {name}", [words], seconds=100, run=run, steps=steps)
+    return Task(
+        f"train.py {name}",
+        [make_train_command(args, config, run, "--max_steps=1000", *options)],
+        seconds=100,
+        run=run,
+        num_steps=3 if args.device == "cpu" else num_steps,
+    )
 
 
 def check_training(args: argparse.Namespace) -> Task:
     """Return a task that resumes a run, which must end with the same bits, and uses its model."""
-    middle, last = (2, 4) if args.device == "cpu" else (10, 20)
-    whole = args.work / "whole"
-    half = args.work / "half"
-    exact = [f"--max_steps={last}", "--deterministic=True", f"--checkpoint_interval={middle}"]
-    resume = f"--resume={whole}/checkpoints/step_{middle:08d}"
+    last_step = 4 if args.device == "cpu" else 20
+    original = args.work / "original"
+    resumed = args.work / "resumed"
+    options = [
+        f"--max_steps={last_step}",
+        f"--checkpoint_interval={last_step // 2}",
+        "--deterministic=True",
+    ]
+    middle_checkpoint = original / f"checkpoints/step_{last_step // 2:08d}"
+    model_file = f"checkpoints/step_{last_step:08d}/model.safetensors"
+    optimizer_file = f"checkpoints/step_{last_step:08d}/optimizer.safetensors"
     device = f"--device={args.device}"
-    checkpoint = f"checkpoints/step_{last:08d}"
-    programs = [
-        train_words(args, "ddl_dv4_cc_ec_small", whole, *exact),
-        train_words(args, "ddl_dv4_cc_ec_small", half, *exact, resume),
-    ]
-    for file in ("model", "optimizer"):
-        paths = [f"{run}/{checkpoint}/{file}.safetensors" for run in (whole, half)]
-        programs.append(["cmp", *paths])
-    programs += [
-        ["eval.py", str(whole), "--val", device, f"--out={args.work}/eval"],
-        ["export.py", str(whole), f"{args.work}/exported"],
-        ["sample.py", str(whole), device, "--prompt=def", "--max_new_tokens=20"],
-    ]
-    return Task("resume to the bit, evaluate, export, sample", programs, seconds=240)
+    config = "ddl_dv4_cc_ec_small"
+    return Task(
+        "resume to the bit, evaluate, export, sample",
+        [
+            make_train_command(args, config, original, *options),
+            make_train_command(args, config, resumed, *options, f"--resume={middle_checkpoint}"),
+            ["cmp", str(original / model_file), str(resumed / model_file)],
+            ["cmp", str(original / optimizer_file), str(resumed / optimizer_file)],
+            ["eval.py", str(original), "--val", device, f"--out={args.work / 'eval'}"],
+            ["export.py", str(original), str(args.work / "exported")],
+            ["sample.py", str(original), device, "--prompt=def", "--max_new_tokens=20"],
+        ],
+        seconds=240,
+    )
 
 
-def bench(args: argparse.Namespace, command: str, file: str, *more: str, seconds: float) -> Task:
-    """Return a task of research/bench.py, which stores its own figures in OUT."""
-    json_file = f"--json={args.out}/{file}.json"
-    words = ["research/bench.py", command, f"--device={args.device}", json_file, *more]
-    return Task(f"bench.py {command} {' '.join(more)}", [words], seconds)
+def run_gpu_tests(args: argparse.Namespace) -> Task:
+    """Return a task that runs the tests that need a GPU."""
+    command = ["-m", "pytest", "tests", "research/tests", "-m", "gpu", "-q", "--tb=short", "-rfE"]
+    command.append(f"--junitxml={args.out / 'tests.xml'}")
+    if args.device == "cuda" and importlib.util.find_spec("xdist") is not None:
+        # one process would need nine minutes
+        command += ["-n", "8", "--dist=worksteal"]
+    return Task("GPU tests", [command], seconds=240)
+
+
+def measure_bandwidth(args: argparse.Namespace, match: str) -> Task:
+    """Return a task that measures the kernels with some text in their names."""
+    file = args.out / f"kernels_{match.replace(' ', '_').replace('=', '')}.json"
+    command = ["research/bench.py", "kernels", f"--match={match}", f"--json={file}"]
+    command.append(f"--device={args.device}")
+    if args.device == "cpu":
+        command += ["--widths=8", "--micro_batch_size=1", "--block_size=1", "--copied=4096"]
+    else:
+        command += ["--widths=768", "--rounds=10"]
+    return Task(f"bandwidth of {match}", [command], seconds=45)
+
+
+def measure_decoding(args: argparse.Namespace) -> Task:
+    """Return a task that measures generation."""
+    command = ["research/bench.py", "decode", f"--models={ADDITIVE},{CC_EC}"]
+    command += [f"--json={args.out / 'decode.json'}", f"--device={args.device}"]
+    size = suites.SMALL
+    if args.device == "cpu":
+        size = {**suites.TINY, "vocab_size": 320, "block_size": 16}
+        command += ["--context=4", "--tokens=2", "--rounds=1", "--compile=False"]
+    else:
+        command += ["--context=512", "--tokens=32", "--rounds=5"]
+    command += [f"--{key}={size[key]}" for key in suites.SIZE_KEYS]
+    return Task("decoding", [command], seconds=90)
 
 
 def make_packs(args: argparse.Namespace) -> dict[str, Pack]:
     """Return the packs by name."""
-    tests = ["-m", "pytest", "tests", "research/tests", "-m", "gpu", "-q", "--tb=short"]
-    tests += ["-rfE", f"--junitxml={args.out}/tests.xml", "-p", "no:cacheprovider"]
-    if args.device == "cuda" and importlib.util.find_spec("xdist") is not None:
-        # one process would need nine minutes
-        tests += ["-n", "8", "--dist=worksteal"]
-    widths = ["--widths=768", "--rounds=10"]
-    decode = [f"--models={ADDITIVE},{CC_EC}", "--context=512", "--tokens=32", "--rounds=5"]
-    if args.device == "cpu":
-        widths = ["--widths=8", "--micro_batch_size=1", "--block_size=1", "--copied=4096"]
-        decode += ["--compile=False", *(f"--{key}={value}" for key, value in TINY.items())]
-    else:
-        decode += [f"--{key}={value}" for key, value in SMALL.items() if key != "mup"]
-    graphs = "--cuda_graphs=True"
+    cc_ec_config = "ddl_dv4_cc_ec_small"
     return {
         "tests": Pack(
-            "whether kernels, training, resuming, evaluation, export and decoding are correct",
-            together=[
-                Task("GPU tests", [tests], seconds=300),
+            "kernels, training, resuming, evaluation, export: correct? the same losses without kernels?",
+            seconds=240,
+            side_by_side=[
+                run_gpu_tests(args),
                 check_training(args),
-                time_training(args, "ddl_dv4_cc_ec_small", 200),
-                time_training(args, "ddl_dv4_cc_ec_small", 200, "--kernels=off"),
+                time_training(args, cc_ec_config, 200),
+                time_training(args, cc_ec_config, 200, "--kernels=off"),
+                # a smaller micro-batch, because float32 needs more memory
                 time_training(
                     args,
-                    "ddl_dv4_cc_ec_small",
+                    cc_ec_config,
                     200,
                     "--kernels=off",
                     "--dtype=float32",
@@ -202,218 +223,85 @@ def make_packs(args: argparse.Namespace) -> dict[str, Pack]:
             ],
         ),
         "speed": Pack(
-            "training steps of 124M parameters, the kernels' bandwidth, train.py",
-            contenders=[
-                Contender(ADDITIVE),
-                Contender(ADDITIVE, cuda_graphs=True),
-                Contender(CC_EC),
-                Contender(CC_EC, cuda_graphs=True),
-                Contender(TC, cuda_graphs=True),
-                Contender(DV1, cuda_graphs=True),
-                Contender("plain GPT", cuda_graphs=True),
-                Contender("transformers GPT-2", cuda_graphs=True),
+            "training steps of 124M parameters, train.py, the kernels' bandwidth, decoding",
+            seconds=300,
+            entries=[
+                Entry(ADDITIVE),
+                Entry(ADDITIVE, cuda_graphs=True),
+                Entry(CC_EC),
+                Entry(CC_EC, cuda_graphs=True),
+                Entry(TC, cuda_graphs=True),
+                Entry(DV1, cuda_graphs=True),
+                Entry(peers.PLAIN, cuda_graphs=True),
+                Entry(peers.TRANSFORMERS, cuda_graphs=True),
             ],
-            alone=[
-                time_training(args, "gpt_small", 60, graphs),
-                time_training(args, "ddl_dv4_cc_ec_small", 60, graphs),
-                bench(args, "kernels", "kernels_K1", "--match=K=1 v=4", *widths, seconds=45),
-                bench(args, "kernels", "kernels_K4", "--match=K=4 v=4", *widths, seconds=45),
-                bench(args, "kernels", "kernels_norm", "--match=norm", *widths, seconds=45),
-                bench(args, "decode", "decode", *decode, seconds=90),
+            one_by_one=[
+                time_training(args, "gpt_small", 60, "--cuda_graphs=True"),
+                time_training(args, cc_ec_config, 60, "--cuda_graphs=True"),
+                measure_bandwidth(args, "K=1 v=4"),
+                measure_bandwidth(args, "K=4 v=4"),
+                measure_bandwidth(args, "norm"),
+                measure_decoding(args),
             ],
         ),
         "plain": Pack(
-            "the same steps without fused kernels, which shows what the kernels save",
-            contenders=[
-                Contender(model, kernels="off", cuda_graphs=True)
+            "training steps without fused kernels, which show what the kernels save",
+            seconds=200,
+            entries=[
+                Entry(f"{model}+kernels=off", cuda_graphs=True)
                 for model in (ADDITIVE, DV1, CC_EC, TC)
             ],
         ),
         "medium": Pack(
             "training steps of 354M parameters",
-            contenders=[
-                Contender(model, cuda_graphs=True, size=MEDIUM)
+            seconds=240,
+            entries=[
+                Entry(model, cuda_graphs=True, size="medium")
                 for model in (ADDITIVE, DV1, CC_EC, TC)
             ],
         ),
         "streams": Pack(
             "d_v = 2, float32 state, and other streams beside the additive model",
-            contenders=[
-                Contender(ADDITIVE, cuda_graphs=True),
-                Contender(CC_EC, cuda_graphs=True, size={**SMALL, "ddl_value_channels": 2}),
-                Contender(CC_EC, cuda_graphs=True, size={**SMALL, "state_dtype": "float32"}),
-                Contender("AttnRes-gpt-mha-rope", cuda_graphs=True),
-                Contender("mHC-gpt-mha-rope", cuda_graphs=True),
-                Contender("wide-gpt-mha-rope", cuda_graphs=True),
+            seconds=240,
+            entries=[
+                Entry(ADDITIVE, cuda_graphs=True),
+                Entry(f"{CC_EC}:2", cuda_graphs=True),
+                Entry(f"{CC_EC}+state_dtype=float32", cuda_graphs=True),
+                Entry("AttnRes-gpt-mha-rope", cuda_graphs=True),
+                Entry("mHC-gpt-mha-rope", cuda_graphs=True),
+                Entry("wide-gpt-mha-rope", cuda_graphs=True),
             ],
         ),
     }
-
-
-# ---- a contender, in a process of its own ----
-
-
-def compete(contender: Contender, device_type: str) -> None:
-    """Compile the model, then measure a turn for every line of standard input.
-
-    Prints a line of JSON when the model is compiled, and one for each turn.
-    """
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever else is printed goes to the log
-    import torch
-
-    is_cpu = device_type == "cpu"
-    size = {**TINY} if is_cpu else contender.size
-    model = build_contender(contender, size, device_type).to(device_type)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
-    torch.set_float32_matmul_precision("high")  # as in training
-    mode = "reduce-overhead" if contender.cuda_graphs else None
-    call = model if is_cpu else torch.compile(model, mode=mode)
-    shape = (2, 1 if is_cpu else 16, size["block_size"])
-    ids, targets = torch.randint(size["vocab_size"], shape, device=device_type)
-
-    def synchronize() -> None:
-        if not is_cpu:
-            torch.cuda.synchronize()
-
-    def step() -> None:
-        with torch.autocast(device_type, torch.bfloat16):
-            _, loss = call(ids, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    num_steps = 1 if is_cpu else STEPS_PER_TURN
-
-    def time_turn() -> dict[str, float]:
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        synchronize()
-        seconds = (time.perf_counter() - start) / num_steps
-        # a step alone, whose launches do not wait for earlier ones
-        start = time.perf_counter()
-        step()
-        launch_seconds = time.perf_counter() - start
-        synchronize()
-        return {"step_ms": seconds * 1e3, "launch_ms": launch_seconds * 1e3}
-
-    def profile() -> dict:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if not is_cpu:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            for _ in range(PROFILED_STEPS):
-                step()
-            synchronize()
-        kernels = []
-        for event in profiler.key_averages():
-            on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-            if on_gpu and not event.is_user_annotation:
-                microseconds = event.self_device_time_total / PROFILED_STEPS
-                kernels.append([event.key[:90], event.count / PROFILED_STEPS, microseconds])
-        kernels.sort(key=lambda kernel: kernel[2], reverse=True)
-        return {
-            "gpu_ms": sum(microseconds for _, _, microseconds in kernels) / 1e3,
-            "launches": sum(count for _, count, _ in kernels),
-            "kernels": kernels[:LONGEST_KERNELS],
-        }
-
-    start = time.perf_counter()
-    for _ in range(4):
-        step()
-    synchronize()
-    if not is_cpu:
-        # the models wait together; only the memory of CUDA graphs must stay
-        torch.cuda.empty_cache()
-    print(json.dumps({"compiled_s": time.perf_counter() - start}), file=answers, flush=True)
-    is_first_turn = True
-    for _ in sys.stdin:
-        repeats = [time_turn() for _ in range(4)][1:]  # the clocks rise in the first one
-        row = {key: statistics.median(turn[key] for turn in repeats) for key in repeats[0]}
-        row["tokens_per_second"] = ids.numel() / row["step_ms"] * 1e3
-        if not is_cpu:
-            row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-        if is_first_turn:
-            row |= profile()
-        is_first_turn = False
-        print(json.dumps(row), file=answers, flush=True)
-
-
-def build_contender(contender: Contender, size: dict, device_type: str):
-    """Return a model that takes ids and targets and returns (logits or None, loss)."""
-    import torch
-
-    from research.benchmarks import peers
-
-    torch.manual_seed(0)
-    if contender.model == peers.PLAIN:
-        return peers.PlainGPT(size)
-    if contender.model != peers.TRANSFORMERS:
-        from model import build, kernels
-
-        model = build(contender.model, **size)
-        kernels.use(model, contender.kernels, device_type)
-        return model
-    import transformers
-
-    class GPT2(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            config = transformers.GPT2Config(
-                vocab_size=size["vocab_size"],
-                n_positions=size["block_size"],
-                n_embd=size["hidden_size"],
-                n_layer=size["num_hidden_layers"],
-                n_head=size["num_attention_heads"],
-                resid_pdrop=0,
-                embd_pdrop=0,
-                attn_pdrop=0,
-                use_cache=False,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-            self.model = transformers.GPT2LMHeadModel(config)
-
-        def forward(self, ids, targets):
-            logits = self.model(ids).logits.flatten(0, 1).float()
-            return None, torch.nn.functional.cross_entropy(logits, targets.flatten())
-
-    return GPT2()
 
 
 # ---- running programs ----
 
 
 class Session:
-    """The figures of a call, its log, and the time that it has left."""
+    """The figures of a call, its log, and the programs that it starts."""
 
     def __init__(self, args: argparse.Namespace):
         self.out = args.out
         self.device = args.device
         self.start = time.monotonic()
-        self.budget = args.budget
         self.figures = {}
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # tasks that run side by side add figures
         self.log = (args.out / "log.txt").open("wb", buffering=0)
-        caches = args.work / "compiled"
+        compiled_code = args.work / "compiled"
         self.environment = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             # torch refuses deterministic matrix products without it
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            "TORCHINDUCTOR_CACHE_DIR": str(caches),
-            "TRITON_CACHE_DIR": str(caches / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(compiled_code),
+            "TRITON_CACHE_DIR": str(compiled_code / "triton"),
             # many programs compile side by side
             "TORCHINDUCTOR_COMPILE_THREADS": "3",
-            "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": "1",
         }
         if args.device == "cpu":
-            self.environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-
-    def seconds_left(self) -> float:
-        """Return the seconds until the budget is used up."""
-        return self.budget - (time.monotonic() - self.start)
+            self.environment["TRITON_INTERPRET"] = "1"
 
     def add(self, name: str, value: object) -> None:
         """Store a figure, and print it."""
@@ -421,49 +309,54 @@ class Session:
             self.figures[name] = value
             text = json.dumps(self.figures, indent=1)
             (self.out / "figures.json").write_text(text + "\n", encoding="utf-8")
-        print(f"[{time.monotonic() - self.start:4.0f} s] {name}: {describe(value)}", flush=True)
+        print(f"[{time.monotonic() - self.start:4.0f} s] {name}: {summarize(value)}", flush=True)
 
-    def launch(self, words: list[str], **streams) -> subprocess.Popen:
-        """Start a program; words[0] is a script, an option of Python, or `cmp`."""
-        self.log.write(f"\n+ {' '.join(words)}\n".encode())
-        command = words if words[0] == "cmp" else [sys.executable, *words]
-        streams = {"stdout": self.log, "stderr": self.log, **streams}
+    def launch(self, arguments: list[str], **pipes: int) -> subprocess.Popen:
+        """Start a program, whose output goes to the log unless `pipes` says otherwise."""
+        self.log.write(f"\n+ {' '.join(arguments)}\n".encode())
+        streams = {"stdout": self.log, "stderr": self.log, **pipes}
         return subprocess.Popen(
-            command, cwd=ROOT, env=self.environment, start_new_session=True, **streams
+            arguments if arguments[0] == "cmp" else [sys.executable, *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            start_new_session=True,
+            **streams,
         )
 
     def run(self, task: Task, deadline: float) -> None:
-        """Run the programs of a task until they end, fail, or have taken the task's seconds."""
+        """Run a task until it ends, or until its time limit or the deadline."""
         start = time.monotonic()
-        end = min(start + task.seconds, deadline)
-        outcome = {}
-        for words in task.programs:
-            process = self.launch(words)
-            while process.poll() is None and time.monotonic() < end:
-                if task.run is not None and len(read_steps(task.run)) >= task.steps:
+        deadline = min(start + task.seconds, deadline)
+        exit_codes = []
+        for arguments in task.programs:
+            process = self.launch(arguments)
+            while process.poll() is None and time.monotonic() < deadline:
+                if task.run is not None and len(read_steps(task.run)) >= task.num_steps:
                     break
                 time.sleep(0.1)
-            code = "stopped" if process.poll() is None else process.returncode
+            exit_codes.append("stopped" if process.poll() is None else process.returncode)
             stop(process)
-            outcome[Path(words[0]).name if len(task.programs) == 1 else " ".join(words)[:60]] = code
-            if code not in (0, "stopped") or time.monotonic() > end:
+            if exit_codes[-1] != 0:
                 break
-        figure = {"seconds": round(time.monotonic() - start, 1), "exit codes": outcome}
+        figures = {"seconds": round(time.monotonic() - start, 1), "exit_codes": str(exit_codes)}
         if task.run is not None:
-            figure |= summarize_run(task.run)
-        self.add(task.what, figure)
+            figures.update(summarize_run(task.run))
+        self.add(task.name, figures)
 
 
-def describe(value: object) -> str:
-    """Return a figure in one line, without its long lists."""
+def summarize(value: object) -> str:
+    """Return a figure in one line, without its lists."""
     if isinstance(value, dict):
         value = {key: item for key, item in value.items() if not isinstance(item, list)}
     return json.dumps(value)
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a program and what it has started."""
+    """End a program and what it has started; pytest then still prints what has failed."""
     with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -478,30 +371,31 @@ def read_steps(run: Path) -> list[dict]:
 
 
 def summarize_run(run: Path) -> dict:
-    """Return the losses of a run, and the median speed of its later steps."""
+    """Return the losses of a run, and the medians of its later steps."""
     records = read_steps(run)
     figures = {"steps": len(records), "losses": [round(record["loss"], 5) for record in records]}
-    timed = records[FIRST_TIMED_STEP - 1 :]
+    timed_records = records[FIRST_TIMED_STEP - 1 :]
     for key in ("tokens_per_second", "mfu", "memory"):
-        values = [record[key] for record in timed if key in record]
+        values = [record[key] for record in timed_records if key in record]
         if values:
             figures[key] = statistics.median(values)
     return figures
 
 
-class Turns:
-    """The process of a contender, which measures a turn whenever it is asked to."""
+class Competitor:
+    """The process of an entry, which measures a turn whenever it is asked to."""
 
-    def __init__(self, session: Session, contender: Contender):
-        self.name = contender.name()
-        text = json.dumps(dataclasses.asdict(contender))
-        words = ["research/gpu.py", f"--compete={text}", f"--device={session.device}"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = session.launch(words, **pipes)
+    def __init__(self, session: Session, entry: Entry):
+        self.name = entry.name()
+        arguments = ["-m", "research.benchmarks.turns", entry.model, f"--device={session.device}"]
+        arguments.append(f"--size={'tiny' if session.device == 'cpu' else entry.size}")
+        if entry.cuda_graphs:
+            arguments.append("--cuda_graphs")
+        self.process = session.launch(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.answers: queue.Queue = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_answers, daemon=True).start()
 
-    def _read(self) -> None:
+    def _read_answers(self) -> None:
         for line in self.process.stdout:
             self.answers.put(json.loads(line))
         self.answers.put(None)  # the process has ended
@@ -512,94 +406,88 @@ class Turns:
             return self.answers.get(timeout=max(seconds, 0.1))
         return None
 
-    def take(self, seconds: float) -> dict | None:
-        """Measure a turn; return None if it fails or takes too long."""
+    def measure_turn(self, seconds: float) -> dict | None:
+        """Return the figures of a turn, or None if it fails or takes too long."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(b"turn\n")
             self.process.stdin.flush()
         return self.wait(seconds)
 
 
-def measure(session: Session, packs: list[Pack]) -> None:
-    """Run what is not timed while the contenders compile, then their turns, then what runs alone."""
-    contenders = {c.name(): c for pack in packs for c in pack.contenders}
-    if session.device == "cpu":  # a rehearsal; without a GPU they are the same but for their names
-        contenders = {name: c for name, c in contenders.items() if name in (ADDITIVE, CC_EC)}
-    turns = [Turns(session, contender) for contender in contenders.values()]
-    together = [task for pack in packs for task in pack.together]
-    num_workers = len(together) if session.device == "cuda" else os.cpu_count()
-    alone = [task for pack in packs for task in pack.alone]
-    # what follows needs about half of the time
-    share = 0.5 if turns or alone else 0.95
-    deadline = time.monotonic() + share * session.seconds_left()
+def run_pack(session: Session, pack: Pack) -> None:
+    """Run what is not timed while the entries compile, then their turns, then what is timed."""
+    start = time.monotonic()
+    end = start + pack.seconds
+    deadline = end
+    if pack.entries or pack.one_by_one:
+        # the turns and what follows take about half of the time
+        deadline = start + pack.seconds / 2
+    num_workers = len(pack.side_by_side)
+    entries = pack.entries
+    if session.device == "cpu":
+        num_workers = os.cpu_count()
+        # a rehearsal, in which CUDA graphs do not exist
+        entries = [entry for entry in entries if entry in (Entry(ADDITIVE), Entry(CC_EC))]
+    competitors = [Competitor(session, entry) for entry in entries]
     try:
         with ThreadPoolExecutor(max(num_workers, 1)) as pool:
-            for task in together:
+            for task in pack.side_by_side:
                 pool.submit(session.run, task, deadline)
         ready = []
-        for contender in turns:
-            answer = contender.wait(deadline - time.monotonic())
-            if answer is None:
-                session.add(contender.name, "did not compile in time, or failed")
-                stop(contender.process)
+        for competitor in competitors:
+            if competitor.wait(deadline - time.monotonic()) is None:
+                session.add(competitor.name, "did not compile in time, or failed")
+                stop(competitor.process)
             else:
-                ready.append(contender)
+                ready.append(competitor)
         for number in (1, 2):
-            for contender in ready:
-                row = contender.take(min(40, session.seconds_left()))
-                if row is None:
-                    row = "failed, or no time was left"
-                session.add(f"{contender.name}, turn {number}", row)
+            for competitor in ready:
+                figures = competitor.measure_turn(min(40, end - time.monotonic()))
+                session.add(
+                    f"{competitor.name}, turn {number}", figures or "failed, or out of time"
+                )
     finally:
-        for contender in turns:
-            stop(contender.process)
-    for task in alone:
-        if session.seconds_left() > 10:
-            session.run(task, time.monotonic() + session.seconds_left())
+        for competitor in competitors:
+            stop(competitor.process)
+    for task in pack.one_by_one:
+        if end - time.monotonic() > 10:
+            session.run(task, end)
         else:
-            session.add(task.what, "no time was left")
+            session.add(task.name, "out of time")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("packs", nargs="*", help="tests, speed, plain, medium, streams")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder of the figures")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--budget", type=float, default=470, help="seconds in all (default: 470)")
-    parser.add_argument("--compete", help=argparse.SUPPRESS)
+    parser.add_argument("packs", nargs="*", help="their names; none to list them")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="(default: figures)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
     args = parser.parse_args()
-    if args.compete:
-        compete(Contender(**json.loads(args.compete)), args.device)
-        return
     args.out = args.out.resolve()
     args.work = Path(tempfile.gettempdir()) / "deep_delta_learning_gpu"
     packs = make_packs(args)
     for name in args.packs:
         if name not in packs:
-            raise ValueError(f"no pack {name}{errors.suggest(name, packs)}; see --help")
+            raise ValueError(
+                f"no pack {name}{errors.suggest(name, packs)}; packs: {', '.join(packs)}"
+            )
     if not args.packs:
-        print(
-            format_markdown(["pack", "what it shows"], [[n, p.purpose] for n, p in packs.items()])
-        )
+        rows = [[name, f"{pack.seconds:.0f} s", pack.purpose] for name, pack in packs.items()]
+        print(format_markdown(["pack", "at most", "what it shows"], rows))
         return
-    import torch
-
-    from training.provenance import current_commit, describe_machine
-
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch sees no GPU; rehearse without one with --device=cpu")
+        raise ValueError("torch finds no GPU; rehearse without one with --device=cpu")
     if not (ROOT / "data/python_stdlib/meta.json").exists():
         raise ValueError("first run `python data/python_stdlib/prepare.py`")
     args.out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(args.work, ignore_errors=True)
     session = Session(args)
-    session.add(
-        "on", {**describe_machine(), "commit": os.environ.get("COMMIT") or current_commit()}
-    )
-    measure(session, [packs[name] for name in args.packs])
-    rows = [[name, describe(value)] for name, value in session.figures.items()]
+    commit = os.environ.get("COMMIT") or current_commit()
+    session.add("machine", {**describe_machine(), "commit": commit})
+    for name in args.packs:
+        run_pack(session, packs[name])
+    rows = [[name, summarize(value)] for name, value in session.figures.items()]
     print(format_markdown(["figure", "value"], rows))
 
 

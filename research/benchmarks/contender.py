@@ -12,6 +12,7 @@ class Contender:
         make_batch: returns ids (B, T) and targets (B, T)
         dtype: of autocast
         compiled: whether the forward pass is compiled
+        cuda_graphs: whether compiled passes are replayed as CUDA graphs
     """
 
     def __init__(
@@ -22,6 +23,7 @@ class Contender:
         device: torch.device,
         dtype: torch.dtype,
         compiled: bool,
+        cuda_graphs: bool = False,
     ):
         self.name = name
         self.make_batch = make_batch
@@ -30,7 +32,10 @@ class Contender:
         self.compiled = compiled
         self.model = model.to(device)
         self.optimizer = make_optimizer(self.model)
-        self.call = torch.compile(self.model, fullgraph=True) if compiled else self.model
+        self.call = self.model
+        if compiled:
+            mode = "reduce-overhead" if cuda_graphs else None
+            self.call = torch.compile(self.model, fullgraph=True, mode=mode)
 
     def compute_loss(self) -> torch.Tensor:
         """Return the loss of a batch, a scalar."""

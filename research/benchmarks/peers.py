@@ -99,8 +99,21 @@ class PlainGPT(nn.Module):
         return ids
 
 
-def build_models(size: Size, device: torch.device) -> dict[str, nn.Module]:
-    """Build the three models by their names."""
+class TransformersGPT2(nn.Module):
+    """transformers' GPT-2 with the interface of `model.gpt.GPT`, for training steps."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.model = build_transformers_gpt2(size)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """Return None and the mean loss in nats."""
+        logits = self.model(ids, use_cache=False).logits.float().flatten(0, 1)
+        return None, F.cross_entropy(logits, targets.flatten())
+
+
+def build_transformers_gpt2(size: Size) -> nn.Module:
+    """Build transformers' GPT-2, without dropout as long as it is in evaluation mode."""
     import transformers
 
     config = transformers.GPT2Config(
@@ -113,11 +126,16 @@ def build_models(size: Size, device: torch.device) -> dict[str, nn.Module]:
         bos_token_id=None,
         eos_token_id=None,
     )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def build_models(size: Size, device: torch.device) -> dict[str, nn.Module]:
+    """Build the three models by their names."""
     torch.manual_seed(0)
     models = {
         BASELINE: build(BASELINE, **size),
         PLAIN: PlainGPT(size),
-        TRANSFORMERS: transformers.GPT2LMHeadModel(config),
+        TRANSFORMERS: build_transformers_gpt2(size),
     }
     return {name: model.to(device).eval() for name, model in models.items()}
 

@@ -60,7 +60,12 @@ def profile_steps(contender: Contender, steps: int, device: torch.device) -> dic
         synchronize(device)
         seconds = time.perf_counter() - start
     events = profile.key_averages()
-    gpu_events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    # the optimizer annotates the time of its kernels, which would count twice
+    gpu_events = [
+        event
+        for event in events
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
     if gpu_events:
         timed_events = [(event.self_device_time_total, event) for event in gpu_events]
     else:

@@ -1,0 +1,115 @@
+"""Measure training steps of one model in a process of its own, in turns with other processes.
+
+    python -m research.benchmarks.turns MODEL [--size=medium] [--cuda_graphs] [--device=cpu]
+
+The process compiles the model and prints a line of JSON. For each line of standard input it then measures a
+turn, and prints its figures as another line. So several models compile side by side, and none is measured
+while another one runs (research/gpu.py).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from argparse import Namespace
+
+import torch
+
+from research.benchmarks import peers, suites
+from research.benchmarks.contender import Contender
+from research.benchmarks.profile_step import profile_steps, synchronize
+
+STEPS_PER_TURN = 8
+PROFILED_STEPS = 3
+SIZES = {**suites.PAPER, "tiny": suites.TINY}
+
+
+def build_contender(args: Namespace) -> Contender:
+    """Build a model of `bench.py --models`, the plain GPT, or transformers' GPT-2."""
+    device = torch.device(args.device)
+    size = SIZES[args.size]
+    torch.manual_seed(0)
+    if args.model == peers.PLAIN:
+        model = peers.PlainGPT(size)
+    elif args.model == peers.TRANSFORMERS:
+        model = peers.TransformersGPT2(size)
+    else:
+        kernel_options = Namespace(kernels="auto", state_checkpoint_interval=2)
+        model = suites.build_model(args.model, size, kernel_options, device)
+    micro_batch_size = 1 if args.size == "tiny" else 16
+    shape = (2, micro_batch_size, size["block_size"])
+    ids_and_targets = torch.randint(size["vocab_size"], shape, device=device)
+    return Contender(
+        args.model,
+        model,
+        make_batch=lambda: ids_and_targets,
+        device=device,
+        dtype=torch.bfloat16,
+        compiled=device.type == "cuda",
+        cuda_graphs=args.cuda_graphs,
+    )
+
+
+def measure_turn(contender: Contender) -> dict[str, float]:
+    """Return the median milliseconds of a step, and of launching a step that waits for none."""
+    step_ms = []
+    launch_ms = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(STEPS_PER_TURN):
+            contender.train()
+        synchronize(contender.device)
+        step_ms.append((time.perf_counter() - start) / STEPS_PER_TURN * 1e3)
+        start = time.perf_counter()
+        contender.train()
+        launch_ms.append((time.perf_counter() - start) * 1e3)
+        synchronize(contender.device)
+    return {"step_ms": statistics.median(step_ms), "launch_ms": statistics.median(launch_ms)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="as in bench.py --models, or one of its peers")
+    parser.add_argument("--size", choices=SIZES, default="small", help="(default: small)")
+    parser.add_argument("--cuda_graphs", action="store_true", help="replay CUDA graphs")
+    parser.add_argument("--device", default="cuda", help="(default: cuda)")
+    args = parser.parse_args()
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # whatever else is printed is not JSON
+
+    def answer(figures: dict) -> None:
+        print(json.dumps(figures), file=answers, flush=True)
+
+    torch.set_float32_matmul_precision("high")  # as in training
+    start = time.perf_counter()
+    contender = build_contender(args)
+    for _ in range(3):
+        contender.train()
+    synchronize(contender.device)
+    is_gpu = contender.device.type == "cuda"
+    if is_gpu:
+        # several models wait at the same time; the memory of CUDA graphs stays
+        torch.cuda.empty_cache()
+    answer({"seconds_to_compile": time.perf_counter() - start})
+
+    is_profiled = False
+    for _ in sys.stdin:
+        contender.train()  # the allocator grows again
+        figures = measure_turn(contender)
+        num_tokens = contender.make_batch()[0].numel()
+        figures["tokens_per_second"] = num_tokens / figures["step_ms"] * 1e3
+        if is_gpu:
+            figures["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        if not is_profiled:
+            figures.update(profile_steps(contender, PROFILED_STEPS, contender.device))
+            is_profiled = True
+        if is_gpu:
+            torch.cuda.empty_cache()
+        answer(figures)
+
+
+if __name__ == "__main__":
+    main()
