@@ -389,17 +389,18 @@ def clear_folder(job: Preparation, old_options: dict) -> None:
     shard_paths = list(out.glob("*.bin"))
     own_paths = [out / name for name in OWN_FILES if (out / name).exists()]
     if shard_paths and not overwrite:
-        content = "shards of unknown origin"
-        choices = "give another --out"
-        if old_options:
-            difference = describe_difference(old_options, job.options)
-            content = f"shards that were prepared with other options ({difference})"
-            choices = "give the same options as before to resume, another --out"
         # lstat, because existing shards of others are links
         size = units.format_bytes(sum(path.lstat().st_size for path in shard_paths))
+        if not old_options:
+            raise ValueError(
+                f"{out} holds shards of unknown origin; give another --out, or --overwrite to "
+                f"delete its {len(shard_paths)} shards ({size}) and start again"
+            )
         raise ValueError(
-            f"{out} holds {content}; {choices}, or --overwrite to delete its {len(shard_paths)} "
-            f"shards ({size}) and start again"
+            f"{out} holds shards that were prepared with other options "
+            f"({describe_difference(old_options, job.options)}); give the same options as before to "
+            f"resume, another --out, or --overwrite to delete its {len(shard_paths)} shards ({size}) "
+            "and start again"
         )
     if own_paths and not old_options and not overwrite:
         names = ", ".join(path.name for path in own_paths)
@@ -637,11 +638,16 @@ def finish(job: Preparation, extra: dict) -> None:
         raise ValueError(describe_empty(job))
     splits = {record.split for record in job.records}
     for split, use in (("train", "training"), ("val", "validation")):
-        if split not in splits:
-            advice = f"give more text, or --val_tokens below {job.num_tokens} and --overwrite"
-            if "val_tokens" in job.args.fixed or job.args.max_tokens:
-                advice = "give a larger --max_tokens"
-            raise ValueError(f"{job.num_tokens:,} tokens leave nothing for {use}; {advice}")
+        if split in splits:
+            continue
+        if "val_tokens" in job.args.fixed or job.args.max_tokens:
+            raise ValueError(
+                f"{job.num_tokens:,} tokens leave nothing for {use}; give a larger --max_tokens"
+            )
+        raise ValueError(
+            f"{job.num_tokens:,} tokens leave nothing for {use}; give more text, or --val_tokens "
+            f"below {job.num_tokens} and --overwrite"
+        )
     origin = job.options["plan"]["train"]
     meta = {**tokenizer.meta_entries(job.encoding), **describe_format(get_format(job))}
     for entries, keys in (

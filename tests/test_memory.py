@@ -192,10 +192,10 @@ def set_available_memory(monkeypatch):
 def test_a_run_that_does_not_fit_is_refused(corpus, set_available_memory, tmp_path):
     arguments = small_run(corpus, tmp_path / "run", model="gpt-mha-rope")
     config, model_config = configure(arguments)
-    least = memory.compute_least_memory(config, model_config)
-    set_available_memory(least)
+    lower_bound = memory.compute_least_memory(config, model_config)
+    set_available_memory(lower_bound)
     memory.check_fits(config, model_config, CPU)
-    set_available_memory(least - 1)
+    set_available_memory(lower_bound - 1)
     memory.check_fits(config, model_config, torch.device("cuda"))
     line = one_line_error(call("train.py", *arguments))
     assert "the run needs more than" in line
@@ -210,8 +210,8 @@ def test_the_lower_bound_is_below_what_an_eager_pass_allocates(name):
     config, model_config = make_configs(name)
     moments = 8 * memory.count_parameters(name, model_config)
     weights = 4 * memory.count_parameters(name, model_config)
-    least = memory.compute_least_memory(config, model_config)
-    assert least - weights - moments < measure_allocated(name, False)
+    lower_bound = memory.compute_least_memory(config, model_config)
+    assert lower_bound - weights - moments < measure_allocated(name, False)
 
 
 def test_several_processes_of_a_machine_share_its_memory(monkeypatch):

@@ -108,7 +108,7 @@ class RecordingLog(NamedTuple):
 
 @pytest.mark.parametrize("num_tokens", [8, 17, 27, 33, 100])
 def test_padding_after_a_short_validation_split_is_not_averaged(num_tokens):
-    """Every sequence runs by itself, without padding; at most the first four count."""
+    """Compare with sequences that run by themselves; at most the first four count."""
     model = random_model("DDL-gpt-mha-rope")
     tokens = torch.randint(0, 260, (num_tokens,))
     run = SimpleNamespace(

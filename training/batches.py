@@ -39,12 +39,14 @@ def open_data(
     # the model may have more tokens than the corpus, for example a multiple of 64, but not fewer
     vocab_size = corpus.meta["vocab_size"]
     if vocab_size > model_config.vocab_size:
-        advice = f"give --vocab_size={vocab_size}"
-        if config.init_from is not None or resume_checkpoint is not None:
-            advice = "give the --dataset with whose tokenizer the weights were trained"
+        if config.init_from is None and resume_checkpoint is None:
+            raise ValueError(
+                f"vocab_size={model_config.vocab_size}, but {corpus.path} has {vocab_size} tokens; "
+                f"give --vocab_size={vocab_size}"
+            )
         raise ValueError(
             f"vocab_size={model_config.vocab_size}, but {corpus.path} has {vocab_size} tokens; "
-            f"{advice}"
+            "give the --dataset with whose tokenizer the weights were trained"
         )
     # a corpus that others have made may name the wrong tokenizer
     encoding = tokenizer.read(corpus.path)
