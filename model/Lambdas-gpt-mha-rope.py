@@ -90,17 +90,17 @@ class BlockInput(nn.Module):
         self.pops_skip = pops_skip
         self.rules = {}
         if self.mixes_embedding:
-            self.add_scalar("a", start=1.0, rate=0.01)
-            self.add_scalar("b", start=0.0, rate=1.0)
+            self.add_scalar("a", start=1.0, lr_scale=0.01)
+            self.add_scalar("b", start=0.0, lr_scale=1.0)
         elif self.has_gain:
-            self.add_scalar("a", start=1.0, rate=0.01)
+            self.add_scalar("a", start=1.0, lr_scale=0.01)
         if self.pops_skip:
-            self.add_scalar("skip", start=1.0, rate=1.0)
+            self.add_scalar("skip", start=1.0, lr_scale=1.0)
 
-    def add_scalar(self, name: str, start: float, rate: float) -> None:
-        """Add a learned scalar; rate is a factor on its learning rate."""
+    def add_scalar(self, name: str, start: float, lr_scale: float) -> None:
+        """Add a learned scalar; lr_scale is a factor on its learning rate."""
         self.register_parameter(name, nn.Parameter(torch.empty(1)))
-        self.rules[name] = Rule(constant(start), rate=rate, mixing=True)
+        self.rules[name] = Rule(constant(start), lr_scale=lr_scale, mixing=True)
 
     def elementwise_flops(self) -> int:
         if self.has_gain:

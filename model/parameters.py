@@ -56,7 +56,7 @@ class Rule(NamedTuple):
     rounded: bool = False
 
     # factor on its learning rate, besides that of muP
-    rate: float = 1.0
+    lr_scale: float = 1.0
 
     # whether the residual stream is read, written or mixed with it: it belongs to an expander, a
     # read, a write or a readout; mixing_decay=False takes weight decay off all of these

@@ -1,6 +1,7 @@
 """Statistics of the residual stream, and activation checkpointing, against plain computations."""
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -144,6 +145,20 @@ def test_padding_after_a_short_validation_split_is_not_averaged(num_tokens):
             for statistic, value in expected.items():
                 result = record["residual"][f"{name}.{statistic}"][layer]
                 assert result == pytest.approx(value.item(), rel=1e-5), (name, layer, statistic)
+
+
+def test_statistics_are_of_what_was_written_before_post_write():
+    model = random_model("DDL-gpt-mha-rope")
+    ids = torch.randint(0, 260, (2, 8))
+    expected = compute_residual_statistics(model, ids, contextlib.nullcontext())
+    block = model.transformer.h[-1]
+    attn, mlp = block.sites
+    block.sites = (attn, dataclasses.replace(mlp, post_write=lambda state: 100 * state))
+    expected["mlp.state_rms"][-1] *= 100
+    statistics = compute_residual_statistics(model, ids, contextlib.nullcontext())
+    assert statistics.keys() == expected.keys()
+    for name, values in expected.items():
+        assert statistics[name] == pytest.approx(values), name
 
 
 def test_blocks_that_are_compiled_in_place_stay_compiled():

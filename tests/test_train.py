@@ -412,56 +412,6 @@ def test_the_learning_rates_of_wsd_are_recorded(corpus, tmp_path):
     assert rates == pytest.approx([0.005, *[0.01] * 7, 0.0055, 0.001])
 
 
-class ScaledRun(NamedTuple):
-    """A run with muP, the arguments that resume it, and a matrix whose learning rate is scaled."""
-
-    folder: Path
-    resume_arguments: list[str]
-    optimizer: str
-    scaled_matrix: str | None
-
-
-MUP = {"mup": True, "hidden_size_base": 48}  # the width is a fourth of that of the base
-SCALED_CASES = [
-    ({"optimizer": "muon"}, "transformer.h.0.attn.c_k.weight"),
-    ({"ddl_map": "v", "init": "normal"}, "transformer.h.0.ddl_attn.k_out.weight"),
-    ({}, None),
-]
-
-
-@pytest.fixture(scope="module")
-def trained_scaled_runs(corpus, tmp_path_factory) -> list[Path]:
-    """Train a run of each case for three steps."""
-    folders = []
-    for settings, _ in SCALED_CASES:
-        folder = tmp_path_factory.mktemp("scaled") / "run"
-        run_train(*small_run(corpus, folder, **MUP, **settings, max_steps=3))
-        folders.append(folder)
-    return folders
-
-
-def copy_scaled_run(trained: Path, corpus: Path, folder: Path, case: int) -> ScaledRun:
-    """Copy the run of a case, for a test that changes or continues it."""
-    settings, name = SCALED_CASES[case]
-    shutil.copytree(trained, folder)
-    resume_arguments = small_run(corpus, folder, **MUP, **settings, resume="auto", max_steps=4)
-    return ScaledRun(folder, resume_arguments, settings.get("optimizer", "adamw"), name)
-
-
-@pytest.fixture(params=[0, 1, 2], ids=["muon", "map v", "defaults"])
-def scaled_run(request, trained_scaled_runs, corpus, tmp_path) -> ScaledRun:
-    case = request.param
-    return copy_scaled_run(trained_scaled_runs[case], corpus, tmp_path / "run", case)
-
-
-def test_a_resumed_run_keeps_its_learning_rate_scales(scaled_run, monkeypatch):
-    scales = checkpoint.read_state(checkpoint.find(scaled_run.folder))["lr_scales"]
-    changed_scales = {**scales, "ln_f.weight": 0.5}
-    monkeypatch.setattr(optimizer, "get_lr_scales", lambda *_: changed_scales)
-    line = training_error(*scaled_run.resume_arguments)
-    assert "learning rate of ln_f.weight times 1, but this code would use 0.5" in line
-
-
 @pytest.fixture
 def run_of_fewer_keys(branch) -> Path:
     """Remove keys from a saved run, as if a version without them had trained it."""

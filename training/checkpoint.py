@@ -70,9 +70,7 @@ class TrainState:
         """Return the counters in state.json of a checkpoint; fresh ones without a checkpoint."""
         if resume_checkpoint is None:
             return cls()
-        # a checkpoint may lack counters that were added later
-        names = [field.name for field in dataclasses.fields(cls)]
-        state = cls(**{name: saved_state[name] for name in names if name in saved_state})
+        state = cls(**{field.name: saved_state[field.name] for field in dataclasses.fields(cls)})
         if not evaluates_same_sequences(saved_state, config):
             state.best_val_loss = None
         if not belongs_to(resume_checkpoint, config.out_dir):
@@ -88,10 +86,7 @@ class TrainState:
 def evaluates_same_sequences(saved_state: dict, config: TrainConfig) -> bool:
     """Return whether a run evaluates as its checkpoint did, so that losses can be compared."""
     saved_config = saved_state["run_config"]
-    return all(
-        saved_config.get(key, getattr(config, key)) == getattr(config, key)
-        for key in ("eval_part", "eval_batches")
-    )
+    return all(saved_config[key] == getattr(config, key) for key in ("eval_part", "eval_batches"))
 
 
 # ---- writing ----

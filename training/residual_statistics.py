@@ -40,11 +40,12 @@ class ObservedStream(Stream):
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
         """Write as `Stream.write` does, and report it."""
-        new_state, extra_loss = super().write(site, state, h, c, x_in, cache)
+        written, extra_loss = self.apply_write(site, state, h, c, x_in, cache)
         # most streams have nothing to report (model/block.py, Site)
         statistics = {}
         if hasattr(site.write, "statistics"):
-            statistics = site.write.statistics(state, h, x_in, c, new_state)
+            statistics = site.write.statistics(state, h, x_in, c, written)
+        new_state = written if site.post_write is None else site.post_write(written)
         self.on_write(site, SiteWrite(h, c, new_state, extra_loss, statistics))
         return new_state, extra_loss
 

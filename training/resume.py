@@ -1,12 +1,10 @@
 """Where a run is resumed: its checkpoint, and the settings that it was trained with."""
 
 import contextlib
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch import nn
 
 from data.shards import is_same_corpus
 from model import model_class
@@ -164,13 +162,11 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
                 "another --out_dir"
             )
         return None
-    chosen = None
-    if config.resume != "auto":
-        chosen = checkpoint.find(config.resume, to_resume=True)
     # a damaged checkpoint is skipped for the one before it
     latest = checkpoint.find_latest(out_dir, to_resume=True)
-    if config.resume == "auto":
-        chosen = latest
+    chosen = latest
+    if config.resume != "auto" and not is_same_place(config.resume, out_dir, latest):
+        chosen = checkpoint.find(config.resume, to_resume=True)
     if chosen is None and checkpoint.list_checkpoints(out_dir):
         raise ValueError(
             f"out_dir={out_dir} has no checkpoint that can be resumed; give another --out_dir"
@@ -183,6 +179,14 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             "give another --out_dir"
         )
     return chosen
+
+
+def is_same_place(resume: str, out_dir: Path, latest: Path | None) -> bool:
+    """Return whether `resume` names the run folder out_dir, or its latest checkpoint."""
+    places = [out_dir.resolve()]
+    if latest is not None:
+        places.append(latest.resolve())
+    return Path(resume).resolve() in places
 
 
 def check_corpus(saved_corpus: dict, corpus: dict, dataset: str, resume_checkpoint: Path) -> None:
@@ -204,6 +208,8 @@ def describe_changes(state: dict, config: TrainConfig) -> list[str]:
 
     state: state.json of the run that is resumed; {} for a new run
     """
+    if not state:
+        return []
     return [
         *describe_changed_settings(state, config),
         *describe_rate_jump(state, config),
@@ -211,17 +217,27 @@ def describe_changes(state: dict, config: TrainConfig) -> list[str]:
     ]
 
 
-def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
-    """Return a note if a changed length makes the learning rate jump in the middle of the run.
+def describe_changed_settings(state: dict, config: TrainConfig) -> list[str]:
+    """Return a note that lists the keys whose values differ from those of the resumed run, if any.
 
-    Args:
-        state: state.json of the run that is resumed; {} for a new run
-
-    Returns:
-        A list with one note, or an empty list.
+    A config file counts as well: it may set back what the first command line had changed.
     """
-    if not state:
+    saved = saved_settings(state)
+    changes = [
+        f"{name}={getattr(config, name)} (was {saved[name]})"
+        for name in collect_options(TrainConfig)
+        if name not in KEYS_OF_A_CALL and getattr(config, name) != saved[name]
+    ]
+    if not changes:
         return []
+    return [
+        f"the command or its config file changes {', '.join(changes)}; to keep a value, give it on "
+        "the command line"
+    ]
+
+
+def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
+    """Return a note if a changed length makes the learning rate jump in the middle of the run."""
     # the schedule counts steps from 0, so the next step has the number of the steps done
     step = state["step"]
     saved_config = SimpleNamespace(**saved_settings(state))
@@ -251,78 +267,23 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
     ]
 
 
-def describe_changed_settings(state: dict, config: TrainConfig) -> list[str]:
-    """Return a note that lists the keys whose values differ from those of the resumed run.
-
-    A config file counts as well: it may set back what the first command line had changed.
-
-    Args:
-        state: state.json of the run that is resumed; {} for a new run
-
-    Returns:
-        A list with one note, or an empty list.
-    """
-    if not state:
-        return []
-    saved = saved_settings(state)
-    changes = [
-        f"{name}={getattr(config, name)} (was {saved[name]})"
-        for name in collect_options(TrainConfig)
-        if name not in KEYS_OF_A_CALL and getattr(config, name) != saved[name]
-    ]
-    if not changes:
-        return []
-    return [
-        f"the command or its config file changes {', '.join(changes)}; to keep a value, give it on "
-        "the command line"
-    ]
-
-
 def describe_changed_code(state: dict) -> list[str]:
-    """Return notes if the code, or the version of torch, has changed since the checkpoint was saved.
-
-    state: state.json of the run that is resumed; {} for a new run
-    """
+    """Return notes if the code, or the version of torch, has changed since the checkpoint was saved."""
     notes = []
-    # older runs have no digests
-    saved_model_digest = state.get("model_digest")
-    saved_code_digest = state.get("code_digest")
-    saved_torch = state.get("trained_on", {}).get("torch")
-    if saved_model_digest not in (None, current_model_digest(state.get("model", ""))):
+    if state["model_digest"] != current_model_digest(state["model"]):
         notes.append(
             f"model/{state['model']}.py has changed since the checkpoint was saved; to train the new "
             "code from the start, give another --out_dir"
         )
-    elif saved_code_digest not in (None, compute_code_digest()):
+    elif state["code_digest"] != compute_code_digest():
         notes.append(
             "the code has changed since the checkpoint was saved (commit "
             f"{state['commit'] or 'unknown'})"
         )
-    if saved_torch not in (None, torch.__version__):
+    saved_torch = state["trained_on"]["torch"]
+    if saved_torch != torch.__version__:
         notes.append(
             f"the checkpoint was trained with torch {saved_torch}, and this is torch "
             f"{torch.__version__}"
         )
     return notes
-
-
-def check_lr_scales(
-    model: nn.Module, config: TrainConfig, state: dict, resume_checkpoint: Path
-) -> None:
-    """Raise ValueError if this code multiplies a learning rate by another factor than before.
-
-    state: state.json of the run that is resumed
-    """
-    scales = optimizer.get_lr_scales(model, config.optimizer == "muon")
-    # factors depend on the code (the rules of parameters), not only on the settings
-    saved_scales = state["lr_scales"]
-    for name in sorted(saved_scales.keys() | scales.keys()):
-        saved_scale = saved_scales.get(name, 1.0)
-        scale = scales.get(name, 1.0)
-        if not math.isclose(saved_scale, scale):
-            raise ValueError(
-                f"{resume_checkpoint} was trained with the learning rate of {name} times "
-                f"{saved_scale:g}, but this code would use {scale:g} (muP, the parameter's rule, "
-                f"optimizer={config.optimizer}); finish the run with the code that started it, or "
-                f"start a new run from its weights with --init_from={resume_checkpoint}"
-            )
