@@ -1,5 +1,6 @@
 """What train.py answers before it trains: help, dry runs, and mistakes on the command line."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -139,10 +140,11 @@ def test_the_checkpoints_of_a_run_may_be_on_other_storage(tmp_path):
     path = run / "checkpoints" / "step_00000002"
     assert default_out_dir(None, {"resume": str(path)}) == str(run)
     config = TrainConfig(out_dir=str(run))
-    state = TrainState.load({"wandb_id": "abc", "run_config": {}}, path, config)
-    assert state.wandb_id == "abc"
+    counters = dataclasses.asdict(TrainState(wandb_id="abc"))
+    saved_state = {**counters, "run_config": dataclasses.asdict(config)}
+    assert TrainState.load(saved_state, path, config).wandb_id == "abc"
     branch = TrainConfig(out_dir=str(tmp_path / "branch"))
-    assert TrainState.load({"wandb_id": "abc", "run_config": {}}, path, branch).wandb_id is None
+    assert TrainState.load(saved_state, path, branch).wandb_id is None
 
 
 def test_a_relative_dataset_is_remembered_as_an_absolute_path(corpus, tmp_path, monkeypatch):
