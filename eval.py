@@ -16,9 +16,11 @@ could not be evaluated; stderr then has one line for each of them. (torchrun exi
 instead of 2 or 3.)
 """
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 from utils import errors
 
@@ -26,9 +28,10 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
-import configurator
+from configurator import argument, option, read_command_line
 from evaluation import comparison, published, subjects, tasks
 from evaluation.runner import Evaluation, read_entries
+from evaluation.tasks import DEFAULT_RETRY_MINUTES
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed
@@ -40,143 +43,118 @@ TABLE_FORMATS = {
     "tex": comparison.format_latex,
     "csv": comparison.format_csv,
 }
-TASK_OPTIONS = (
-    "shots",
-    "include_path",
-    "limit",
-    "log_samples",
-    "add_bos_token",
-    "retry_minutes",
-)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = configurator.Parser(description=__doc__)
-    add = parser.add_argument
-    add(
-        "runs",
-        nargs="+",
-        help="run folders (their latest checkpoints are used), checkpoint folders, folders "
-        "exported by export.py, or models released by the paper's authors",
-    )
-    add(
-        "--tasks",
-        help="comma-separated names of tasks, groups or tags of lm-evaluation-harness; paper "
-        "stands for the paper's eight tasks (default: paper, but no tasks if --val is given)",
-    )
-    add(
-        "--shots",
-        help="comma-separated numbers of few-shot examples, such as 0,1; tasks that are defined as "
-        "0-shot in their file stay 0-shot (default: 0)",
-    )
-    add(
-        "--include_path",
-        help="folder with task files (YAML) of your own, as in lm-eval (default: use lm-eval's "
-        "tasks only)",
-    )
-    add(
-        "--val",
-        nargs="?",
-        const="",
-        metavar="DATASET",
-        help="compute the loss on the validation split of this dataset, a folder with token shards "
-        "or its name in data/ (default: the dataset that the run was trained on)",
-    )
-    add(
-        "--batch_size",
-        type=int,
-        help="maximum number of sequences per forward pass, 1 or more (default: 512 on a GPU, 64 "
-        "on a CPU)",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
-    )
-    add(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="device to run on; auto uses the GPU if there is one",
-    )
-    add(
-        "--add_bos_token",
-        action="store_true",
-        help="put the end-of-text token before every text, as in training; by default there is "
-        "none, as with lm-eval's hf model",
-    )
-    add(
-        "--retry_minutes",
-        type=float,
-        help="number of minutes, 0 or more, to keep retrying for each task if the Hugging Face Hub "
-        "stops responding; if it cannot be reached at the start, nothing is retried, and only "
-        f"cached datasets are used (default: {tasks.DEFAULT_RETRY_MINUTES:g})",
-    )
-    add(
-        "--limit",
-        type=int,
-        help="evaluate only this many items of each task, 1 or more, for a quick test (default: "
-        "all items)",
-    )
-    add(
-        "--log_samples",
-        action="store_true",
-        help="also write every item with its results to samples_TASK_DATE.jsonl, in lm-eval's "
-        "format",
-    )
-    add(
-        "--out",
-        type=Path,
-        help="folder for results.json and the tables (default: eval/ in the run folder; for several "
-        "runs, eval_A+B/ beside the runs A and B)",
-    )
-    return parser.parse_args()
+def evaluates_tasks(tasks: str | None, val: bool | str) -> bool:
+    """Return whether tasks are evaluated: those of --tasks, or the paper's eight without --val."""
+    return bool(tasks) or (tasks is None and not val)
 
 
-def check(args: argparse.Namespace) -> None:
-    """Check the options, fill in a default, and turn args.tasks and args.shots into lists.
+# the options that count only then
+OF_TASKS = (("tasks", "val"), evaluates_tasks)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is evaluated, and how"""
+
+    runs: tuple[str, ...] = argument(
+        "run folders (their latest checkpoints are used), checkpoint folders, folders exported by "
+        "export.py, or models released by the paper's authors"
+    )
+    tasks: str | None = option(
+        None,
+        "comma-separated names of tasks, groups or tags of lm-evaluation-harness; paper stands for "
+        "the paper's eight tasks (default: paper, but no tasks if --val is given)",
+    )
+    shots: str = option(
+        "0",
+        "comma-separated numbers of few-shot examples, such as 0,1; tasks that are defined as "
+        "0-shot in their file stay 0-shot",
+        counts_with=OF_TASKS,
+    )
+    include_path: str | None = option(
+        None,
+        "folder with task files (YAML) of your own, as in lm-eval (default: use lm-eval's tasks "
+        "only)",
+        counts_with=OF_TASKS,
+    )
+    val: bool | str = option(
+        False,
+        "compute the loss on a validation split: --val for the dataset that the run was trained on, "
+        "--val=DATASET for a folder with token shards or its name in data/",
+    )
+    batch_size: int | None = option(
+        None,
+        "maximum number of sequences per forward pass (default: 512 on a GPU, 64 on a CPU)",
+        low=1,
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto",
+        "compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
+    )
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto",
+        "device to run on; auto uses the GPU if there is one",
+    )
+    add_bos_token: bool = option(
+        False,
+        "put the end-of-text token before every text, as in training; by default there is none, as "
+        "with lm-eval's hf model",
+        counts_with=OF_TASKS,
+    )
+    retry_minutes: float = option(
+        DEFAULT_RETRY_MINUTES,
+        "number of minutes to keep retrying for each task if the Hugging Face Hub stops responding; "
+        "if it cannot be reached at the start, nothing is retried, and only cached datasets are used",
+        low=0,
+        counts_with=OF_TASKS,
+    )
+    limit: int | None = option(
+        None,
+        "evaluate only this many items of each task, for a quick test (default: all items)",
+        low=1,
+        counts_with=OF_TASKS,
+    )
+    log_samples: bool = option(
+        False,
+        "also write every item with its results to samples_TASK_DATE.jsonl, in lm-eval's format",
+        counts_with=OF_TASKS,
+    )
+    out: str | None = option(
+        None,
+        "folder for results.json and the tables (default: eval/ in the run folder; for several runs, "
+        "eval_A+B/ beside the runs A and B)",
+    )
+
+
+def parse_tasks(args: SimpleNamespace) -> list[str]:
+    """Return the names that --tasks gives, each once, with `paper` replaced by its eight tasks.
 
     Raises:
-        ValueError: an option is out of range, or has no effect
+        ValueError: there is none, and no --val
     """
-    args.tasks = parse_tasks(args)
-    if not args.tasks and args.val is None:
-        raise ValueError("--tasks names no task; give at least one task, or --val")
-    for name in TASK_OPTIONS:
-        # the default of a flag is False, and that of any other option None
-        is_given = getattr(args, name) is not None and getattr(args, name) is not False
-        if is_given and not args.tasks:
-            raise ValueError(
-                f"--{name} has no effect with --val alone, which evaluates no tasks; give --tasks "
-                f"as well, or omit --{name}"
-            )
-    if args.retry_minutes is None:
-        args.retry_minutes = tasks.DEFAULT_RETRY_MINUTES
-    shots = (args.shots or "0").split(",")
-    if not all(number.isdecimal() for number in shots):
-        raise ValueError(
-            f"--shots={args.shots}: give whole numbers separated by commas, such as 0,1"
-        )
-    args.shots = list(dict.fromkeys(int(number) for number in shots))
-    for name in ("batch_size", "limit"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name}={value}: give 1 or more")
-
-
-def parse_tasks(args: argparse.Namespace) -> list[str]:
-    """Return the names that --tasks gives, each once, with `paper` replaced by its eight tasks."""
-    text = args.tasks
-    if text is None:
-        text = "paper" if args.val is None else ""
+    if not evaluates_tasks(args.tasks, args.val):
+        if not args.val:
+            raise ValueError("--tasks names no task; give at least one task, or --val")
+        return []
     names: list[str] = []
-    for name in text.replace(" ", "").split(","):
+    for name in (args.tasks or "paper").replace(" ", "").split(","):
         if name == "paper":
             names.extend(tasks.PAPER_METRICS)
         elif name:
             names.append(name)
+    if not names and not args.val:
+        raise ValueError("--tasks names no task; give at least one task, or --val")
     return list(dict.fromkeys(names))
+
+
+def parse_shots(text: str) -> list[int]:
+    """Return the numbers that --shots gives, each once."""
+    numbers = text.split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"--shots={text}: give whole numbers separated by commas, such as 0,1")
+    return list(dict.fromkeys(map(int, numbers)))
 
 
 def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[dict]:
@@ -273,19 +251,22 @@ def report(
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = read_command_line(__doc__, Options)
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
         # Mistakes in the command are reported before any work is done.
-        check(args)
+        args.tasks = parse_tasks(args)
+        args.shots = parse_shots(args.shots)
         device = distributed.pick_device(args.device)
         chosen_models = subjects.find_all(args.runs)
         if args.tasks:
             for subject in chosen_models:
                 subjects.check_has_text(subject)
         corpora = []
-        if args.val is not None:
-            corpora = [subjects.open_corpus_of(subject, args.val) for subject in chosen_models]
-        out = args.out or subjects.default_out_folder(args.runs)
+        if args.val:
+            # True stands for the dataset that a run was trained on
+            dataset = "" if args.val is True else args.val
+            corpora = [subjects.open_corpus_of(subject, dataset) for subject in chosen_models]
+        out = Path(args.out or subjects.default_out_folder(args.runs))
 
         world = distributed.start(device)
         loaded_tasks: list[tasks.LoadedTask] = []

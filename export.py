@@ -7,12 +7,13 @@ The folder holds the weights, config.json, the tokenizer, a model card, and mode
 not depend on this repository. It is written completely or not at all.
 """
 
-import argparse
 import dataclasses
 import json
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from utils import errors
 
@@ -22,7 +23,7 @@ if __name__ == "__main__":
 # isort: split
 import torch
 
-import configurator
+from configurator import argument, option, read_command_line
 from data import tokenizer
 from huggingface import card
 from huggingface.flatten import collect_modeling_files
@@ -33,29 +34,25 @@ from training.provenance import collect_provenance
 from utils import units
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = configurator.Parser(description=__doc__)
-    parser.add_argument(
-        "run",
-        help="run folder (its latest checkpoint is used), checkpoint folder, exported model, or "
-        "model released by the paper's authors",
+@dataclass(frozen=True)
+class Options:
+    """What is exported, and where"""
+
+    run: str = argument(
+        "run folder (its latest checkpoint is used), checkpoint folder, exported model, or model "
+        "released by the paper's authors"
     )
-    parser.add_argument(
-        "out_dir",
-        help="folder to write; it must be empty or not exist yet, unless --overwrite is given",
+    out_dir: str = argument(
+        "folder to write; it must be empty or not exist yet, unless --overwrite is given"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="dtype of the exported weights",
+    dtype: Literal["float32", "bfloat16"] = option(
+        "float32",
+        "dtype of the exported weights",
     )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace out_dir if it holds an exported model",
+    overwrite: bool = option(
+        False,
+        "replace out_dir if it holds an exported model",
     )
-    return parser.parse_args()
 
 
 def check_out(out_dir: Path, overwrite: bool) -> None:
@@ -209,7 +206,7 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = read_command_line(__doc__, Options)
     with errors.one_line_errors():
         out_dir = Path(args.out_dir).resolve()
         run = Path(args.run)

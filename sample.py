@@ -3,18 +3,19 @@
     python sample.py runs/demo_cpu --prompt="def " --num_samples=3 --temperature=0.8 --top_p=0.95
     python sample.py runs/demo_cpu --prompt="class A" --prompt=FILE:prompt.txt --stop="\\n\\n"
     cat prompt.txt | python sample.py runs/demo_cpu --prompt=-
-    python sample.py runs/demo_cpu --interactive      # type prompts in the terminal
     python sample.py runs/demo_cpu --serve            # write prompts on a web page
 
 Prompts and samples are generated together, in batches of up to --batch_size sequences. Samples do
 not depend on the batch they are generated in. The generation speed is printed on stderr.
 """
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Literal
 
 from utils import errors
 
@@ -24,7 +25,7 @@ if __name__ == "__main__":
 # isort: split
 import torch
 
-import configurator
+from configurator import argument, option, read_command_line
 from data.tokenizer import Tokenizer, encode_prompt
 from model import kernels
 from model.decoding import Decoder, round_matrices
@@ -35,9 +36,6 @@ from training.model_folder import load_model
 from utils import files, machine
 
 RULE = "-" * 80
-DEFAULT_BATCH_SIZE = 16
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8000
 # Multiply-adds of a decoding step on a CPU for each thread. At every operation the threads wait for
 # each other: on an idle machine, a step with 12M parameters took 14 ms with one thread and 21 with two,
 # one with 88M 55 and 54. Beside other work, two threads are up to 10 times slower.
@@ -49,200 +47,126 @@ LABELS_NOTE = (
 )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = configurator.Parser(description=__doc__)
-    add = parser.add_argument
-    add(
-        "run",
-        help="run folder (its latest checkpoint is used), checkpoint folder, folder exported by "
-        "export.py, or model released by the paper's authors",
+@dataclass(frozen=True)
+class Model:
+    """The model"""
+
+    run: str = argument(
+        "run folder (its latest checkpoint is used), checkpoint folder, folder exported by "
+        "export.py, or model released by the paper's authors"
     )
-    add(
-        "--prompt",
-        action="append",
-        help="text to continue; FILE:PATH reads the text from a file, and - reads it from standard "
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto",
+        "device to run on; auto uses the GPU if there is one",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto",
+        "compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
+    )
+
+
+@dataclass(frozen=True)
+class Choice(Sampling):
+    """How each token is chosen"""
+
+    top_p: float = option(
+        0.9,
+        "sample from the smallest set of most likely tokens whose total probability reaches top_p "
+        "(nucleus sampling); 1 disables it",
+        above=0,
+        high=1,
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is generated"""
+
+    prompt: tuple[str, ...] = option(
+        (),
+        "text to continue; FILE:PATH reads the text from a file, and - reads it from standard "
         "input; may be repeated (default: an empty prompt)",
     )
-    add(
-        "--num_samples",
-        type=int,
-        default=1,
-        help="number of samples for each prompt, 1 or more",
+    num_samples: int = option(
+        1,
+        "number of samples for each prompt",
+        low=1,
+        counts_with=("serve", False),
     )
-    add(
-        "--max_new_tokens",
-        type=int,
-        default=300,
-        help="maximum number of tokens to generate for each sample, 1 or more; the model "
-        "reads only the last block_size tokens of a longer text",
+    max_new_tokens: int = option(
+        300,
+        "maximum number of tokens to generate for each sample; the model reads only the last "
+        "block_size tokens of a longer text",
+        low=1,
     )
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="divide the logits by this value, 0 or more; 0 always picks the most likely token",
+    stop: tuple[str, ...] = option(
+        (),
+        r"end a sample before this string, in which \n stands for a line break; may be repeated "
+        "(default: no stop string)",
     )
-    add(
-        "--top_k",
-        type=int,
-        help="sample from the top_k most likely tokens only, 1 or more (default: all tokens)",
+    seed: int = option(
+        0,
+        "random seed; the samples of a prompt use seed, seed + 1, ...",
+        low=0,
+        high=2**62 - 1,
     )
-    add(
-        "--top_p",
-        type=float,
-        default=0.9,
-        help="sample from the smallest set of most likely tokens whose probabilities add up to "
-        "top_p or more; above 0 and at most 1, where 1 keeps all tokens",
+    batch_size: int = option(
+        16,
+        "maximum number of sequences to generate together",
+        low=1,
+        counts_with=("serve", False),
     )
-    add(
-        "--min_p",
-        type=float,
-        default=0.0,
-        help="discard tokens less probable than min_p times the most likely one; 0 to 1, where 0 "
-        "keeps all tokens (default: 0)",
+    compile: Literal["auto", True, False] = option(
+        "auto",
+        "capture the decoding step as a CUDA graph on a GPU, or compile it with torch.compile on a "
+        "CPU, which takes seconds; auto does so on a GPU, and on a CPU if "
+        f"{machine.MIN_STEPS_TO_COMPILE:,} tokens or more are to be generated one after the other; "
+        "the web page does not, because it records statistics of the residual stream",
+        counts_with=("serve", False),
     )
-    add(
-        "--repetition_penalty",
-        type=float,
-        default=1.0,
-        help="factor that lowers the logits of tokens that already occur in the prompt or the "
-        "sample; above 0, where 1 is no penalty",
-    )
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        help=r"end a sample before this string, in which \n stands for a line break; may be "
-        "repeated (default: no stop string)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="random seed, 0 or more and below 2^62; the samples of a prompt use seed, seed + 1, "
-        "... (default: 0)",
-    )
-    add(
-        "--batch_size",
-        type=int,
-        help="maximum number of sequences to generate together, 1 or more (default: "
-        f"{DEFAULT_BATCH_SIZE})",
-    )
-    add(
-        "--interactive",
-        action="store_true",
-        help="read prompts from the terminal, one at a time",
-    )
-    add(
-        "--serve",
-        action="store_true",
-        help="serve a web page where you can enter prompts (needs the packages fastapi and "
-        "uvicorn)",
-    )
-    add(
-        "--host",
-        help="address that --serve listens on; the default can only be reached from this machine "
-        f"(default: {DEFAULT_HOST})",
-    )
-    add(
-        "--port",
-        type=int,
-        help="port that --serve listens on, 0 to 65535; 0 chooses a free port (default: "
-        f"{DEFAULT_PORT})",
-    )
-    add(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="device to run on; auto uses the GPU if there is one",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
-    )
-    add(
-        "--compile",
-        choices=("auto", "True", "False"),
-        default="auto",
-        help="capture the decoding step as a CUDA graph on a GPU, or compile it with "
-        "torch.compile on a CPU, which takes seconds; auto does so on a GPU, and on a CPU if "
-        f"{machine.MIN_STEPS_TO_COMPILE:,} tokens or more are to be generated one after the other",
-    )
-    return parser.parse_args()
 
 
-def check(args: argparse.Namespace) -> Sampling:
-    """Check the options, and return those that say how a token is sampled.
+@dataclass(frozen=True)
+class Page:
+    """The web page"""
 
-    Line breaks take the place of \\n in args.stop, and options that only some modes take get their
-    defaults.
+    serve: bool = option(
+        False,
+        "serve a web page where you can enter prompts (needs the packages fastapi and uvicorn)",
+    )
+    host: str = option(
+        "127.0.0.1",
+        "address that the page is served on; the default can only be reached from this machine",
+        counts_with=("serve", True),
+    )
+    port: int = option(
+        8000,
+        "port that the page is served on; 0 chooses a free port",
+        low=0,
+        high=2**16 - 1,
+        counts_with=("serve", True),
+    )
+
+
+def read_options() -> SimpleNamespace:
+    """Return the options of the command line, with a line break for each \\n in `stop`.
 
     Raises:
-        ValueError: an option is out of range, or contradicts another one
+        ValueError: an option contradicts another one
     """
-    check_mode(args)
-    if args.batch_size is None:
-        args.batch_size = DEFAULT_BATCH_SIZE
-    if args.host is None:
-        args.host = DEFAULT_HOST
-    if args.port is None:
-        args.port = DEFAULT_PORT
-    for name in ("num_samples", "batch_size", "max_new_tokens"):
-        value = getattr(args, name)
-        if value < 1:
-            raise ValueError(f"--{name}={value}: give 1 or more")
-    if not 0 <= args.seed < 2**62:
-        raise ValueError(f"--seed={args.seed}: give 0 or more, below 2^62")
-    if not 0 <= args.port < 2**16:
-        raise ValueError(f"--port={args.port}: give a port from 1 to 65535, or 0 for any free port")
+    args = read_command_line(__doc__, Model, Options, Choice, Page)
+    if args.serve and args.prompt:
+        raise ValueError("--serve and --prompt exclude each other; give only one of them")
     if "" in args.stop:
         raise ValueError("--stop is an empty string: give one character or more, or omit --stop")
     args.stop = [text.replace("\\n", "\n") for text in args.stop]
-    return Sampling(
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-    )
-
-
-def check_mode(args: argparse.Namespace) -> None:
-    """Raise ValueError if --serve or --interactive contradicts another option."""
-    modes = (args.serve, args.interactive, bool(args.prompt))
-    if modes.count(True) > 1:
-        raise ValueError(
-            "--serve, --interactive and --prompt exclude each other; give only one of them"
-        )
-    if (args.serve or args.interactive) and args.num_samples > 1:
-        raise ValueError(
-            f"--num_samples={args.num_samples} has no effect with --serve and --interactive, "
-            "which generate one sample at a time; omit it"
-        )
-    if (args.serve or args.interactive) and args.batch_size is not None:
-        raise ValueError(
-            f"--batch_size={args.batch_size} has no effect with --serve and --interactive, which "
-            "generate one sample at a time; omit it"
-        )
-    for name in ("host", "port"):
-        value = getattr(args, name)
-        if value is not None and not args.serve:
-            raise ValueError(f"--{name}={value} has no effect without --serve; omit it")
-    if args.serve and args.compile == "True":
-        raise ValueError(
-            "--compile=True has no effect with --serve, which records statistics of the residual "
-            "stream for every token; omit it"
-        )
-    if args.interactive and len(args.stop) > 1:
-        raise ValueError("--interactive takes only one --stop; omit the others")
+    return args
 
 
 def make_decoder(
     model: GPT,
     device: torch.device,
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     batch_size: int,
     length: int,
     num_steps: int,
@@ -254,13 +178,13 @@ def make_decoder(
     Raises:
         ValueError: --compile=True without a C++ compiler
     """
-    if args.compile == "True" and not machine.can_compile(device.type):
+    if args.compile is True and not machine.can_compile(device.type):
         raise ValueError(
             "--compile=True needs a C++ compiler and Python's header files; install them, or give "
             "--compile=False"
         )
-    compiled = args.compile == "True"
-    if args.compile == "auto":
+    compiled = args.compile
+    if compiled == "auto":
         compiled = machine.compiled_decoding_pays(device.type, num_steps)
     return Decoder(
         model,
@@ -280,7 +204,7 @@ def sample(
     model: GPT,
     tokenizer: Tokenizer,
     prompts: list[str],
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     sampling: Sampling,
     device: torch.device,
 ) -> None:
@@ -359,18 +283,18 @@ def print_samples(prompts: list[str], pieces: Iterable[Piece]) -> int:
 
 def main() -> None:
     errors.end_quietly_on_closed_pipe()
-    args = parse_arguments()
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
-        sampling = check(args)
+        args = read_options()
+        sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
         device = pick_device(args.device)
-        prompts = [files.read_text_argument(argument) for argument in args.prompt or [""]]
+        prompts = [files.read_text_argument(text) for text in args.prompt or [""]]
         model, tokenizer, state = load_model(args.run, device)
         if state.get("corpus", {}).get("labels"):
             for prompt in prompts:
                 encode_prompt(tokenizer, prompt)  # an error in a prompt comes before the note
             print(LABELS_NOTE, file=sys.stderr)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # --serve and --interactive have one prompt and one sample
+            # --serve has one prompt and one sample
             batch_size = min(len(prompts) * args.num_samples, args.batch_size)
             torch.set_num_threads(choose_num_threads(model.num_parameters(), batch_size))
         kernels.use(model, "auto", device)
@@ -379,38 +303,23 @@ def main() -> None:
         if use_bfloat16:
             round_matrices(model)
         with torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16):
-            # imported here, because other uses do without these packages
-            if args.serve:
-                from serving.app import serve
-
-                serve(
-                    model,
-                    tokenizer,
-                    state,
-                    host=args.host,
-                    port=args.port,
-                    sampling=sampling,
-                    max_new_tokens=args.max_new_tokens,
-                    stop=args.stop,
-                    first_seed=args.seed,
-                )
-            elif args.interactive:
-                from serving.terminal import Settings, converse
-
-                block_size = model.config.block_size
-                # how many prompts follow is not known, so that auto does not compile on a CPU
-                decoder = make_decoder(
-                    model, device, args, batch_size=1, length=block_size, num_steps=0
-                )
-                settings = Settings(
-                    **vars(sampling),
-                    max_new_tokens=args.max_new_tokens,
-                    seed=args.seed,
-                    stop=args.stop[0] if args.stop else None,
-                )
-                converse(decoder, tokenizer, settings)
-            else:
+            if not args.serve:
                 sample(model, tokenizer, prompts, args, sampling, device)
+                return
+            # imported here, because other uses do without its packages
+            from serving.app import serve
+
+            serve(
+                model,
+                tokenizer,
+                state,
+                host=args.host,
+                port=args.port,
+                sampling=sampling,
+                max_new_tokens=args.max_new_tokens,
+                stop=args.stop,
+                first_seed=args.seed,
+            )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Existing shards in llm.c's formats become a corpus: data/fineweb_edu/prepare.py --pretokenized."""
 
-import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from data import hub, library_tokenizer, shards, tokenizer
 from data.preparation import (
     PreparationOptions,
-    check_tokenizer_options,
     count_text,
     describe_format,
     is_own_tokenizer,
@@ -25,7 +24,7 @@ UNUSED_OPTIONS = (
 )
 
 
-def adopt(args: argparse.Namespace) -> None:
+def adopt(args: SimpleNamespace) -> None:
     """Make existing shards in llm.c's formats the corpus in args.out.
 
     The shards of a folder are linked, and those of a repository of the Hub are downloaded. Their
@@ -38,9 +37,8 @@ def adopt(args: argparse.Namespace) -> None:
     folder = Path(args.pretokenized)
     is_local = folder.is_dir()
     for name in UNUSED_OPTIONS:
-        if getattr(args, name) != getattr(PreparationOptions, name, None):
+        if getattr(args, name) != getattr(PreparationOptions, name, ()):
             raise ValueError(f"--{name} has no effect on --pretokenized; omit it")
-    check_tokenizer_options(args)
     if is_local:
         hub.check_unused(args, "a folder of shards")
     if args.tokenizer in ("bpe", "bytes"):
@@ -91,7 +89,7 @@ class AdoptedShards(NamedTuple):
 
 
 def link_shards(
-    args: argparse.Namespace, folder: Path, encoding: Tokenizer, sha256_of: dict[str, str]
+    args: SimpleNamespace, folder: Path, encoding: Tokenizer, sha256_of: dict[str, str]
 ) -> AdoptedShards:
     """Read all shards of a folder, and link them into args.out, unless they are there already.
 

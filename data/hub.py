@@ -5,7 +5,6 @@ huggingface_hub resumes interrupted downloads and checks their sizes. It repeats
 may be temporary is retried here, for up to --retry_minutes.
 """
 
-import argparse
 import functools
 import http.client
 import logging
@@ -17,11 +16,12 @@ import urllib.error
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple, TypeVar
 
 from tqdm import tqdm
 
+from configurator import option
 from data import shards
 from data.sources import (
     READERS,
@@ -37,7 +37,6 @@ from data.sources import (
     list_folder,
     read_table,
 )
-from model.options import option
 from utils import errors
 
 FIRST_PAUSE = 1.0  # seconds
@@ -135,12 +134,6 @@ def retry(action: Callable[[], Result], subject: str, retry_minutes: float | Non
         pause = min(2 * pause, MAX_PAUSE)
 
 
-def check_retry_minutes(retry_minutes: float | None) -> None:
-    """Raise ValueError if the number of minutes is negative or not a number."""
-    if retry_minutes is not None and not retry_minutes >= 0:
-        raise ValueError(f"--retry_minutes={retry_minutes:g}: give 0 or more")
-
-
 # ---- options ----
 
 
@@ -162,17 +155,18 @@ class HubOptions:
     )
 
 
-def add_source_option(parser: argparse.ArgumentParser) -> None:
-    """Add --source, for a corpus that can also be read from local files."""
-    parser.add_argument(
-        "--source",
-        nargs="+",
-        help="read these local files instead of the Hugging Face Hub: paths, glob patterns or "
-        "folders (default: read from the Hub)",
+@dataclass(frozen=True)
+class SourceOptions:
+    """Options of a corpus that can also be read from local files."""
+
+    source: tuple[str, ...] = option(
+        (),
+        "read these local files instead of the Hugging Face Hub: paths, glob patterns or folders "
+        "(default: read from the Hub)",
     )
 
 
-def check_unused(args: argparse.Namespace, source: str) -> None:
+def check_unused(args: SimpleNamespace, source: str) -> None:
     """Raise ValueError if an option is given that only a source on the Hub has a use for.
 
     Args:
@@ -187,7 +181,7 @@ def check_unused(args: argparse.Namespace, source: str) -> None:
 
 
 def choose_source(
-    args: argparse.Namespace, name: str | None = None, **dataset_fields: object
+    args: SimpleNamespace, name: str | None = None, **dataset_fields: object
 ) -> "Files | HubDataset":
     """Return the source that the options name: local files, or a dataset.
 
@@ -197,7 +191,7 @@ def choose_source(
     """
     if getattr(args, "source", None):
         check_unused(args, "--source")
-        return Files(args.source, args.column)
+        return Files(list(args.source), args.column)
     if args.revision is not None and Path(args.repository).is_dir():
         raise ValueError(
             f"--revision={args.revision} has no effect on the local folder {args.repository}; check "

@@ -7,7 +7,6 @@ the same bytes as those of an uninterrupted one, whatever the number of threads.
 written last: a folder with the first file and without the second is not a complete corpus.
 """
 
-import argparse
 import dataclasses
 import errno
 import itertools
@@ -19,17 +18,17 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from configurator import option, read_command_line
 from data import hub, library_tokenizer, shards, tokenizer
 from data.library_tokenizer import TokenizerFiles
-from data.options import OptionParser
 from data.sources import Batch, PermanentSourceError, Source
 from data.tokenizer_base import Tokenizer
-from model.options import collect_options, option
 from utils import errors, machine, units
 
 # values of --tokenizer; any other one names a tokenizer.json
@@ -58,6 +57,11 @@ DOWNLOADS = ".hub_downloads"
 # ---- options ----
 
 
+def is_own_tokenizer(name: str) -> bool:
+    """Return whether --tokenizer names a tokenizer.json."""
+    return name not in (*BUILT_IN_TOKENIZERS, *TASK_TOKENIZERS)
+
+
 @dataclass(frozen=True)
 class PreparationOptions:
     """Options that the scripts of all corpora share."""
@@ -75,17 +79,20 @@ class PreparationOptions:
         None,
         "end-of-text token of your own tokenizer, such as </s> (default: eos_token of its "
         "tokenizer_config.json or special_tokens_map.json)",
+        counts_with=("tokenizer", is_own_tokenizer),
     )
     vocab_size: int = option(
         4096,
         "vocabulary size of --tokenizer=bpe, including the end-of-text token",
         low=257,
         high=shards.MAX_UINT16_VOCAB,
+        counts_with=("tokenizer", "bpe"),
     )
     tokenizer_bytes: int = option(
         100_000_000,
         "train --tokenizer=bpe on about this many bytes of the corpus, or on all if it has fewer",
         low=1,
+        counts_with=("tokenizer", "bpe"),
     )
     shard_tokens: int = option(
         100_000_000,
@@ -110,6 +117,10 @@ class PreparationOptions:
         f"{hub.RETRY_MINUTES:g})",
         low=0,
     )
+    out: str | None = option(
+        None,
+        "output folder for the token shards and meta.json (default: the folder of the script)",
+    )
     overwrite: bool = option(
         False,
         "if the output folder holds shards that were prepared with other options, delete them and "
@@ -121,29 +132,25 @@ class PreparationOptions:
     )
 
 
-def make_parser(
+def read_options(
     doc: str,
     folder: Path,
     *option_classes: type,
     fixed: dict[str, object] | None = None,
-) -> OptionParser:
-    """Return the parser of a script.
+    argv: list[str] | None = None,
+) -> SimpleNamespace:
+    """Return the options of a script, which its command line gives.
 
     Args:
         doc: the script's docstring, which --help prints
         folder: default output folder, a folder of data/
         option_classes: dataclasses whose fields are the options of the script
         fixed: values of options that the script does not have
+        argv: the command line; by default that of the process
     """
-    parser = OptionParser(doc, collect_options(*option_classes), fixed)
-    parser.set_defaults(fixed=frozenset(fixed or {}))  # names of options that it does not have
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=folder,
-        help=f"output folder for the token shards and meta.json (default: data/{folder.name})",
-    )
-    return parser
+    args = read_command_line(doc, *option_classes, fixed=fixed, argv=argv)
+    args.out = Path(args.out or folder)
+    return args
 
 
 # ---- the plan and the record of a preparation ----
@@ -182,7 +189,7 @@ class ShardRecord:
 class Preparation:
     """The preparation of one folder: what is asked for, and the shards that are complete."""
 
-    args: argparse.Namespace
+    args: SimpleNamespace
     name: str
     plan: list[Stage]
 
@@ -232,9 +239,7 @@ def count_text(counts: np.ndarray, encoding: Tokenizer) -> dict[str, int]:
 # ---- preparation ----
 
 
-def prepare(
-    args: argparse.Namespace, name: str, plan: list[Stage], extra: dict | None = None
-) -> None:
+def prepare(args: SimpleNamespace, name: str, plan: list[Stage], extra: dict | None = None) -> None:
     """Prepare the shards `<name>_<split>_<number>.bin` in args.out, or resume preparing them.
 
     Args:
@@ -247,7 +252,6 @@ def prepare(
     if args.verify:
         shards.verify(args.out, args.workers)
         return
-    check_tokenizer_options(args)
     val_tokens = plan[0].num_tokens
     if val_tokens and args.max_tokens and args.max_tokens <= val_tokens:
         raise ValueError(
@@ -640,7 +644,7 @@ def finish(job: Preparation, extra: dict) -> None:
     for split, use in (("train", "training"), ("val", "validation")):
         if split in splits:
             continue
-        if "val_tokens" in job.args.fixed or job.args.max_tokens:
+        if job.args.val_tokens is None or job.args.max_tokens:
             raise ValueError(
                 f"{job.num_tokens:,} tokens leave nothing for {use}; give a larger --max_tokens"
             )
@@ -660,28 +664,6 @@ def finish(job: Preparation, extra: dict) -> None:
     for source in job.sources:
         for line in source.describe_skipped():
             print(line)
-
-
-def is_own_tokenizer(name: str) -> bool:
-    """Return whether --tokenizer names a tokenizer.json."""
-    return name not in (*BUILT_IN_TOKENIZERS, *TASK_TOKENIZERS)
-
-
-def check_tokenizer_options(args: argparse.Namespace) -> None:
-    """Raise ValueError if an option of other tokenizers is given."""
-    for name in ("vocab_size", "tokenizer_bytes"):
-        value = getattr(args, name)
-        is_given = name not in args.fixed and value != getattr(PreparationOptions, name)
-        if is_given and args.tokenizer != "bpe":
-            raise ValueError(
-                f"--{name}={value} has no effect with --tokenizer={args.tokenizer}; add "
-                "--tokenizer=bpe, or omit it"
-            )
-    if args.eot_token is not None and not is_own_tokenizer(args.tokenizer):
-        raise ValueError(
-            f"--eot_token={args.eot_token} has no effect with --tokenizer={args.tokenizer}; omit "
-            "one of them"
-        )
 
 
 def describe_format(shard_format: shards.ShardFormat) -> dict[str, str]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from configurator import collect_options, option
 from data import preparation
 from data.preparation import PreparationOptions, Stage
 from data.shards import MAX_UINT16_VOCAB
 from data.sources import ROWS, Batch, Source
-from model.options import collect_options, option
 from utils import errors
 
 # one of every 8 possible sequences is for validation, chosen by a hash of its ids
@@ -211,10 +211,9 @@ def main(doc: str, script: str, task_class: type[Task]) -> None:
         "vocab_size": None,
         "retry_minutes": None,
     }
-    parser = preparation.make_parser(
+    args = preparation.read_options(
         doc, Path(script).parent, PreparationOptions, CorpusOptions, task_class, fixed=fixed
     )
-    args = parser.parse_args()
     with errors.one_line_errors():
         task = task_class(**{name: getattr(args, name) for name in collect_options(task_class)})
         task.check()

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 
 import configurator
+from configurator import collect_options
 from data.shards import is_same_corpus
 from model import model_class
 from model.gpt import GPTConfig
-from model.options import collect_options
 from training import resume
 from training.config import TrainConfig
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from data import hub
-from data.hub import RetriesExhausted, check_retry_minutes, retry
+from data.hub import RetriesExhausted, retry
 from training import distributed
 from training.distributed import World
 from utils import errors, machine
@@ -149,7 +149,6 @@ def load_all(
     Raises:
         ValueError: there is no such task or folder, or lm-eval is not installed
     """
-    check_retry_minutes(retry_minutes)
     is_hub_missing = go_offline_without_a_hub()
     # a download may take longer than the timeout of the usual group
     group = distributed.patient_group() if world.world_size > 1 else None

@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 
+from configurator import collect_options
 from model import check_settings, every_config, model_class, weights
 from model.gpt import GPT
-from model.options import collect_options
 from model.residual import fold_channel_conv
 from utils import errors, files
 

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from configurator import option
 from model.block import Block, Past
 from model.gpt import GPT
 from model.hyper_connections import StreamsConfig
 from model.layers import at_least_fp32, for_product, linear_fp32
-from model.options import option
 from model.parameters import FIXED, HIDDEN, OUTPUT, Rule, constant, linear, normal
 from model.residual import Repeat
 

@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import nn
 
+from configurator import option
 from model.block import Add, Past, WritingBlock
 from model.gpt import GPT, GPTConfig
 from model.layers import at_least_fp32, linear_fp32
-from model.options import option
 from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 
 
@@ -29,15 +29,8 @@ class LAuReLConfig(GPTConfig):
         16,
         "rank of the low-rank map of laurel_form=lr",
         low=1,
+        counts_with=("laurel_form", "lr"),
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.laurel_form == "rw" and self.laurel_rank != LAuReLConfig.laurel_rank:
-            raise ValueError(
-                f"laurel_rank={self.laurel_rank} has no effect with laurel_form=rw; omit one of "
-                "them"
-            )
 
 
 class LAuReLWrite(Add):

@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import nn
 
+from configurator import option
 from model.block import Add, Block, Copies, Direct, First, Past
 from model.gpt import GPT, GPTConfig
 from model.layers import AttentionInputs, Positions, at_least_fp32, for_product
-from model.options import option
 from model.parameters import Rule, constant
 
 
@@ -35,6 +35,7 @@ class LambdasConfig(GPTConfig):
         False,
         "multiply the input of each block by a learned scalar, x = a x, that starts at a = 1, "
         "without the token embedding; a control for lambda_input, which also has this scalar",
+        counts_with=("lambda_input", False),
     )
     lambda_values: Literal["none", "layer", "head"] = option(
         "layer",
@@ -55,12 +56,6 @@ class LambdasConfig(GPTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.lambda_gain and self.lambda_input:
-            raise ValueError(
-                "lambda_gain=True has no effect with lambda_input=True, which multiplies the input "
-                "of each block by the same learned scalar; add --lambda_input=False or omit "
-                "lambda_gain"
-            )
         has_lambda = (
             self.lambda_input
             or self.lambda_gain

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.options import Option, collect_options
+from configurator import Option, check_effects, collect_options
 from utils import errors
 
 if TYPE_CHECKING:
@@ -165,7 +165,9 @@ def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "
     """
     variant = model_class(name)
     if config is None:
-        config = variant.Config(**check_settings(settings, collect_options(variant.Config)))
+        options = collect_options(variant.Config)
+        config = variant.Config(**check_settings(settings, options))
+        check_effects(vars(config), options, settings)
     model = variant(config)
     # its own __init__ may have changed parameters after they were initialized
     model.check_initialized()

@@ -13,10 +13,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from configurator import option
 from model.block import Add, Block, Copies, First, Past
 from model.gpt import GPTConfig
 from model.layers import at_least_fp32
-from model.options import option
 from model.parameters import OUTPUT, Rule, constant
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from configurator import option
 from model.block import Block, Direct, Past, delay, get_past
 from model.gpt import GPT, GPTConfig
 from model.layers import (
@@ -22,7 +23,6 @@ from model.layers import (
     at_least_fp32,
     for_product,
 )
-from model.options import option
 from model.parameters import constant, normal
 from model.residual import Taps, TokenConvRead
 

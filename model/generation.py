@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from configurator import check_ranges, option
 from model.decoding import Decoder, pad_left
-from model.options import check_ranges, option
 
 if TYPE_CHECKING:
     from data.tokenizer_base import Tokenizer

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from configurator import check_ranges, option
 from model import cost
 from model.block import Block, Direct, Site, Stream
 from model.decoding import Cache
@@ -30,7 +31,6 @@ from model.layers import (
     rope_tables,
 )
 from model.loss import linear_cross_entropy, scale_logits
-from model.options import check_ranges, option
 from model.parameters import (
     Rule,
     by_shape,

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from configurator import option
 from model.block import Block, Past
 from model.gpt import GPTConfig
 from model.layers import LayerNorm, at_least_fp32, linear_fp32, name_operator
-from model.options import option
 from model.parameters import OUTPUT, Rule, constant, linear, normal, one_hot
 
 
@@ -80,12 +80,14 @@ class ManifoldConfig(StreamsConfig):
         20,
         "number of Sinkhorn-Knopp iterations, each of which normalizes the rows and the columns",
         low=1,
+        counts_with=("mhc_mix", "sinkhorn"),
     )
     mhc_rows_last: bool = option(
         True,
         "normalize the rows of the mixing matrix last, so that the weights into each stream sum "
         "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
         "each stream sum to 1",
+        counts_with=("mhc_mix", "sinkhorn"),
     )
     mhc_read_eps: float = option(
         0.0,
@@ -178,14 +180,6 @@ class ManifoldConfig(StreamsConfig):
                 "mhc_bias_init=zeros with mhc_mix=orthogonal would normalize quaternions of zeros; "
                 "omit mhc_bias_init"
             )
-        if self.mhc_mix == "sinkhorn":
-            return
-        for key in ("mhc_iterations", "mhc_rows_last"):
-            if getattr(self, key) != getattr(ManifoldConfig, key):
-                raise ValueError(
-                    f"{key}={getattr(self, key)} has no effect with mhc_mix={self.mhc_mix}; omit "
-                    "one of them"
-                )
 
     @property
     def mix_logits(self) -> int:

@@ -11,11 +11,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from configurator import option
 from model.block import Past, WritingBlock
 from model.gpt import GPTConfig
 from model.layers import LayerNorm, at_least_fp32, for_product
-from model.options import option
 from model.parameters import HIDDEN, Rule, constant, linear, normal
+
+
+def arm_has_beta(arm: str) -> bool:
+    """Return whether updates of an arm have the gate beta and the erase (the DDL of the paper)."""
+    return arm in ("full", "full_post", "ddl", "ddl_post")
 
 
 @dataclass
@@ -34,32 +39,25 @@ class MGTConfig(GPTConfig):
     mgt_lambda: float = option(
         1.0,
         "scale lambda of the gate beta = lambda * tanh(X W + b) + epsilon",
+        counts_with=("mgt_arm", arm_has_beta),
     )
     mgt_epsilon: float = option(
         0.0,
         "offset epsilon of the gate beta = lambda * tanh(X W + b) + epsilon",
+        counts_with=("mgt_arm", arm_has_beta),
     )
     mgt_alpha_init: float = option(
         0.0,
         "initial value of the learned erase coefficient alpha in X' = X + beta (V - alpha X)",
         only_initializes=True,
+        counts_with=("mgt_arm", arm_has_beta),
     )
     mgt_beta_bias_init: float = option(
         1.0,
         "initial bias b of the gate beta; with 1, beta starts near tanh(1) = 0.76",
         only_initializes=True,
+        counts_with=("mgt_arm", arm_has_beta),
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.has_beta:
-            return
-        for key in ("mgt_lambda", "mgt_epsilon", "mgt_alpha_init", "mgt_beta_bias_init"):
-            if getattr(self, key) != getattr(MGTConfig, key):
-                raise ValueError(
-                    f"{key}={getattr(self, key)} has no effect with mgt_arm={self.mgt_arm}; omit "
-                    "it, or use an arm with the gate beta: full, ddl, full_post or ddl_post"
-                )
 
     @property
     def has_gate(self) -> bool:
@@ -68,8 +66,8 @@ class MGTConfig(GPTConfig):
 
     @property
     def has_beta(self) -> bool:
-        """Return whether updates have the gate beta and the erase (the DDL of the paper)."""
-        return self.mgt_arm in ("full", "full_post", "ddl", "ddl_post")
+        """Return whether updates have the gate beta and the erase."""
+        return arm_has_beta(self.mgt_arm)
 
     @property
     def post_norm(self) -> bool:

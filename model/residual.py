@@ -27,11 +27,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from configurator import option
 from model.block import Block, Past, delay_each, fold_once
 from model.gpt import GPTConfig
 from model.layers import at_least_fp32, for_product, linear_fp32
-from model.options import option
 from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal, one_hot
+
+
+def writes_computed_value(v_constant: bool, update: str) -> bool:
+    """Return whether the write value v is computed, from the state or from the sublayer output."""
+    return not v_constant and update != "erase_only"
+
+
+def projects_value(delta_map: str, v_constant: bool, update: str) -> bool:
+    """Return whether a linear layer computes the write value v from `ddl_v_input`."""
+    return delta_map == "k" and writes_computed_value(v_constant, update)
 
 
 @dataclass
@@ -69,6 +79,7 @@ class DeltaConfig(GPTConfig):
         "gate of the erase; shared uses the gate beta for the erase and for the write; own gives "
         "the erase a gate of the same form with parameters of its own, which start equal to those "
         "of beta, X' = X + k (beta v^T - beta_erase k^T X)",
+        counts_with=("ddl_update", "delta"),
     )
     ddl_beta_input: Literal["context", "residual", "mean", "flat"] = option(
         "context",
@@ -89,7 +100,7 @@ class DeltaConfig(GPTConfig):
     ddl_v_sigmoid: bool = option(
         True,
         "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it",
-        counts_with=("ddl_v_constant", False),
+        counts_with=(("ddl_v_constant", "ddl_update"), writes_computed_value),
     )
     ddl_v_sigmoid_scale: float = option(
         4.0,
@@ -99,6 +110,7 @@ class DeltaConfig(GPTConfig):
     ddl_v_constant: bool = option(
         False,
         "write the constant ddl_v_constant_value instead of a learned write value v",
+        counts_with=("ddl_update", lambda update: update != "erase_only"),
     )
     ddl_v_constant_value: float = option(
         2.0,
@@ -109,10 +121,12 @@ class DeltaConfig(GPTConfig):
         "residual",
         "input of the linear layer for the write value v in the k-Map; residual is the compressed "
         "state x_in, context is the normalized context c",
+        counts_with=(("ddl_map", "ddl_v_constant", "ddl_update"), projects_value),
     )
     ddl_v_bias: bool = option(
         True,
         "add a bias to the linear layer for the write value v",
+        counts_with=(("ddl_v_constant", "ddl_update"), writes_computed_value),
     )
     ddl_map: Literal["k", "v"] = option(
         "k",
@@ -131,6 +145,7 @@ class DeltaConfig(GPTConfig):
         "input of the MLP for the direction k in the v-Map; read is the compressed state x_in, or "
         "the normalized context c if d_v = 1; mean is the mean of X over the value channels; flat "
         "is X flattened to one vector",
+        counts_with=("ddl_k_branch", "mlp"),
     )
     ddl_k_hidden_size: int = option(
         128,
@@ -147,11 +162,6 @@ class DeltaConfig(GPTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.ddl_k_branch == "attention" and self.ddl_map != "v":
-            raise ValueError(
-                "ddl_k_branch=attention has no effect with ddl_map=k, where the direction k is the "
-                "sublayer output; add --ddl_map=v or omit ddl_k_branch"
-            )
         if self.ddl_k_branch == "attention" and self.ddl_value_channels == 1:
             raise ValueError(
                 "ddl_k_branch=attention attends over the value channels, but ddl_value_channels "
@@ -162,58 +172,11 @@ class DeltaConfig(GPTConfig):
                 "ddl_v_constant=True with ddl_map=v leaves the sublayer outputs unused; omit one "
                 "of them"
             )
-        if self.ddl_k_input != "read" and self.ddl_map != "v":
-            raise ValueError(
-                f"ddl_k_input={self.ddl_k_input} has no effect with ddl_map=k, where the direction "
-                "k is the sublayer output; add --ddl_map=v or omit ddl_k_input"
-            )
-        if self.ddl_k_input != "read" and self.ddl_k_branch == "attention":
-            raise ValueError(
-                f"ddl_k_input={self.ddl_k_input} has no effect with ddl_k_branch=attention, which "
-                "attends over X; omit one of them"
-            )
-        if not self.ddl_v_bias and self.ddl_v_constant:
-            raise ValueError(
-                "ddl_v_bias=False has no effect with ddl_v_constant=True; omit one of them"
-            )
-        if self.ddl_v_input == "context" and self.ddl_v_constant:
-            raise ValueError(
-                "ddl_v_input=context has no effect with ddl_v_constant=True; omit one of them"
-            )
-        if self.ddl_erase_gate == "own" and self.ddl_update != "delta":
-            raise ValueError(
-                f"ddl_erase_gate=own has no effect with ddl_update={self.ddl_update}, which has one "
-                "gate; use --ddl_update=delta or omit ddl_erase_gate"
-            )
-        if self.ddl_update == "erase_only":
-            self.check_erase_only()
-        if self.ddl_v_input == "context" and self.ddl_map == "v":
-            raise ValueError(
-                "ddl_v_input=context has no effect with ddl_map=v, which computes the write value "
-                "v from the sublayer output; omit one of them"
-            )
-
-    def check_erase_only(self) -> None:
-        """Raise ValueError if a key is set that erase_only, which writes no value, does not use."""
-        if self.ddl_map == "v":
+        if self.ddl_map == "v" and self.ddl_update == "erase_only":
             raise ValueError(
                 "ddl_update=erase_only with ddl_map=v leaves the sublayer outputs unused, from which "
                 "the v-Map computes the write value v; omit one of them"
             )
-        value_keys = (
-            "ddl_v_sigmoid",
-            "ddl_v_sigmoid_scale",
-            "ddl_v_constant",
-            "ddl_v_constant_value",
-            "ddl_v_input",
-            "ddl_v_bias",
-        )
-        for key in value_keys:
-            if getattr(self, key) != getattr(DeltaConfig, key):
-                raise ValueError(
-                    f"{key}={getattr(self, key)} has no effect with ddl_update=erase_only, which "
-                    "writes no value v; omit one of them"
-                )
 
     @property
     def erases(self) -> bool:
@@ -345,15 +308,8 @@ class ChannelConvConfig(ExpandedConfig):
     ddl_state_dv_shortconv_causal: bool = option(
         False,
         "make the convolution over value channels causal",
+        counts_with=("ddl_cc_read", "pair"),
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.ddl_cc_read == "folded" and self.ddl_state_dv_shortconv_causal:
-            raise ValueError(
-                "ddl_state_dv_shortconv_causal=True has no effect with ddl_cc_read=folded, which "
-                "has no convolution; use --ddl_cc_read=pair or omit the key"
-            )
 
 
 @dataclass

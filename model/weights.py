@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from configurator import collect_options
 from model import build, check_settings, model_class
 from model.layers import at_least_fp32
-from model.options import collect_options
 from model.parameters import find_aliases
 from utils import files
 

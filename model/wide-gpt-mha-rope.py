@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from configurator import option
 from model.block import Past, WritingBlock
 from model.gpt import GPT
-from model.options import option
 from model.parameters import Rule
 from model.residual import ChannelConvRead, Repeat, TokenConvRead, ValueChannelsConfig
 

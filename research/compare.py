@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from model.options import collect_options
+from configurator import collect_options
 from research.runs import Run
 from training.config import TrainConfig
 from utils import errors

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 import torch
 
 import configurator
-from model.options import Option, check_ranges, collect_options, option
+from configurator import Option, check_ranges, collect_options, option
 from research import compare, plots, runs, tables, tuning
 from training import checkpoint, metrics, resume, stopping
 from training.provenance import store_figures
@@ -168,8 +168,7 @@ def read_arguments(argv: list[str]) -> SweepArguments:
                 f"--{key} is set by sweep.py for every cell: omit it; --out=FOLDER is the sweep's "
                 "folder"
             )
-        # the tags of one run are separated by commas
-        if key != "wandb_tags" and ("," in text or RANGE.fullmatch(text)):
+        if "," in text or RANGE.fullmatch(text):
             swept[key] = expand_values(key, text)
         else:
             fixed[key] = text

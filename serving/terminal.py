@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 
 import configurator
+from configurator import collect_options, option
 from data.tokenizer import Tokenizer, encode_prompt
 from model.decoding import Decoder
 from model.generation import Sampling, generate_text, note_truncation
-from model.options import collect_options, option
 
 HELP = """Type a prompt, and the model continues it. End a line with \\ to continue on the next line.
 An empty line continues the last text. Ctrl+C ends a text; Ctrl+D or /quit ends the program.

@@ -24,8 +24,8 @@ from in_process import restore_signals
 from models import TINY
 
 import model
+from configurator import option
 from data import shards, tokenizer
-from model.options import option
 
 # Without a GPU the tests of the kernels run under Triton's interpreter. It must be chosen before
 # triton is imported. Scripts use the plain operations on a CPU all the same, unless `kernels=on` is

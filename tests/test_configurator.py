@@ -14,8 +14,8 @@ import pytest
 from helpers import ROOT
 
 import configurator
+from configurator import Option, check_ranges, collect_options, option
 from model import MODEL_NAMES, check_settings, model_class
-from model.options import Option, check_ranges, collect_options, option
 from training.config import TrainConfig
 from training.settings import every_option
 from utils import errors, files

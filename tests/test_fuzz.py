@@ -7,8 +7,8 @@ from helpers import one_line_error, small_run
 from in_process import call
 from models import PAPER
 
+from configurator import collect_options
 from model import model_class
-from model.options import collect_options
 from training.config import TrainConfig
 
 WILD_VALUES = [

@@ -192,10 +192,11 @@ def test_mfu_counts_six_flops_per_parameter_and_attention(model):
 # ---- Weights & Biases ----
 
 
-def test_wandb_gets_the_group_and_the_tags(open_log, offline):
-    log = open_log(
-        wandb_log=True, wandb_entity="our-team", wandb_group="widths", wandb_tags="small, dv4,"
-    )
+def test_wandb_takes_the_rest_from_its_environment_variables(open_log, offline, monkeypatch):
+    monkeypatch.setenv("WANDB_ENTITY", "our-team")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "widths")
+    monkeypatch.setenv("WANDB_TAGS", "small,dv4")
+    log = open_log(wandb_log=True)
     assert log.wandb_run.entity == "our-team"
     assert log.wandb_run.group == "widths"
     assert log.wandb_run.tags == ("small", "dv4")

@@ -21,7 +21,7 @@ from helpers import ROOT, one_line_error, wait_for, write_parquet
 from in_process import call
 
 from data import preparation, shards, sources, tokenizer
-from data.preparation import PreparationOptions, encode_batch, make_parser, tokenize
+from data.preparation import PreparationOptions, encode_batch, read_options, tokenize
 from data.shards import Corpus, open_corpus
 from data.sources import Batch, Files, Texts
 from utils.units import format_bytes
@@ -69,7 +69,7 @@ def _small_batches(monkeypatch):
 def prepare(out: Path, plan, *options: str, name="x", extra=None) -> Corpus:
     """Prepare a corpus of bytes in shards of 300 tokens, unless options say otherwise."""
     arguments = ["--tokenizer=bytes", "--workers=2", "--shard_tokens=300", *options]
-    args = make_parser("", out, PreparationOptions).parse_args(arguments)
+    args = read_options("", out, PreparationOptions, argv=arguments)
     preparation.prepare(args, name, plan, extra)
     return open_corpus(str(out))
 

@@ -10,7 +10,7 @@ from pages import check_command, commands_of
 
 import configurator
 import model
-from model.options import collect_options
+from configurator import collect_options
 from training.config import TrainConfig
 from training.settings import configure, every_option
 

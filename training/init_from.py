@@ -5,16 +5,15 @@ decides the model variant and its keys; optimizer, step and data order start afr
 run is resumed, everything comes from its own checkpoint, and the folder may be gone.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
+from configurator import Option
 from data import tokenizer
 from huggingface import released
 from model import model_class, weights
 from model.gpt import GPT
-from model.options import Option
 from training import model_folder
-from utils import machine
 
 ADDITIVE = "gpt-mha-rope"
 # A config file's recipe may be applied to weights of any size.
@@ -49,40 +48,44 @@ def read_init_settings(folder: str, model: str | None = None) -> dict[str, objec
     return {"model": folder_model, **init_settings}
 
 
-def check_settings(
-    given_settings: dict[str, object],
-    init_settings: dict[str, object],
+def find_ignored_keys(
+    settings: dict[str, object],
+    trained: dict[str, object],
     options: dict[str, Option],
     typed_keys: Collection[str],
-    note: Callable[[str], object] = print,
-) -> dict[str, object]:
-    """Return the settings that a user gives, without those that the weights of a folder override.
+) -> list[str]:
+    """Return the keys that a user gives in vain, because the weights are already trained.
+
+    They are those that set initial values and, in a config file, the sizes of the model.
 
     Args:
-        init_settings: the settings that the folder decides; {} for a run with weights of its own
+        settings: those that the user gives
+        trained: the settings of the trained weights; {} for a run with weights of its own
         typed_keys: the keys that are on the command line, not in a config file
-
-    Raises:
-        ValueError: a key that the weights depend on contradicts the folder
     """
-    ignored = []
-    for name in sorted(given_settings.keys() & init_settings.keys()):
-        if given_settings[name] == init_settings[name] or (
-            name in options and options[name].changes_no_weight
-        ):
-            continue
-        is_size_in_file = name in SIZE_KEYS and name not in typed_keys
-        if name not in options or not (options[name].only_initializes or is_size_in_file):
+    return sorted(
+        name
+        for name in settings.keys() & trained.keys()
+        if settings[name] != trained[name]
+        and (options[name].only_initializes or (name in SIZE_KEYS and name not in typed_keys))
+    )
+
+
+def check_not_contradicted(
+    settings: dict[str, object], init_settings: dict[str, object], options: dict[str, Option]
+) -> None:
+    """Raise ValueError if a key on which the weights depend differs from the folder's.
+
+    Args:
+        settings: those that the user gives, without the ignored ones
+        init_settings: those that the folder decides; {} for a run with weights of its own
+    """
+    for name in sorted(settings.keys() & init_settings.keys()):
+        if settings[name] != init_settings[name] and not options[name].changes_no_weight:
             raise ValueError(
-                f"{name}={given_settings[name]!r}, but init_from={given_settings['init_from']} has "
+                f"{name}={settings[name]!r}, but init_from={settings['init_from']} has "
                 f"{init_settings[name]!r}; give --{name}={init_settings[name]}"
             )
-        ignored.append(name)
-    if ignored and machine.rank() == 0:
-        note(
-            f"note: init_from ignores {', '.join(ignored)}, because the weights are already trained"
-        )
-    return {name: value for name, value in given_settings.items() if name not in ignored}
 
 
 def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:

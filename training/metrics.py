@@ -182,9 +182,6 @@ def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: Tr
     try:
         wandb_run = wandb.init(
             project=config.wandb_project,
-            entity=config.wandb_entity,
-            group=config.wandb_group,
-            tags=split_tags(config.wandb_tags),
             name=config.wandb_run_name,
             dir=run_folder,
             id=state.wandb_id,
@@ -200,16 +197,6 @@ def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: Tr
     # curves over the steps of training, and not over the number of calls of `log`
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
-
-
-def split_tags(tags: str | None) -> list[str] | None:
-    """Split "one, two" into ["one", "two"].
-
-    Without any tag it returns None, with which a resumed run keeps the tags that it has.
-    """
-    if tags is None:
-        return None
-    return [tag.strip() for tag in tags.split(",") if tag.strip()] or None
 
 
 def flatten(record: dict) -> dict:

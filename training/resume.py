@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
+from configurator import collect_options
 from data.shards import is_same_corpus
 from model import model_class
-from model.options import Option, collect_options
 from training import checkpoint, optimizer
 from training.config import TrainConfig
 from training.provenance import compute_code_digest, current_model_digest
@@ -84,35 +84,11 @@ def saved_settings(state: dict) -> dict[str, object]:
     }
 
 
-def check_settings(
-    given_settings: dict[str, object], saved: dict[str, object], options: dict[str, Option]
-) -> dict[str, object]:
-    """Return the settings that a user gives to a resumed run, without those that have no effect.
-
-    Raises:
-        ValueError: a key is given that cannot be changed
-    """
-    if saved.get("init_from") is not None:
-        # as at the start of the run, these keys have no effect: the weights were not drawn
-        given_settings = {
-            name: value
-            for name, value in given_settings.items()
-            if name not in options or not options[name].only_initializes
-        }
-    location = given_settings["resume"]
-    if location == "auto":
-        location = f"the run in {given_settings['out_dir']}"
-    check_unchanged(
-        given_settings,
-        saved,
-        location=location,
-        alternative="start a new run with another --out_dir and without --resume",
-    )
-    return given_settings
-
-
 def check_unchanged(
-    settings: dict[str, object], saved: dict[str, object], location: Path | str, alternative: str
+    settings: dict[str, object],
+    saved: dict[str, object],
+    location: Path | str,
+    alternative: str = "start a new run with another --out_dir and without --resume",
 ) -> None:
     """Raise ValueError if settings differ from those of a saved run; the message lists all of them.
 

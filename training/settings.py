@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import configurator
+from configurator import Option, check_effects, collect_options
 from data.sequences import SequenceLayout
 from data.shards import find_folder, make_location_absolute, read_meta, read_vocab_size
 from model import MODEL_NAMES, every_config, model_class
 from model.gpt import GPTConfig
-from model.options import Option, check_effects, collect_options
 from model.residual import DeltaConfig
 from training import init_from, resume
 from training.config import Arguments, TrainConfig, check_run, read_arguments
@@ -42,64 +42,62 @@ def resolve(
         ValueError: a key or a value is wrong, or differs from the run that is resumed
     """
     from_file = arguments.from_file
-    from_command_line = arguments.from_command_line
+    typed = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
-    known_names = known_options(from_file, from_command_line)
+    known_names = known_options(from_file, typed)
     configurator.check_names(from_file, known_names)
-    configurator.check_names(from_command_line, known_names, prefix="--")
+    configurator.check_names(typed, known_names, prefix="--")
 
     # The keys of the run determine what is resumed, and that may determine the model.
     run_options = collect_options(TrainConfig)
-    given_settings = configurator.read_settings(from_file, from_command_line, run_options)
-    given_settings["out_dir"] = given_settings.get("out_dir") or default_out_dir(
-        arguments.file, given_settings
-    )
-    if resume.is_restarted_branch(given_settings.get("resume"), given_settings["out_dir"]):
-        given_settings["resume"] = "auto"
+    run_settings = configurator.read_settings(from_file, typed, run_options)
+    run_settings |= locate_run(arguments.file, run_settings)
     if saved_state is None:
-        saved_state = resume.read_saved_state(
-            given_settings.get("resume"), given_settings["out_dir"]
-        )
+        saved_state = resume.read_saved_state(run_settings["resume"], run_settings["out_dir"])
     saved = resume.saved_settings(saved_state)
     init_settings = {}
     # a resumed run no longer needs the folder
-    if given_settings.get("init_from") is not None and not saved:
+    if run_settings.get("init_from") is not None and not saved:
         init_settings = init_from.read_init_settings(
-            given_settings["init_from"], given_settings.get("model")
+            run_settings["init_from"], run_settings.get("model")
         )
-    model = {"model": TrainConfig.model, **init_settings, **saved, **given_settings}["model"]
+    model = {"model": TrainConfig.model, **init_settings, **saved, **run_settings}["model"]
 
     # Only now is a model's file imported, which may be a user's.
     model_config_class = model_class(model).Config
     model_options = collect_options(model_config_class)
     options = {**run_options, **model_options}
-    check_model_keys(model, run_options, model_options, from_command_line)
+    check_model_keys(model, run_options, model_options, typed)
     report_ignored_keys(model, arguments, options, note)
-    given_settings |= configurator.read_settings(from_file, from_command_line, model_options)
-    if saved:
-        given_settings = resume.check_settings(given_settings, saved, options)
-    else:
-        given_settings = init_from.check_settings(
-            given_settings, init_settings, options, from_command_line, note
-        )
+    given = {**run_settings, **configurator.read_settings(from_file, typed, model_options)}
+    # of a run that began with init_from, the trained weights decide in every restart
+    trained = saved if saved.get("init_from") is not None else init_settings
+    ignored_keys = init_from.find_ignored_keys(given, trained, options, typed)
+    if ignored_keys and not saved and machine.rank() == 0:
+        note(f"note: init_from ignores {', '.join(ignored_keys)}: the weights are already trained")
+    given = {key: value for key, value in given.items() if key not in ignored_keys}
 
     settings = {
         # lowest precedence first; a key that is in none of these has its default
-        **({} if saved else corpus_defaults(given_settings)),
+        **({} if saved else corpus_defaults(given)),
         **init_settings,
         **{key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL},
-        **given_settings,  # of the config file and, above it, of the command line
+        **given,  # of the config file and, above it, of the command line
     }
     if "dataset" in settings:
         # the run may be resumed or evaluated from another working directory
         settings["dataset"] = make_location_absolute(settings["dataset"])
+
+    if saved:
+        resume.check_unchanged(given, saved, describe_location(given))
+    init_from.check_not_contradicted(given, init_settings, options)
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
     model_config = model_config_class(
         **{key: settings[key] for key in settings if key in model_options}
     )
-    # only keys that were typed: a config file may hold keys for several variants
-    check_effects(from_command_line, {**vars(config), **vars(model_config)}, options)
+    changed_keys = [key for key in from_file if key in given and given[key] != options[key].default]
+    check_effects({**vars(config), **vars(model_config)}, options, typed, changed_keys)
     return Settings(config, model_config, saved_state)
 
 
@@ -134,6 +132,26 @@ def known_options(from_file: dict, from_command_line: dict[str, str]) -> dict[st
 def every_option() -> dict[str, Option]:
     """Return the options of the run and of every model whose file can be imported."""
     return collect_options(TrainConfig, *every_config())
+
+
+def locate_run(config_file: Path | None, run_settings: dict) -> dict[str, str | None]:
+    """Return the values of `out_dir` and `resume`.
+
+    Raises:
+        ValueError: a checkpoint is resumed that does not lie in a run folder
+    """
+    out_dir = run_settings.get("out_dir") or default_out_dir(config_file, run_settings)
+    resumed = run_settings.get("resume")
+    if resume.is_restarted_branch(resumed, out_dir):
+        resumed = "auto"
+    return {"out_dir": out_dir, "resume": resumed}
+
+
+def describe_location(settings: dict) -> str:
+    """Return what is resumed, for a message."""
+    if settings["resume"] == "auto":
+        return f"the run in {settings['out_dir']}"
+    return settings["resume"]
 
 
 def default_out_dir(config_file: Path | None, run_settings: dict) -> str:

@@ -29,8 +29,8 @@ if __name__ == "__main__":
 # isort: split
 import numpy as np
 
+from configurator import option
 from data import tasks
-from model.options import option
 
 ALPHABET = np.frombuffer((string.ascii_letters + string.digits + "+/").encode(), dtype=np.uint8)
 

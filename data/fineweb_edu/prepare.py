@@ -24,10 +24,10 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+from configurator import option
 from data import existing_shards, hub, preparation
 from data.hub import HubOptions
 from data.preparation import PreparationOptions
-from model.options import option
 
 # the samples of the dataset and their approximate numbers of tokens
 SAMPLES = {
@@ -58,9 +58,7 @@ class Options(PreparationOptions, HubOptions):
 
 
 def main() -> None:
-    parser = preparation.make_parser(__doc__, Path(__file__).parent, Options)
-    hub.add_source_option(parser)
-    args = parser.parse_args()
+    args = preparation.read_options(__doc__, Path(__file__).parent, Options, hub.SourceOptions)
     with errors.one_line_errors():
         if args.pretokenized and not args.verify:
             existing_shards.adopt(args)

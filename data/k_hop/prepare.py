@@ -39,8 +39,8 @@ if __name__ == "__main__":
 # isort: split
 import numpy as np
 
+from configurator import option
 from data import tasks
-from model.options import option
 
 NOWHERE = -1
 

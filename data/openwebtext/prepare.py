@@ -20,10 +20,10 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+from configurator import option
 from data import hub, preparation
 from data.hub import HubOptions
 from data.preparation import PreparationOptions
-from model.options import option
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,7 @@ class Options(PreparationOptions, HubOptions):
 
 
 def main() -> None:
-    parser = preparation.make_parser(__doc__, Path(__file__).parent, Options)
-    hub.add_source_option(parser)
-    args = parser.parse_args()
+    args = preparation.read_options(__doc__, Path(__file__).parent, Options, hub.SourceOptions)
     with errors.one_line_errors():
         source = hub.choose_source(args, num_tokens=9_040_000_000)
         plan = preparation.split_one_source(source, args.val_tokens)

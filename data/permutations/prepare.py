@@ -42,8 +42,8 @@ if __name__ == "__main__":
 # isort: split
 import numpy as np
 
+from configurator import option
 from data import tasks
-from model.options import option
 
 
 @lru_cache

@@ -30,11 +30,11 @@ if __name__ == "__main__":
 # isort: split
 from tqdm import tqdm
 
+from configurator import option
 from data import preparation
 from data.preparation import PreparationOptions, Stage
 from data.python_library.near_duplicates import NearDuplicates
 from data.sources import Texts
-from model.options import option
 from utils import units
 
 SOURCE = f"Python=={platform.python_version()}"
@@ -124,14 +124,13 @@ def split_documents(documents: list[Document], val_share: float) -> dict[str, li
 
 
 def main() -> None:
-    parser = preparation.make_parser(
+    args = preparation.read_options(
         __doc__,
         Path(__file__).parent,
         Options,
         fixed={"val_tokens": None, "tokenizer_bytes": 30_000_000, "max_tokens": None},
     )
     with errors.one_line_errors():
-        args = parser.parse_args()
         if args.verify:
             preparation.prepare(args, "python_library", [])
             return

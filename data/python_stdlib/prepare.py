@@ -22,10 +22,10 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+from configurator import option
 from data import preparation
 from data.preparation import PreparationOptions, Stage
 from data.sources import Texts
-from model.options import option
 
 # folders of installed packages, and those with tests, tables, demos and tools
 LEFT_OUT = {
@@ -93,13 +93,12 @@ class Options(PreparationOptions):
 
 
 def main() -> None:
-    parser = preparation.make_parser(
+    args = preparation.read_options(
         __doc__,
         Path(__file__).parent,
         Options,
         fixed={"val_tokens": None},
     )
-    args = parser.parse_args()
     with errors.one_line_errors():
         root = Path(sysconfig.get_path("stdlib"))
         splits = split_by_hash(source_files(root))

@@ -37,8 +37,8 @@ if __name__ == "__main__":
 # isort: split
 import numpy as np
 
+from configurator import option
 from data import tasks
-from model.options import option
 
 POWER = 0.01  # exponent of the power law of distances, as in the paper
 

@@ -35,8 +35,8 @@ if __name__ == "__main__":
 # isort: split
 import numpy as np
 
+from configurator import option
 from data import tasks
-from model.options import option
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ well, so that every prompt can be encoded. Each split begins with an end-of-text
 import hashlib
 import sys
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+from configurator import option
 from data import preparation
 from data.preparation import PreparationOptions, Stage
 from data.sources import Texts
@@ -54,11 +56,21 @@ def read_text(file: Path | None) -> str:
     return content.decode("ascii")
 
 
+@dataclass(frozen=True)
+class Options(PreparationOptions):
+    """Options of tiny Shakespeare."""
+
+    source: str | None = option(
+        None,
+        "file with a copy of the text (default: download it)",
+    )
+
+
 def main() -> None:
-    parser = preparation.make_parser(
+    args = preparation.read_options(
         __doc__,
         Path(__file__).parent,
-        PreparationOptions,
+        Options,
         fixed={
             "tokenizer": "characters",
             "vocab_size": 257,
@@ -68,17 +80,11 @@ def main() -> None:
             "retry_minutes": None,
         },
     )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        help="file with a copy of the text (default: download it)",
-    )
-    args = parser.parse_args()
     with errors.one_line_errors():
         if args.verify:
             preparation.prepare(args, "shakespeare_char", [])
             return
-        text = read_text(args.source)
+        text = read_text(None if args.source is None else Path(args.source))
         train_length = int(0.9 * len(text))
         val = Texts([text[train_length:]], "tiny Shakespeare")
         train = Texts([text[:train_length]], "tiny Shakespeare")

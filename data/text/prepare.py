@@ -25,10 +25,10 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+from configurator import option
 from data import preparation, shards
 from data.preparation import PreparationOptions
 from data.sources import Files
-from model.options import option
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,15 @@ class Options(PreparationOptions):
         "text",
         "column of tables that holds the text",
     )
+    source: tuple[str, ...] = option(
+        (),
+        "text files, glob patterns or folders, which are searched recursively (required, except "
+        "with --verify)",
+    )
+    suffixes: tuple[str, ...] = option(
+        (),
+        "in folders, read only files with these suffixes, such as .py .c (default: all text files)",
+    )
     duplicates: Literal["drop", "keep"] = option(
         "drop",
         "drop or keep documents that repeat an earlier one exactly",
@@ -62,21 +71,7 @@ class Options(PreparationOptions):
 
 
 def main() -> None:
-    parser = preparation.make_parser(__doc__, Path(__file__).parent, Options)
-    parser.add_argument(
-        "--source",
-        nargs="+",
-        help="text files, glob patterns or folders, which are searched recursively (required, "
-        "except with --verify)",
-    )
-    parser.add_argument(
-        "--suffixes",
-        nargs="+",
-        default=(),
-        help="in folders, read only files with these suffixes, such as .py .c (default: all text "
-        "files)",
-    )
-    args = parser.parse_args()
+    args = preparation.read_options(__doc__, Path(__file__).parent, Options)
     with errors.one_line_errors():
         if args.verify:
             preparation.prepare(args, "text", [])
@@ -86,7 +81,7 @@ def main() -> None:
         source = Files(
             [str(Path(pattern).expanduser()) for pattern in args.source],
             column=args.column,
-            suffixes=tuple(args.suffixes),
+            suffixes=args.suffixes,
             shuffled=True,
             unique=args.duplicates == "drop",
         )

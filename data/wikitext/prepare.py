@@ -23,10 +23,10 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+from configurator import option
 from data import hub, preparation
 from data.hub import HubOptions
 from data.preparation import PreparationOptions, Stage
-from model.options import option
 
 # A title has one equals sign on each side, the heading of a section two or more.
 TITLE = re.compile(r" = (?!= )[^\n]*(?<! =) = \n")
@@ -66,7 +66,7 @@ class Options(PreparationOptions, HubOptions):
 
 
 def main() -> None:
-    args = preparation.make_parser(__doc__, Path(__file__).parent, Options).parse_args()
+    args = preparation.read_options(__doc__, Path(__file__).parent, Options)
     with errors.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
         advice = "give a local clone with --repository=FOLDER"

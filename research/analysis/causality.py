@@ -16,10 +16,10 @@ import torch
 
 import configurator
 import model
+from configurator import collect_options
 from evaluation import subjects
 from model.causality import find_leak, move_parameters
 from model.gpt import GPT
-from model.options import collect_options
 
 # of the model of a file; everything else is the default of its stream
 TINY = {

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import configurator
+from configurator import collect_options
 from model import MODEL_NAMES, build, model_class
 from model.block import Site, State, Stream
 from model.gpt import GPT
-from model.options import collect_options
 from research import plots
 from research.benchmarks.figures import MODEL_FILES, Figures
 from training import optimizer

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 import configurator
+from configurator import collect_options
 from model import MODEL_NAMES, build, kernels, model_class
-from model.options import collect_options
 from utils import errors, machine
 
 BASELINE = "gpt-mha-rope"

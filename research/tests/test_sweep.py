@@ -14,7 +14,7 @@ from helpers import small_run, wait_for
 from in_process import call
 from report_helpers import by_hand, write_checkpoint
 
-from model.options import collect_options
+from configurator import collect_options
 from research import plots, sweep
 from training import checkpoint, metrics, stopping
 from training.config import TrainConfig
@@ -484,13 +484,6 @@ def test_a_diverged_cell_is_named_and_in_no_mean(partly_finished, tmp_path, run)
     assert f"diverged: `{first.folder.name}`, its loss is not finite" in text
     stored = json.loads((tmp_path / "table.json").read_text())
     assert stored["groups"][0]["seeds"] == [1, 2]
-
-
-def test_tags_of_a_run_are_not_swept(corpus, tmp_path):
-    arguments = grid(corpus, tmp_path, seed="0,1", wandb_tags="a,b", wandb_log=True)
-    cells = make_cells(*arguments)
-    assert [cell.values for cell in cells] == [{"seed": 0}, {"seed": 1}]
-    assert {cell.settings["wandb_tags"] for cell in cells} == {"a,b"}
 
 
 def draw(monkeypatch, run, arguments):
