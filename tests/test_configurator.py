@@ -14,7 +14,7 @@ import pytest
 from helpers import ROOT
 
 import configurator
-from configurator import Option, check_ranges, collect_options, option
+from configurator import Option, argument, check_ranges, collect_options, option
 from model import MODEL_NAMES, check_settings, model_class
 from training.config import TrainConfig
 from training.settings import every_option
@@ -255,9 +255,6 @@ def test_the_home_folder_is_found_behind_an_equals_sign(monkeypatch):
     words = ["--out_dir=~/runs/a", "--prompt=a ~/b", "~/c.py"]
     options = {"out_dir": "/home/me/runs/a", "prompt": "a ~/b"}
     assert configurator.split_arguments(words) == (["~/c.py"], options)
-    parser = configurator.Parser()
-    parser.add_argument("--out")
-    assert parser.parse_args(["--out=~/x"]).out == "/home/me/x"
 
 
 def test_an_option_with_one_dash_is_refused():
@@ -313,52 +310,126 @@ def test_text_for_a_number_in_a_file_is_refused():
         configurator.read_settings({"steps": "3"}, {}, SCHEMA)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["run", "--top-k=3"], "unknown option --top-k, did you mean --top_k?; "),
-        (["--topk", "3"], "unknown option --topk, did you mean --top_k?; "),
-        (["run", "-top_k=3"], "unknown option -top_k, did you mean --top_k?; "),
-        (["run", "--top=3"], "unknown option --top, did you mean --top_k?; "),  # no abbreviations
-        (["run", "--start=a"], "unknown option --start: give --prompt; "),
-        (["run", "more"], "unexpected argument more; "),
-        (["run", "--top_k=x"], "argument --top_k: invalid int value: 'x'; "),
-        ([], "the following arguments are required: run; "),
-    ],
-)
-def test_a_mistyped_option_is_answered_with_the_nearest(capsys, argv, message):
-    parser = configurator.Parser(prog="run.py")
-    parser.add_argument("run")
-    parser.add_argument("--top_k", type=int)
-    parser.add_argument("--prompt")
-    with pytest.raises(SystemExit) as end:
-        parser.parse_args(argv)
-    assert end.value.code == 2
-    assert capsys.readouterr() == ("", f"run.py: error: {message}--help lists the options\n")
+# ---- scripts without a config file ----
 
 
-@pytest.fixture
-def parser_with_subcommand():
-    parser = configurator.Parser(prog="run.py")
-    draw = parser.add_subparsers(dest="command").add_parser("draw")
-    draw.add_argument("--out")
-    draw.add_argument("words", nargs="*")
-    return parser
+@dataclass(frozen=True)
+class Script:
+    """Options of a script"""
+
+    run: str = argument("run folder")
+    files: tuple[str, ...] = argument("files to read")
+    prompt: tuple[str, ...] = option(
+        (),
+        "text to continue",
+    )
+    top_k: int | None = option(
+        None,
+        "number of tokens to choose from",
+        low=1,
+    )
+    data: bool | str = option(
+        False,
+        "also read this dataset, or the run's own",
+    )
+    serve: bool = option(
+        False,
+        "serve a page",
+    )
+    port: int = option(
+        8000,
+        "port of the page",
+        counts_with=("serve", True),
+    )
+    seed: int = option(
+        0,
+        "number of the first sample",
+        counts_with=(("serve", "prompt"), lambda serve, prompt: not serve and len(prompt) > 1),
+    )
 
 
-def test_values_may_look_like_options(parser_with_subcommand):
-    args = parser_with_subcommand.parse_args(["draw", "--out=--x", "--", "--unknown"])
-    assert args.out == "--x"
-    assert args.words == ["--unknown"]
+def read_script(*argv: str, **fixed):
+    return vars(
+        configurator.read_command_line("run.py: generate\n", Script, fixed=fixed, argv=list(argv))
+    )
 
 
-def test_a_mistyped_option_of_a_subcommand_is_answered_with_the_nearest(
-    parser_with_subcommand, capsys
-):
+DEFAULTS = {"prompt": (), "top_k": None, "data": False, "serve": False, "port": 8000, "seed": 0}
+COMMAND_LINES = [
+    ("a b", {"run": "a", "files": ("b",)}),
+    ("a b c --serve --port=1", {"run": "a", "files": ("b", "c"), "serve": True, "port": 1}),
+    ("--serve a b", {"run": "a", "files": ("b",), "serve": True}),
+    ("a --top_k 3 b", {"run": "a", "files": ("b",), "top_k": 3}),
+    ("a b --prompt x y", {"run": "a", "files": ("b",), "prompt": ("x", "y")}),
+    ("a b --prompt=--x --prompt=y", {"run": "a", "files": ("b",), "prompt": ("--x", "y")}),
+    ("a b --prompt x --top_k=2", {"run": "a", "files": ("b",), "prompt": ("x",), "top_k": 2}),
+    ("a b --prompt", {"run": "a", "files": ("b",)}),
+    ("a --data b", {"run": "a", "files": ("b",), "data": True}),
+    ("a b --data=mine", {"run": "a", "files": ("b",), "data": "mine"}),
+    ("a b --prompt x y --seed=1", {"run": "a", "files": ("b",), "prompt": ("x", "y"), "seed": 1}),
+]
+
+
+@pytest.mark.parametrize(("words", "values"), COMMAND_LINES)
+def test_a_script_reads_arguments_options_and_lists(words, values):
+    assert read_script(*words.split()) == {**DEFAULTS, **values}
+
+
+def test_a_fixed_option_is_none_of_the_script(capsys):
+    assert read_script("a", "b", top_k=5)["top_k"] == 5
     with pytest.raises(SystemExit):
-        parser_with_subcommand.parse_args(["draw", "--ou=x"])
-    line = "run.py draw: error: unknown option --ou, did you mean --out?"
-    assert capsys.readouterr().err.startswith(line)
+        read_script("a", "b", "--top_k=3", top_k=5)
+    assert "unknown key --top_k" in capsys.readouterr().err
+
+
+SCRIPT_MISTAKES = [
+    ("a b --top-k=3", "unknown key --top-k, did you mean top_k?"),
+    ("--topk 3", "unknown key --topk, did you mean top_k?"),
+    ("a b -top_k=3", "-top_k=3: keys have two dashes, --key=value"),
+    ("a b --top=3", "unknown key --top, did you mean top_k?"),  # no abbreviations
+    ("a b --start=a", "unknown key --start: give --prompt"),
+    ("a b --top_k=x", "--top_k=x: give a whole number or None"),
+    ("a b --top_k=0", "--top_k=0: give 1 or more"),
+    ("", "run is missing: give run folder"),
+    ("a", "files is missing: give files to read"),
+    ("a b --port=1", "port=1 has no effect with serve=False; omit port, or give --serve=True"),
+    ("a b --seed=1", "seed=1 has no effect with serve=False, prompt=(); omit seed"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), SCRIPT_MISTAKES)
+def test_a_mistake_ends_a_script_with_one_line(capsys, words, message):
+    with pytest.raises(SystemExit) as end:
+        read_script(*words.split())
+    assert end.value.code == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.endswith(f": error: {message}\n")
+    assert error.count("\n") == 1
+
+
+def test_a_script_without_a_list_refuses_further_arguments(capsys):
+    @dataclass
+    class One:
+        run: str = argument("run folder")
+
+    with pytest.raises(SystemExit):
+        configurator.read_command_line("", One, argv=["a", "more"])
+    assert "error: unexpected argument more;" in capsys.readouterr().err
+
+
+def test_the_help_of_a_script_has_its_usage_arguments_and_options(capsys):
+    with pytest.raises(SystemExit) as end:
+        read_script("a", "--help")
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run.py: generate"
+    assert f"{'  files':40}files to read" in lines
+    assert f"{'  --prompt=...':40}text to continue" in lines
+    assert f"{'  --top_k=None':40}number of tokens to choose from (1 or more)" in lines
+
+
+# ---- config files ----
 
 
 CONFIG_FILE = """

@@ -983,9 +983,9 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
         ("--val=OTHER", "a different tokenizer"),
         ("--val --batch_size=0", "--batch_size=0 | 1 or more"),
         ("--tasks=questions --limit=0", "--limit=0 | 1 or more"),
-        ("--val --limit=3", "--limit has no effect with --val alone"),
-        ("--val --shots=1", "--shots has no effect with --val alone"),
-        ("--val --retry_minutes=0", "--retry_minutes has no effect with --val alone"),
+        ("--val --limit=3", "limit=3 has no effect with tasks=None, val=True; omit limit"),
+        ("--val --shots=1", "shots=1 has no effect with tasks=None, val=True"),
+        ("--val --retry_minutes=0", "retry_minutes=0.0 has no effect with tasks=None, val=True"),
     ],
 )
 def test_mistakes_end_in_one_line_before_any_work(

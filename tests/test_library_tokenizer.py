@@ -518,7 +518,7 @@ def invalid_folders(tmp_path) -> dict[str, Path]:
         (["--tokenizer={EMPTY}"], "there is no tokenizer.json in it"),
         (
             ["--tokenizer=bytes", "--eot_token=</s>"],
-            "--eot_token=</s> has no effect with --tokenizer=bytes",
+            "eot_token=</s> has no effect with tokenizer=bytes",
         ),
         (["--tokenizer={BROKEN}"], "is damaged: it is not valid JSON"),
         (

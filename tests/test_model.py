@@ -494,7 +494,11 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
         ("gpt-mha-rope", {"hidden_size": 0}, "hidden_size=0: give 1 or more"),
         (DDL_NAME, {"ddl_beta_init": 2.5}, "ddl_beta_init=2.5: give a number from 0 to 2"),
         (DDL_NAME, {"ddl_update": "add"}, "ddl_update='add'"),
-        (DDL_NAME, {"ddl_k_branch": "attention"}, "add --ddl_map=v"),
+        (
+            DDL_NAME,
+            {"ddl_k_branch": "attention"},
+            "ddl_k_branch=attention has no effect with ddl_map=k; omit ddl_k_branch, or give --ddl_map=v",
+        ),
         (
             DDL_NAME,
             {"ddl_k_branch": "attention", "ddl_map": "v", "ddl_value_channels": 1},
@@ -503,7 +507,7 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
         (
             DDL_NAME,
             {"ddl_v_input": "context", "ddl_map": "v"},
-            "has no effect with ddl_map=v",
+            "ddl_v_input=context has no effect with ddl_map=v, ",
         ),
         (
             DDL_NAME,
@@ -513,14 +517,18 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
         (
             DDL_NAME,
             {"ddl_v_input": "context", "ddl_v_constant": True},
-            "has no effect with ddl_v_constant",
+            "ddl_v_input=context has no effect with ddl_map=k, ddl_v_constant=True",
         ),
         (
             DDL_NAME,
             {"ddl_v_bias": False, "ddl_v_constant": True},
             "has no effect with ddl_v_constant",
         ),
-        (DDL_NAME, {"ddl_k_input": "mean"}, "add --ddl_map=v or omit ddl_k_input"),
+        (
+            DDL_NAME,
+            {"ddl_k_input": "mean"},
+            "ddl_k_input=mean has no effect with ddl_map=k; omit ddl_k_input",
+        ),
         (
             DDL_NAME,
             {"ddl_erase_gate": "own", "ddl_update": "write_only"},
@@ -539,12 +547,12 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
         (
             DDL_NAME,
             {"ddl_update": "erase_only", "ddl_v_sigmoid": False},
-            "ddl_v_sigmoid=False has no effect with ddl_update=erase_only",
+            "ddl_v_sigmoid=False has no effect with ddl_v_constant=False, ddl_update=erase_only",
         ),
         (
             DDL_NAME,
             {"ddl_update": "erase_only", "ddl_v_sigmoid_scale": 2.0},
-            "ddl_v_sigmoid_scale=2.0 has no effect with ddl_update=erase_only",
+            "ddl_v_sigmoid_scale=2.0 has no effect with ddl_v_constant=False, ddl_update=erase_only",
         ),
         (
             DDL_NAME,
@@ -554,12 +562,12 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
         (
             DDL_NAME,
             {"ddl_update": "erase_only", "ddl_v_input": "context"},
-            "ddl_v_input=context has no effect with ddl_update=erase_only",
+            "ddl_v_input=context has no effect with ddl_map=k, .*, ddl_update=erase_only",
         ),
         (
             DDL_NAME,
             {"ddl_update": "erase_only", "ddl_v_bias": False},
-            "ddl_v_bias=False has no effect with ddl_update=erase_only",
+            "ddl_v_bias=False has no effect with .*, ddl_update=erase_only",
         ),
         (
             DDL_NAME,

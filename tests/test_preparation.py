@@ -669,7 +669,7 @@ MISTAKES = [
     ("--tokenizer=bpe --vocab_size=256", "--vocab_size=256: give a number from 257 to 65536"),
     (
         "--vocab_size=300",
-        "--vocab_size=300 has no effect with --tokenizer=bytes; add --tokenizer=bpe",
+        "vocab_size=300 has no effect with tokenizer=bytes; omit vocab_size, or give --tokenizer=bpe",
     ),
     ("--tokenizer=bpe --vocab_size=65537", "--vocab_size=65537: give a number from 257"),
     (
@@ -678,7 +678,7 @@ MISTAKES = [
     ),
     ("--column=body", "has no column body; name one of its columns with --column: text, id"),
     ("--revision=v2", "--revision has no effect on --source; omit it"),
-    ("--max_token=5", "unknown option --max_token, did you mean --max_tokens, "),
+    ("--max_token=5", "unknown key --max_token, did you mean max_tokens, "),
 ]
 
 

@@ -99,4 +99,4 @@ def test_a_share_that_leaves_a_split_without_files_is_refused(library, tmp_path)
 
 
 def test_an_unknown_option_is_one_line():
-    assert "unknown option --vall_share" in one_line_error(call(SCRIPT, "--vall_share=0.1"))
+    assert "unknown key --vall_share" in one_line_error(call(SCRIPT, "--vall_share=0.1"))

@@ -560,7 +560,7 @@ MISTAKES = [
     ("recall", "--symbols=33", "--symbols=33 is odd"),
     ("k_hop", "--hops=20", "hardly ever have so many hops"),
     ("k_hop", "--fewest=5", "--fewest=5 is more than --hops=4; give 1 to 4"),
-    ("recall", "--tokenizer=bytes", "unknown option --tokenizer"),
+    ("recall", "--tokenizer=bytes", "unknown key --tokenizer"),
 ]
 
 
