@@ -3,7 +3,6 @@
     python sample.py runs/demo_cpu --prompt="def " --num_samples=3 --temperature=0.8 --top_p=0.95
     python sample.py runs/demo_cpu --prompt="class A" --prompt=FILE:prompt.txt --stop="\\n\\n"
     cat prompt.txt | python sample.py runs/demo_cpu --prompt=-
-    python sample.py runs/demo_cpu --interactive      # type prompts in the terminal
     python sample.py runs/demo_cpu --serve            # write prompts on a web page
 
 Prompts and samples are generated together, in batches of up to --batch_size sequences. Samples do
@@ -28,7 +27,7 @@ import configurator
 from data.tokenizer import Tokenizer, encode_prompt
 from model import kernels
 from model.decoding import Decoder, round_matrices
-from model.generation import Piece, Sampling, generate_text, note_truncation
+from model.generation import Piece, Sampling, generate_text
 from model.gpt import GPT
 from training.distributed import computes_in_bfloat16, pick_device
 from training.model_folder import load_model
@@ -129,11 +128,6 @@ def parse_arguments() -> argparse.Namespace:
         f"{DEFAULT_BATCH_SIZE})",
     )
     add(
-        "--interactive",
-        action="store_true",
-        help="read prompts from the terminal, one at a time",
-    )
-    add(
         "--serve",
         action="store_true",
         help="serve a web page where you can enter prompts (needs the packages fastapi and "
@@ -210,21 +204,18 @@ def check(args: argparse.Namespace) -> Sampling:
 
 
 def check_mode(args: argparse.Namespace) -> None:
-    """Raise ValueError if --serve or --interactive contradicts another option."""
-    modes = (args.serve, args.interactive, bool(args.prompt))
-    if modes.count(True) > 1:
+    """Raise ValueError if --serve, --host or --port contradicts another option."""
+    if args.serve and args.prompt:
+        raise ValueError("--serve and --prompt exclude each other; give only one of them")
+    if args.serve and args.num_samples > 1:
         raise ValueError(
-            "--serve, --interactive and --prompt exclude each other; give only one of them"
+            f"--num_samples={args.num_samples} has no effect with --serve, which generates one "
+            "sample at a time; omit it"
         )
-    if (args.serve or args.interactive) and args.num_samples > 1:
+    if args.serve and args.batch_size is not None:
         raise ValueError(
-            f"--num_samples={args.num_samples} has no effect with --serve and --interactive, "
-            "which generate one sample at a time; omit it"
-        )
-    if (args.serve or args.interactive) and args.batch_size is not None:
-        raise ValueError(
-            f"--batch_size={args.batch_size} has no effect with --serve and --interactive, which "
-            "generate one sample at a time; omit it"
+            f"--batch_size={args.batch_size} has no effect with --serve, which generates one "
+            "sample at a time; omit it"
         )
     for name in ("host", "port"):
         value = getattr(args, name)
@@ -235,8 +226,6 @@ def check_mode(args: argparse.Namespace) -> None:
             "--compile=True has no effect with --serve, which records statistics of the residual "
             "stream for every token; omit it"
         )
-    if args.interactive and len(args.stop) > 1:
-        raise ValueError("--interactive takes only one --stop; omit the others")
 
 
 def make_decoder(
@@ -287,7 +276,13 @@ def sample(
     """Generate and print args.num_samples samples of each prompt."""
     ids_of_prompt = {prompt: encode_prompt(tokenizer, prompt) for prompt in prompts}
     longest_prompt = max(len(ids) for ids in ids_of_prompt.values())
-    note_truncation("the longest prompt", longest_prompt, model.config.block_size)
+    if longest_prompt > model.config.block_size:
+        print(
+            f"note: the longest prompt has {longest_prompt} tokens, of which the model reads the "
+            f"last {model.config.block_size} (block_size)",
+            file=sys.stderr,
+            flush=True,
+        )
     # a sample depends on its prompt and seed alone, so batches may mix prompts
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
     batch_size = min(len(jobs), args.batch_size)
@@ -370,7 +365,7 @@ def main() -> None:
                 encode_prompt(tokenizer, prompt)  # an error in a prompt comes before the note
             print(LABELS_NOTE, file=sys.stderr)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # --serve and --interactive have one prompt and one sample
+            # --serve has one prompt and one sample
             batch_size = min(len(prompts) * args.num_samples, args.batch_size)
             torch.set_num_threads(choose_num_threads(model.num_parameters(), batch_size))
         kernels.use(model, "auto", device)
@@ -394,21 +389,6 @@ def main() -> None:
                     stop=args.stop,
                     first_seed=args.seed,
                 )
-            elif args.interactive:
-                from serving.terminal import Settings, converse
-
-                block_size = model.config.block_size
-                # how many prompts follow is not known, so that auto does not compile on a CPU
-                decoder = make_decoder(
-                    model, device, args, batch_size=1, length=block_size, num_steps=0
-                )
-                settings = Settings(
-                    **vars(sampling),
-                    max_new_tokens=args.max_new_tokens,
-                    seed=args.seed,
-                    stop=args.stop[0] if args.stop else None,
-                )
-                converse(decoder, tokenizer, settings)
             else:
                 sample(model, tokenizer, prompts, args, sampling, device)
 

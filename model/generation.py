@@ -2,7 +2,6 @@
 
 import codecs
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -348,21 +347,6 @@ def generate_text(
                 yield from end_text(row, text)
     for row, text in texts.items():
         yield from end_text(row, text)
-
-
-def note_truncation(name: str, num_tokens: int, block_size: int) -> None:
-    """Print a note if a prompt, of `num_tokens` tokens, is longer than block_size.
-
-    Args:
-        name: what the note calls the prompt
-    """
-    if num_tokens > block_size:
-        print(
-            f"note: {name} has {num_tokens} tokens, of which the model reads the last "
-            f"{block_size} (block_size)",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def end_text(row: int, text: Text) -> Iterator[Piece]:
