@@ -29,7 +29,7 @@ from configurator import argument, option, read_command_line
 from data.tokenizer import Tokenizer, encode_prompt
 from model import kernels
 from model.decoding import Decoder, round_matrices
-from model.generation import Piece, Sampling, generate_text, note_truncation
+from model.generation import Piece, Sampling, generate_text
 from model.gpt import GPT
 from training.distributed import computes_in_bfloat16, pick_device
 from training.model_folder import load_model
@@ -211,7 +211,13 @@ def sample(
     """Generate and print args.num_samples samples of each prompt."""
     ids_of_prompt = {prompt: encode_prompt(tokenizer, prompt) for prompt in prompts}
     longest_prompt = max(len(ids) for ids in ids_of_prompt.values())
-    note_truncation("the longest prompt", longest_prompt, model.config.block_size)
+    if longest_prompt > model.config.block_size:
+        print(
+            f"note: the longest prompt has {longest_prompt} tokens, of which the model reads the "
+            f"last {model.config.block_size} (block_size)",
+            file=sys.stderr,
+            flush=True,
+        )
     # a sample depends on its prompt and seed alone, so batches may mix prompts
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
     batch_size = min(len(jobs), args.batch_size)

@@ -2,7 +2,6 @@
 
 import codecs
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -243,57 +242,91 @@ class Generation:
         return self.uniforms[step % UNIFORMS_PER_DRAW]
 
 
+class TokenText(NamedTuple):
+    """A token, and the text that it adds."""
+
+    token: int
+    text: str
+
+
 class Text:
-    """The text of one sequence as it grows, in complete characters, up to the first stop string."""
+    """The text of one sequence as it grows, token by token, up to the first stop string.
+
+    A token is held back while its last character is incomplete, or while a stop string may begin in
+    it.
+    """
 
     def __init__(self, tokenizer: "Tokenizer", stop: list[str]):
         self.tokenizer = tokenizer
         self.stop = stop
         self.stopped = False
-        # the end of the text that is not returned yet, because it may become a stop string
-        self.pending = ""
+        self.held_back: list[TokenText] = []
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def add(self, token: int) -> str:
-        """Append a token, and return the text that is certain now.
+    def add(self, token: int) -> list[TokenText]:
+        """Append a token, and return the tokens whose text is certain now.
 
-        Text that may become a character or a stop string with later tokens is kept back.
+        At a stop string, the text of the last one is cut there.
         """
         token_bytes = self.tokenizer.decode_single_token_bytes(token)
-        return self.release(self.decoder.decode(token_bytes), final=False)
+        self.held_back.append(TokenText(token, self.decoder.decode(token_bytes)))
+        return self.release(final=False)
 
-    def ends_within_character(self) -> bool:
-        """Return whether the last token begins a character that it does not complete."""
-        incomplete_bytes, _ = self.decoder.getstate()
-        return bool(incomplete_bytes)
+    def end(self) -> list[TokenText]:
+        """Return the tokens that were held back, as no token follows."""
+        if self.stopped or not self.held_back:
+            return []
+        token, text = self.held_back.pop()
+        # an incomplete character becomes a replacement character
+        self.held_back.append(TokenText(token, text + self.decoder.decode(b"", final=True)))
+        return self.release(final=True)
 
-    def end(self) -> str:
-        """Return the text that was kept back, as no token follows."""
-        if self.stopped:
-            return ""
-        return self.release(self.decoder.decode(b"", final=True), final=True)
-
-    def release(self, new_text: str, final: bool) -> str:
-        """Append to the pending text, and return the part of it that is certain."""
-        text = self.pending + new_text
-        stops = [index for stop in self.stop if (index := text.find(stop)) >= 0]
-        if stops:
+    def release(self, final: bool) -> list[TokenText]:
+        """Take from `held_back` the tokens whose text is certain, and return them."""
+        text = join(self.held_back)
+        starts = [index for stop in self.stop if (index := text.find(stop)) >= 0]
+        if starts:
             self.stopped = True
-            self.pending = ""
-            return text[: min(stops)]
-        num_pending = 0
+            return cut(self.held_back, min(starts))
+        num_certain = len(text)
         if not final:
-            overlaps = [overlap_with_start(text, stop) for stop in self.stop]
-            num_pending = max(overlaps, default=0)
-        released = text[: len(text) - num_pending]
-        self.pending = text[len(text) - num_pending :]
+            num_certain -= max((overlap_with_start(text, stop) for stop in self.stop), default=0)
+        candidates = self.held_back
+        # the last token may get more text, also if it ends a character before it begins another
+        incomplete_bytes, _ = self.decoder.getstate()
+        if incomplete_bytes:
+            candidates = self.held_back[:-1]
+        num_tokens = 0
+        for index, (_, text) in enumerate(candidates):
+            num_certain -= len(text)
+            # a token without text begins a character, and waits for the token that completes it
+            if num_certain >= 0 and text:
+                num_tokens = index + 1
+        released = self.held_back[:num_tokens]
+        self.held_back = self.held_back[num_tokens:]
         return released
+
+
+def cut(token_texts: list[TokenText], num_characters: int) -> list[TokenText]:
+    """Return the tokens of the first characters; the text of the last one may be cut."""
+    kept = []
+    for token, text in token_texts:
+        if num_characters == 0:
+            break
+        kept.append(TokenText(token, text[:num_characters]))
+        num_characters -= len(kept[-1].text)
+    return kept
 
 
 def overlap_with_start(text: str, stop: str) -> int:
     """Return the length of the longest proper prefix of `stop` with which the text ends."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def join(token_texts: list[TokenText]) -> str:
+    """Return the text of tokens."""
+    return "".join(token_text.text for token_text in token_texts)
 
 
 class Piece(NamedTuple):
@@ -341,7 +374,7 @@ def generate_text(
         for row, text in list(texts.items()):
             token = tokens[row]
             if token is not None:
-                yield Piece(row, text.add(token), num_tokens=1)
+                yield Piece(row, join(text.add(token)), num_tokens=1)
             if token is None or text.stopped:
                 generation.stop(row)
                 del texts[row]
@@ -350,22 +383,7 @@ def generate_text(
         yield from end_text(row, text)
 
 
-def note_truncation(name: str, num_tokens: int, block_size: int) -> None:
-    """Print a note if a prompt, of `num_tokens` tokens, is longer than block_size.
-
-    Args:
-        name: what the note calls the prompt
-    """
-    if num_tokens > block_size:
-        print(
-            f"note: {name} has {num_tokens} tokens, of which the model reads the last "
-            f"{block_size} (block_size)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
 def end_text(row: int, text: Text) -> Iterator[Piece]:
     """Yield the text that was kept back, and the end."""
-    yield Piece(row, text.end(), num_tokens=0)
+    yield Piece(row, join(text.end()), num_tokens=0)
     yield Piece(row, None, num_tokens=0)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
@@ -13,7 +13,7 @@ import torch
 from data.tokenizer import Tokenizer
 from model.block import Site, State
 from model.decoding import Decoder
-from model.generation import Generation, Sampling, Text
+from model.generation import Generation, Sampling, Text, TokenText
 from model.gpt import GPT
 from model.residual import DeltaRewrite
 from training.residual_statistics import ObservedStream, SiteWrite
@@ -116,85 +116,40 @@ def describe_statistics(model: GPT) -> list[dict]:
     return descriptions
 
 
-# ---- texts of tokens ----
+# ---- events ----
 
 
-class Pieces:
-    """Split a growing text into pieces, one per token, each with the text that its token adds.
+def label_token(tokenizer: Tokenizer, token: int) -> str:
+    """Return the text of a token by itself, or its bytes if they are not UTF-8."""
+    token_bytes = tokenizer.decode_single_token_bytes(token)
+    try:
+        return token_bytes.decode("utf-8")
+    except UnicodeDecodeError:
+        return f"bytes {token_bytes.hex(' ')}"
 
-    A token that ends within a character is sent together with the token that completes the
-    character. Generated tokens are held back while a stop string may begin in them.
-    """
 
-    def __init__(self, tokenizer: Tokenizer, stop: list[str]):
-        self.tokenizer = tokenizer
-        # the prompt may contain a stop string, which only ends the generated text
-        self.text = Text(tokenizer, [])  # all tokens
-        self.text_before_stop = Text(tokenizer, stop)  # the generated tokens
-        self.held_back: list[dict] = []
-        self.num_ready = 0  # number of characters at the start of `held_back` that can be sent
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether the generated text contains a stop string."""
-        return self.text_before_stop.stopped
-
-    def make_piece(self, token: int, statistics: dict, prompt: bool = True) -> dict:
-        """Return what is sent of a token.
-
-        Its "label" is the text of the token by itself, or its bytes if they are not UTF-8.
-        """
-        data = self.tokenizer.decode_single_token_bytes(token)
-        try:
-            label = data.decode("utf-8")
-        except UnicodeDecodeError:
-            label = f"bytes {data.hex(' ')}"
-        return {
+def make_event(
+    tokenizer: Tokenizer, token_texts: list[TokenText], statistics: deque[dict], *, prompt: bool
+) -> dict:
+    """Return {"tokens"} of these tokens, whose statistics are taken from the queue."""
+    tokens = [
+        {
             "id": token,
-            "text": self.text.add(token),
-            "label": label,
-            "statistics": statistics,
+            "text": text,
+            "label": label_token(tokenizer, token),
+            "statistics": statistics.popleft(),
             "prompt": prompt,
         }
-
-    def add(self, token: int, statistics: dict) -> list[dict]:
-        """Add a generated token, and return those that can now be sent."""
-        self.held_back.append(self.make_piece(token, statistics, prompt=False))
-        self.num_ready += len(self.text_before_stop.add(token))
-        return self.release()
-
-    def end(self) -> list[dict]:
-        """Return the tokens that were held back, after the last one has been added."""
-        if self.held_back:
-            self.held_back[-1]["text"] += self.text.end()
-        self.num_ready += len(self.text_before_stop.end())
-        return self.release()
-
-    def release(self) -> list[dict]:
-        """Take from `held_back` the tokens whose text can be sent, up to the end of a character."""
-        num_tokens = 0
-        num_left = self.num_ready
-        candidates = self.held_back
-        # the last token may get more text, also if it ends a character before it begins another
-        if self.text.ends_within_character():
-            candidates = self.held_back[:-1]
-        for index, piece in enumerate(candidates):
-            num_left -= len(piece["text"])
-            if num_left >= 0 and piece["text"]:
-                num_tokens = index + 1
-                self.num_ready = num_left
-        released = self.held_back[:num_tokens]
-        self.held_back = self.held_back[num_tokens:]
-        # a stop string begins within the text of a token, which is cut there
-        while self.stopped and self.num_ready:
-            piece = self.held_back.pop(0)
-            piece["text"] = piece["text"][: self.num_ready]
-            self.num_ready -= len(piece["text"])
-            released.append(piece)
-        return released
+        for token, text in token_texts
+    ]
+    return {"tokens": tokens}
 
 
-# ---- events ----
+def split_text(tokenizer: Tokenizer, tokens: list[int]) -> list[TokenText]:
+    """Return the tokens of a whole text, each with the text that it adds."""
+    text = Text(tokenizer, stop=[])
+    certain = [token_text for token in tokens for token_text in text.add(token)]
+    return [*certain, *text.end()]
 
 
 def generate_events(
@@ -226,24 +181,21 @@ def generate_events(
         stop_token=tokenizer.eot_token,
         vocab_size=tokenizer.n_vocab,
     )
-    pieces = Pieces(tokenizer, stop)
+    # the prompt may contain a stop string, which only ends the generated text
+    text = Text(tokenizer, stop)
+    statistics: deque[dict] = deque()  # of the tokens that have been read, but not been sent
     num_new_tokens = 0
     unread = prompt  # the tokens that the next pass reads for the first time
     reason = "reached max tokens"
     yield {"seed": seed}
     with model.through(recorder):
         for [token] in generation:
-            statistics = recorder.take_last(len(unread))
+            statistics.extend(recorder.take_last(len(unread)))
             if num_new_tokens == 0:
-                ready = [
-                    pieces.make_piece(prompt_token, token_statistics)
-                    for prompt_token, token_statistics in zip(prompt, statistics, strict=True)
-                ]
-            else:
-                ready = pieces.add(unread[0], statistics[0])
-            if ready:
-                yield {"tokens": ready}
-            if pieces.stopped:
+                yield make_event(tokenizer, split_text(tokenizer, prompt), statistics, prompt=True)
+            elif ready := text.add(unread[0]):
+                yield make_event(tokenizer, ready, statistics, prompt=False)
+            if text.stopped:
                 reason = "stop string"
                 break
             if token is None:
@@ -257,8 +209,8 @@ def generate_events(
                 break
             num_new_tokens += 1
             unread = [token]
-    if ready := pieces.end():
-        yield {"tokens": ready}
+    if ready := text.end():
+        yield make_event(tokenizer, ready, statistics, prompt=False)
     seconds = time.perf_counter() - start
     yield {"end": reason, "new_tokens": num_new_tokens, "seconds": seconds}
 

@@ -1,6 +1,7 @@
 """Draw tokens as transformers does, generate batches of texts, and stop at stop strings."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import TINY, build_tiny
 
-from data.tokenizer import byte_tokenizer
+from data.tokenizer import byte_tokenizer, train_byte_pairs
 from model import build
 from model.decoding import Decoder
-from model.generation import Generation, Sampling, Text, generate_text, sample
+from model.generation import Generation, Sampling, Text, generate_text, join, sample
 from model.gpt import GPT
 
 BYTES = byte_tokenizer()
@@ -293,10 +294,10 @@ def show_text(tokens: list[int], stop: list[str]) -> tuple[str, int]:
     text = Text(BYTES, stop)
     pieces = []
     for count, token in enumerate(tokens, 1):
-        pieces.append(text.add(token))
+        pieces += text.add(token)
         if text.stopped:
-            return "".join(pieces), count
-    return "".join([*pieces, text.end()]), len(tokens)
+            return join(pieces), count
+    return join([*pieces, *text.end()]), len(tokens)
 
 
 @settings(max_examples=300, deadline=None)
@@ -312,11 +313,52 @@ def test_text_ends_before_the_first_stop_string(text, stop):
 
 def test_text_is_shown_as_early_as_possible():
     text = Text(BYTES, ["\n\n", "END"])
-    assert [text.add(byte) for byte in b"a\nbEN"] == ["a", "", "\nb", "", ""]
-    assert [text.add(byte) for byte in "é!".encode()] == ["", "ENé", "!"]
-    assert [text.add(byte) for byte in b"\n"] == [""]
-    assert text.end() == "\n"
-    assert Text(BYTES, []).add(0xFF) == "\ufffd"
+    assert [join(text.add(byte)) for byte in b"a\nbEN"] == ["a", "", "\nb", "", ""]
+    assert [join(text.add(byte)) for byte in "é!".encode()] == ["", "ENé", "!"]
+    assert text.add(ord("\n")) == []
+    assert text.end() == [(ord("\n"), "\n")]
+    assert Text(BYTES, []).add(0xFF) == [(0xFF, "\ufffd")]
+
+
+def test_a_token_within_a_character_waits_for_the_one_that_completes_it():
+    text = Text(BYTES, ["b"])
+    assert [text.add(token) for token in (0xC3, 0xA9)] == [[], [(0xC3, ""), (0xA9, "é")]]
+    assert text.add(0xC3) == []
+    assert text.end() == [(0xC3, "\ufffd")]
+
+
+def test_tokens_of_several_characters_are_the_text_up_to_the_first_stop_string():
+    """Random text of multi-byte characters, cut into tokens; against str.find on the whole."""
+    draw = random.Random(0)
+    alphabet = ["a", "b", "ab", "é", "日", "🙂", "\n"]
+    encoding = train_byte_pairs(["".join(draw.choices(alphabet, k=2000))], 300)
+    for _ in range(300):
+        text = "".join(draw.choices(alphabet, k=draw.randint(0, 12)))
+        lengths = [draw.randint(1, 3) for _ in range(draw.randint(0, 2))]
+        stop = ["".join(draw.choices(alphabet, k=length)) for length in lengths]
+        starts = [text.find(stop_string) for stop_string in stop if stop_string in text]
+        expected = text[: min(starts)] if starts else text
+        growing_text = Text(encoding, stop)
+        pieces = []
+        ids = encoding.encode(text)
+        for token in ids:
+            pieces += growing_text.add(token)
+            assert expected.startswith(join(pieces))
+            if growing_text.stopped:
+                break
+        pieces += growing_text.end()
+        assert join(pieces) == expected
+        assert [piece.token for piece in pieces] == ids[: len(pieces)]
+        if not starts:
+            assert len(pieces) == len(ids)
+
+
+@given(st.lists(st.integers(0, 255), max_size=8))
+def test_tokens_that_are_no_text_become_replacement_characters(tokens):
+    text = Text(BYTES, [])
+    pieces = [piece for token in tokens for piece in text.add(token)] + text.end()
+    assert join(pieces) == bytes(tokens).decode(errors="replace")
+    assert [piece.token for piece in pieces] == tokens
 
 
 BYTE_PROMPTS = [[256, 65], [256, 66, 67, 68]]

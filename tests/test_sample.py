@@ -82,15 +82,16 @@ def test_several_samples_differ(run):
         (["--min_p=2"], "min_p=2.0: give a number from 0 to 1"),
         (["--batch_size=0"], "--batch_size=0: give 1 or more"),
         (["--stop="], "--stop is an empty string: give one character or more"),
-        (["--interactive", "--prompt=a"], "--serve, --interactive and --prompt exclude each other"),
-        (["--interactive", "--stop=a", "--stop=b"], "--interactive takes only one --stop"),
-        (["--serve", "--num_samples=2"], "--num_samples=2 has no effect with --serve and"),
-        (["--serve", "--compile=True"], "--compile=True has no effect with --serve"),
-        (["--serve", "--batch_size=4"], "--batch_size=4 has no effect with --serve and"),
-        (["--interactive", "--batch_size=4"], "--batch_size=4 has no effect with --serve and"),
-        (["--host=0.0.0.0"], "--host=0.0.0.0 has no effect without --serve"),
-        (["--interactive", "--port=8001"], "--port=8001 has no effect without --serve"),
-        (["--serve", "--port=70000"], "--port=70000: give a port from 1 to 65535"),
+        (["--serve", "--prompt=a"], "--serve and --prompt exclude each other"),
+        (["--serve", "--num_samples=2"], "num_samples=2 has no effect with serve=True"),
+        (["--serve", "--compile=True"], "compile=True has no effect with serve=True"),
+        (["--serve", "--batch_size=4"], "batch_size=4 has no effect with serve=True"),
+        (
+            ["--host=0.0.0.0"],
+            "host=0.0.0.0 has no effect with serve=False; omit host, or give --serve=True",
+        ),
+        (["--port=8001"], "port=8001 has no effect with serve=False"),
+        (["--serve", "--port=70000"], "--port=70000: give a number from 0 to 65535"),
     ],
 )
 def test_mistakes_end_in_one_line(run, arguments, message):
@@ -143,82 +144,10 @@ def test_stop_strings_end_texts(run):
     assert stopped[4:-1] == text[: text.index(stop)]
 
 
-# ---- conversations ----
-
-CONVERSATION = """\
-def f(x):
-def f(x):
-/seed=7
-/temperature=1.5
-class A\\
-
-/top_k=0
-/top_k=x
-/stop=
-/stop
-/sead=1
-
-/quit
-x"""
-
-
-def test_a_conversation(run):
-    """Prompts, settings and mistakes from a pipe give the same texts as command-line arguments."""
-    options = ("--max_new_tokens=12", "--temperature=0.7")
-    result = call("sample.py", run, "--interactive", *options, stdin=CONVERSATION.encode())
-    assert result.returncode == 0, result.stderr.decode()
-    function = [sample(run, "--prompt=def f(x):", *options, f"--seed={seed}") for seed in (0, 1)]
-    changed_options = ("--max_new_tokens=12", "--temperature=1.5", "--seed=7")
-    cls = sample(run, "--prompt=class A\n", *changed_options)
-    prompted = b"".join([*function, cls])
-    assert result.stdout.startswith(prompted)
-    # the empty line continues the last text
-    continued = result.stdout.removeprefix(prompted)
-    assert continued.startswith(cls[:-1])
-    errors = [line for line in result.stderr.decode().splitlines() if line.startswith("error:")]
-    assert errors == [
-        "error: top_k=0: give 1 or more",
-        "error: /top_k=x: give a whole number or None",
-        "error: an empty stop string would end every text at once; give /stop=None to have no "
-        "stop string",
-        "error: /stop is not a command; the commands are /KEY=VALUE, /help and /quit",
-        "error: unknown key /sead, did you mean /seed?",
-    ]
-    assert result.stderr.decode().count(" tokens/s") == 4
-
-
-def converse(run, *lines: str) -> tuple[str, str]:
-    """Return the output and the errors of a conversation in which each text has one more token."""
-    options = ("--interactive", "--max_new_tokens=1", "--temperature=0")
-    result = call("sample.py", run, *options, stdin="\n".join(lines).encode())
-    assert result.returncode == 0, result.stderr.decode()
-    return result.stdout.decode(), result.stderr.decode()
-
-
-def test_a_refused_prompt_is_not_shown(run):
-    output, errors = converse(run, "a<|im_start|>b")
-    assert output == ""
-    assert errors.startswith("error: the prompt has the special token <|im_start|>")
-
-
-def test_a_refused_prompt_leaves_the_last_text(run):
-    continued = converse(run, "def f", "")
-    output, _ = converse(run, "def f", "a<|im_start|>b", "")
-    assert output == continued[0]
-
-
-NOTE = "has 21 tokens, of which the model reads the last 16 (block_size)\n"
-
-
 def test_a_prompt_that_is_longer_than_block_size_is_noted(run):
     result = call("sample.py", run, f"--prompt={'a' * 20}", "--max_new_tokens=1")
-    assert result.stderr.decode().startswith(f"note: the longest prompt {NOTE}")
-
-
-def test_a_prompt_that_is_longer_than_block_size_is_noted_in_a_conversation(run):
-    _, errors = converse(run, "a" * 20, "", "a")
-    assert errors.startswith(f"note: the prompt {NOTE}")
-    assert errors.count("note:") == 1
+    note = "the longest prompt has 21 tokens, of which the model reads the last 16 (block_size)"
+    assert result.stderr.decode().startswith(f"note: {note}\n")
 
 
 # ---- threads ----

@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import importlib
 import json
-import random
 import re
 import shutil
 import signal
@@ -25,13 +24,13 @@ from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
 from starlette.datastructures import Headers
 
-from data.tokenizer import byte_tokenizer, train_byte_pairs
+from data.tokenizer import byte_tokenizer
 from model import MODEL_NAMES, build
 from model.decoding import round_matrices
-from model.generation import Sampling, Text
+from model.generation import Sampling
 from model.gpt import GPT, Stream
 from serving import app as serving_app
-from serving.events import Pieces, describe_statistics, generate_events
+from serving.events import describe_statistics, generate_events, label_token
 from serving.guard import Guard, is_own_host
 from training.model_folder import load_model
 from training.residual_statistics import ObservedStream
@@ -208,46 +207,15 @@ def test_fused_streams_step_aside_and_come_back():
 # ---- text ----
 
 
-def test_pieces_are_the_text_up_to_the_first_stop_string():
-    """Random text of multi-byte characters, cut into tokens; against str.find on the whole."""
-    draw = random.Random(0)
-    alphabet = ["a", "b", "ab", "é", "日", "🙂", "\n"]
-    encoding = train_byte_pairs(["".join(draw.choices(alphabet, k=2000))], 300)
-    for _ in range(300):
-        text = "".join(draw.choices(alphabet, k=draw.randint(0, 12)))
-        lengths = [draw.randint(1, 3) for _ in range(draw.randint(0, 2))]
-        stop = ["".join(draw.choices(alphabet, k=length)) for length in lengths]
-        places = [text.find(s) for s in stop if s in text]
-        expected = text[: min(places)] if places else text
-        pieces = Pieces(encoding, stop)
-        sent = []
-        ids = encoding.encode(text)
-        for token in ids:
-            sent += pieces.add(token, {})
-            sent_text = "".join(piece["text"] for piece in sent)
-            assert expected.startswith(sent_text)
-            if not places or len(sent_text) < len(expected):
-                assert not any(stop_string in sent_text for stop_string in stop)
-            if pieces.stopped:
-                break
-        sent += pieces.end()
-        assert "".join(piece["text"] for piece in sent) == expected
-        assert [piece["id"] for piece in sent] == ids[: len(sent)]
-        if not places:
-            assert len(sent) == len(ids)
+def test_a_token_that_is_no_text_is_labeled_with_its_bytes():
+    assert label_token(TOKENIZER, ord("a")) == "a"
+    assert label_token(TOKENIZER, 0xC3) == "bytes c3"
 
 
-def test_half_a_character_at_the_end_and_bytes_that_are_none():
-    pieces = Pieces(TOKENIZER, ["b"])
-    sent = [pieces.add(token, {}) for token in (ord("a"), 0xC3, 0xA9, 0xC3)]
-    sent.append(pieces.end())
-    assert [[(piece["text"], piece["label"]) for piece in part] for part in sent] == [
-        [("a", "a")],
-        [],
-        [("", "bytes c3"), ("é", "bytes a9")],
-        [],
-        [("\ufffd", "bytes c3")],
-    ]
+def test_tokens_of_a_prompt_have_the_characters_that_they_complete():
+    model = build(DELTA[0], **SMALL)
+    _, tokens = generate_tokens(model, TOKENIZER.encode("aé"), 0)
+    assert [token["text"] for token in tokens] == ["a", "", "é"]
 
 
 def test_a_text_ends_after_max_new_tokens():
@@ -454,19 +422,6 @@ def test_a_model_in_bfloat16_is_computed_in_it_in_every_thread(run):
     options = ("--prompt=def", "--dtype=bfloat16", "--max_new_tokens=30", "--seed=7")
     printed = call("sample.py", run, *options)
     assert text.removeprefix("<|endoftext|>") == printed.stdout.decode().removesuffix("\n")
-
-
-def test_pieces_have_the_text_of_the_command_line_for_any_bytes():
-    encoding = byte_tokenizer()
-    rng = random.Random(0)
-    for _ in range(2000):
-        ids = [rng.randrange(256) for _ in range(rng.randint(1, 8))]
-        text = Text(encoding, [])
-        expected = "".join(text.add(token) for token in ids) + text.end()
-        pieces = Pieces(encoding, [])
-        sent = [piece for token in ids for piece in pieces.add(token, {})] + pieces.end()
-        assert "".join(piece["text"] for piece in sent) == expected, ids
-        assert [piece["id"] for piece in sent] == ids
 
 
 def test_what_is_left_out_is_as_on_the_command_line(address):

@@ -22,7 +22,7 @@ from model.gpt import GPT
 from model.layers import at_least_fp32
 from research import plots
 from research.analysis import common
-from serving.events import Pieces
+from serving.events import label_token
 from utils import files, tables
 
 if TYPE_CHECKING:
@@ -208,11 +208,7 @@ def format_token(encoding: Tokenizer, token: int) -> str:
     """Return the visible label of a token."""
     if token >= encoding.n_vocab:  # padding of the output layer
         return f"id {token}"
-    data = encoding.decode_single_token_bytes(token)
-    try:
-        return make_visible(data.decode("utf-8"))
-    except UnicodeDecodeError:
-        return f"bytes {data.hex(' ')}"
+    return make_visible(label_token(encoding, token))
 
 
 def format_text_table(model: GPT, encoding: Tokenizer, ids: torch.Tensor) -> str:
@@ -222,8 +218,7 @@ def format_text_table(model: GPT, encoding: Tokenizer, ids: torch.Tensor) -> str
     """
     # the targets do not matter, because the table has no losses
     top = measure_tokens(model, ids, ids.roll(-1, 1))["top"][:, 0]  # (D, T)
-    pieces = Pieces(encoding, [])
-    labels = [make_visible(pieces.make_piece(token, None)["label"]) for token in ids[0].tolist()]
+    labels = [format_token(encoding, token) for token in ids[0].tolist()]
     rows = []
     for position, (label, next_label) in enumerate(zip(labels, [*labels[1:], None])):
         cells = []
