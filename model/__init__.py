@@ -153,6 +153,16 @@ def check_settings(settings: dict[str, object], options: dict[str, Option]) -> d
     return {key: options[key].convert(value) for key, value in settings.items()}
 
 
+def make_config(name: str, settings: dict[str, object]) -> "GPTConfig":
+    """Return the Config of `model/<name>.py` with these settings.
+
+    Raises:
+        ValueError: there is no such variant, or a key or value is wrong; the message names the fix
+    """
+    config_class = model_class(name).Config
+    return config_class(**check_settings(settings, collect_options(config_class)))
+
+
 def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "GPT":
     """Return the model of `model/<name>.py`, initialized from the seed of torch's global generator.
 
@@ -161,14 +171,13 @@ def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "
         settings: in place of `config`, the fields that differ from its defaults
 
     Raises:
-        ValueError: there is no such variant, or a key or value is wrong; the message names the fix
+        ValueError: there is no such variant, or a key or value is wrong or has no effect; the
+            message names the fix
     """
-    variant = model_class(name)
     if config is None:
-        options = collect_options(variant.Config)
-        config = variant.Config(**check_settings(settings, options))
-        check_effects(vars(config), options, settings)
-    model = variant(config)
+        config = make_config(name, settings)
+        check_effects(vars(config), collect_options(type(config)), settings)
+    model = model_class(name)(config)
     # its own __init__ may have changed parameters after they were initialized
     model.check_initialized()
     model.check_parameters()

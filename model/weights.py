@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from configurator import collect_options
-from model import build, check_settings, model_class
+from model import build, make_config, model_class
 from model.layers import at_least_fp32
 from model.parameters import find_aliases
 from utils import files
@@ -167,9 +166,8 @@ def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "G
     Raises:
         ValueError: the config is wrong, or far larger than the tensors
     """
-    cls = model_class(name)
     try:
-        model_config = cls.Config(**check_settings(config, collect_options(cls.Config)))
+        model_config = make_config(name, config)
     except ValueError as error:
         raise ValueError(f"{context}: {error}") from error
     block_names = [name.split(".") for name in tensors if name.startswith("transformer.h.")]
@@ -185,7 +183,7 @@ def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "G
             f"head_dim={model_config.head_dim} exceeds {MAX_ROPE_TABLE:,}, the largest supported "
             "RoPE table"
         )
-    uninitialized = type("Uninitialized", (cls,), {"init_weights": lambda self: None})
+    uninitialized = type("Uninitialized", (model_class(name),), {"init_weights": lambda self: None})
     try:
         with torch.device("meta"):
             return uninitialized(model_config)
@@ -269,6 +267,6 @@ def read_model(folder: Path, name: str, config: dict, convert: Convert = no_conv
         ValueError: they do not fit
     """
     build_and_check(folder, name, config, convert)
-    model = build(name, **config)
+    model = build(name, make_config(name, config))
     load_into(model, folder, name, convert)
     return model.eval()

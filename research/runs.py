@@ -23,7 +23,7 @@ import torch
 
 from evaluation.published import Published
 from evaluation.published import find as find_published
-from model import build, model_class
+from model import build, make_config, model_class
 from training import checkpoint, resume
 from utils import errors, files
 
@@ -484,7 +484,7 @@ def count_parameters(state: dict[str, Any], notes: list[str]) -> int | None:
 def count_model_parameters(model_name: str, model_config: str) -> int:
     """Return the number of parameters of a model; `model_config` is JSON."""
     with torch.device("meta"):
-        return build(model_name, **json.loads(model_config)).num_parameters()
+        return build(model_name, make_config(model_name, json.loads(model_config))).num_parameters()
 
 
 def find_published_results(state: dict[str, Any]) -> Published | None:
