@@ -25,7 +25,7 @@ import torch
 import configurator
 from data import tokenizer
 from huggingface import card
-from huggingface.flatten import collect_modeling_files
+from huggingface.modeling_files import collect_modeling_files
 from model.gpt import GPT
 from model.parameters import find_aliases
 from training import checkpoint, metrics, model_folder

@@ -9,11 +9,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from model.block import Add, Past, WritingBlock
-from model.gpt import GPT, GPTConfig
-from model.layers import at_least_fp32, linear_fp32
 from model.options import option
-from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
+
+from .block import Add, Past, WritingBlock
+from .gpt import GPT, GPTConfig
+from .layers import at_least_fp32, linear_fp32
+from .parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 
 
 @dataclass

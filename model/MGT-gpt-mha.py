@@ -3,8 +3,8 @@
 The key mgt_arm selects the arm.
 """
 
-from model.gpt import GPT
-from model.mgt import MGTBlock, MGTConfig, final_norm
+from .gpt import GPT
+from .mgt import MGTBlock, MGTConfig, final_norm
 
 
 class Model(GPT):

@@ -13,11 +13,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from model.block import Add, Block, Copies, First, Past
-from model.gpt import GPTConfig
-from model.layers import at_least_fp32
 from model.options import option
-from model.parameters import OUTPUT, Rule, constant
+
+from .block import Add, Block, Copies, First, Past
+from .gpt import GPTConfig
+from .layers import at_least_fp32
+from .parameters import OUTPUT, Rule, constant
 
 
 @dataclass

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.block import Block, Direct, Past, delay, get_past
-from model.gpt import GPT, GPTConfig
-from model.layers import (
+from model.options import option
+
+from .block import Block, Direct, Past, delay, get_past
+from .gpt import GPT, GPTConfig
+from .layers import (
     MLP,
     CausalSelfAttention,
     Positions,
@@ -22,9 +24,8 @@ from model.layers import (
     at_least_fp32,
     for_product,
 )
-from model.options import option
-from model.parameters import constant, normal
-from model.residual import Taps, TokenConvRead
+from .parameters import constant, normal
+from .residual import Taps, TokenConvRead
 
 
 @dataclass

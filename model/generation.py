@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from model.decoding import Decoder, pad_left
 from model.options import check_ranges, option
+
+from .decoding import Decoder, pad_left
 
 if TYPE_CHECKING:
     from data.tokenizer_base import Tokenizer

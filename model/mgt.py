@@ -11,11 +11,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from model.block import Past, WritingBlock
-from model.gpt import GPTConfig
-from model.layers import LayerNorm, at_least_fp32, for_product
 from model.options import option
-from model.parameters import HIDDEN, Rule, constant, linear, normal
+
+from .block import Past, WritingBlock
+from .gpt import GPTConfig
+from .layers import LayerNorm, at_least_fp32, for_product
+from .parameters import HIDDEN, Rule, constant, linear, normal
 
 
 @dataclass

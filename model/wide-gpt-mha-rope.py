@@ -10,11 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from model.block import Past, WritingBlock
-from model.gpt import GPT
 from model.options import option
-from model.parameters import Rule
-from model.residual import ChannelConvRead, Repeat, TokenConvRead, ValueChannelsConfig
+
+from .block import Past, WritingBlock
+from .gpt import GPT
+from .parameters import Rule
+from .residual import ChannelConvRead, Repeat, TokenConvRead, ValueChannelsConfig
 
 
 @dataclass
