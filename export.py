@@ -202,6 +202,7 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
         state=state,
         records=read_records(source, state["step"]) if "step" in state else [],
     )
+    texts["LICENSE"] = (Path(__file__).parent / "LICENSE").read_text(encoding="utf-8")
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     weights = checkpoint.get_model_tensors(model.to(getattr(torch, dtype)))

@@ -1,6 +1,7 @@
-"""Manifold-Geometric Transformer (MGT), and the seven arms that it is compared with.
+"""MGT (Su and You, "Geometric and Dynamic Scaling in Deep Transformers") and its ablations.
 
-The key mgt_arm selects the arm.
+MGT stands for Manifold-Geometric Transformer. The key mgt_arm selects the model, or one of the seven
+arms that it is compared with.
 """
 
 from .gpt import GPT

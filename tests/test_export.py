@@ -559,6 +559,24 @@ def test_the_card_tells_what_is_known_of_the_run(noisy_run, tmp_path):
     assert f"{build(CC, **TINY).num_parameters():,} parameters" in text
 
 
+@pytest.mark.parametrize(
+    ("source", "description"),
+    [
+        ("OWNER/NAME", "stories (OWNER/NAME, 9,000 tokens)"),
+        ("texts/*.txt /some/where/*.txt", "stories (9,000 tokens)"),
+    ],
+)
+def test_the_card_names_the_source_of_the_corpus_but_no_folder_of_the_machine(source, description):
+    corpus = {"source": source, "train": {"tokens": 9000}}
+    state = {"run_config": {"dataset": "/some/where/stories"}, "corpus": corpus}
+    assert card.describe_corpus(state) == description
+
+
+def test_the_code_is_exported_with_its_license(reloaded):
+    license_text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert (reloaded.cases[CC].folder / "LICENSE").read_text(encoding="utf-8") == license_text
+
+
 # The papers that docs/variants.md names for the streams.
 PAPERS = {
     "AttnRes-gpt-mha-rope": "2603.15031",
