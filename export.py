@@ -26,7 +26,7 @@ import torch
 from configurator import argument, option, read_command_line
 from data import tokenizer
 from huggingface import card
-from huggingface.flatten import collect_modeling_files
+from huggingface.modeling_files import collect_modeling_files
 from model.gpt import GPT
 from model.parameters import find_aliases
 from training import checkpoint, metrics, model_folder
@@ -199,6 +199,7 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
         state=state,
         records=read_records(source, state["step"]) if "step" in state else [],
     )
+    texts["LICENSE"] = (Path(__file__).parent / "LICENSE").read_text(encoding="utf-8")
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     weights = checkpoint.get_model_tensors(model.to(getattr(torch, dtype)))

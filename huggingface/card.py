@@ -45,16 +45,13 @@ tags:
 
 # {name}
 
-This language model has {num_parameters:,} parameters, which are stored in {dtype}. A tied embedding is \
-counted once. Its residual connections are those of the variant `{stem}`, which `stem.py` in this folder \
-defines. It is a base model, which continues text and does not follow instructions.
-
+This is a base language model with {num_parameters:,} parameters, where a tied embedding counts once. It is a \
+Transformer with the residual connections of the variant `{stem}`, which `stem.py` in this folder defines.
 {description}
-
 ## Use
 
-With version 5 of transformers, load the model and generate text as follows. `FOLDER_OR_REPOSITORY` is the \
-path of this folder, or the repository to which it was uploaded, such as `OWNER/NAME`:
+With version 5 of transformers, load the model and continue a text as follows. `FOLDER_OR_REPOSITORY` is \
+the path of this folder, or the repository to which it was uploaded, such as `OWNER/NAME`.
 
 ```python
 {loading_code}
@@ -62,16 +59,44 @@ ids = tokenizer(tokenizer.bos_token + "The", return_tensors="pt")  # every docum
 print(tokenizer.decode(model.generate(**ids, do_sample=True, top_p=0.9, max_new_tokens=100)[0]))
 ```
 
-A sequence has at most {block_size:,} tokens. `trust_remote_code` executes the Python files in this folder, \
-so read them first.
+`trust_remote_code` executes the Python files in this folder, so read them first.
+"""
+LIMITS = """## Limits and license
+
+The model continues text. It was trained neither to follow instructions nor to refuse them, and what it \
+writes may be false or offensive. A sequence has at most {block_size:,} tokens, including the prompt.
+
+The code is under the license in `LICENSE`, which does not cover the weights or the training data. Whoever \
+publishes this folder states theirs as `license` in the header of this file.
 """
 
 
 def describe_variant(variant: str) -> str:
-    """Return the first line of a variant's docstring, with links to the papers that it names."""
-    docstring = importlib.import_module(f"model.{variant}").__doc__ or ""
+    """Return the first line of a variant's docstring as a paragraph, with a link to its paper."""
+    docstring = importlib.import_module(f"model.{variant}").__doc__
+    if not docstring:
+        return ""
     first_line = docstring.strip().partition("\n")[0]
-    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", first_line)
+    text, num_papers = re.subn(
+        r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", first_line
+    )
+    if num_papers:
+        text += " If you use the model, please cite this paper."
+    return f"\n{text}\n"
+
+
+def describe_corpus(state: dict) -> str:
+    """Return the name of the corpus of a run, its source and its size, as far as they are known."""
+    corpus = state.get("corpus", {})
+    details = []
+    source = corpus.get("source", "")
+    # a source of local files may name folders of the machine
+    if source and not any(Path(word).is_absolute() for word in source.split()):
+        details.append(source)
+    if "train" in corpus:
+        details.append(f"{corpus['train']['tokens']:,} tokens")
+    name = Path(state["run_config"]["dataset"]).name
+    return f"{name} ({', '.join(details)})" if details else name
 
 
 def describe_training(state: dict, records: list[dict]) -> list[tuple[str, str]]:
@@ -89,7 +114,7 @@ def describe_training(state: dict, records: list[dict]) -> list[tuple[str, str]]
     rows = [
         ("steps", f"{state['step']:,}"),
         ("tokens", f"{num_tokens:,}, in sequences of {block_size:,}"),
-        ("corpus", Path(run_config["dataset"]).name),
+        ("corpus", describe_corpus(state)),
     ]
     evaluations = [record for record in records if "val_loss" in record]
     if evaluations:
@@ -120,7 +145,7 @@ def write_card(
     state: dict,
     records: list[dict],
 ) -> str:
-    """Return README.md: a YAML header, how to use the model, its training, and its keys.
+    """Return README.md: a YAML header, what the model is, its use, training, limits and keys.
 
     Args:
         state, records: as in `describe_training`
@@ -130,9 +155,7 @@ def write_card(
             name=name,
             stem=variant,
             description=describe_variant(variant),
-            dtype=dtype,
             num_parameters=model.num_parameters(),
-            block_size=model.config.block_size,
             loading_code=LOADING_CODE.format(folder="FOLDER_OR_REPOSITORY"),
         )
     ]
@@ -140,8 +163,12 @@ def write_card(
     if training_rows:
         table = tables.format_markdown(("property", "value"), training_rows)
         sections.append(f"## Training\n\n{table}\n")
+    sections.append(LIMITS.format(block_size=model.config.block_size))
     model_rows = [(f"`{key}`", f"`{value}`") for key, value in vars(model.config).items()]
-    sections.append(f"## Model\n\n{tables.format_markdown(('key', 'value'), model_rows)}\n")
+    sections.append(
+        f"## Model\n\nThe weights are stored in {dtype}.\n\n"
+        f"{tables.format_markdown(('key', 'value'), model_rows)}\n"
+    )
     if commit:
         sections.append(f"This folder was exported with the training code at commit `{commit}`.\n")
     return "\n".join(sections)

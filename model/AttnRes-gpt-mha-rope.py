@@ -6,13 +6,13 @@ arXiv 2605.18855). The sources are all sublayer outputs, or their sums over bloc
 
 import torch
 
-from model.attention_residuals import (
+from .attention_residuals import (
     AttentionResidualsBlock,
     AttentionResidualsConfig,
     depth_readout,
     first_source,
 )
-from model.gpt import GPT
+from .gpt import GPT
 
 
 class Model(GPT):

@@ -3,8 +3,8 @@
 The paper's name is DDL-CC-EC, or DDL-CC in its July 2026 text.
 """
 
-from model.gpt import GPT
-from model.residual import (
+from .gpt import GPT
+from .residual import (
     ChannelConvRead,
     DeltaBlock,
     EmbeddingChannelConvConfig,

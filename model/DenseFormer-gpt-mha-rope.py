@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from model.block import Add, Block, Direct, Past
-from model.gpt import GPT, GPTConfig
-from model.layers import at_least_fp32
-from model.parameters import Rule, one_hot
+from .block import Add, Block, Direct, Past
+from .gpt import GPT, GPTConfig
+from .layers import at_least_fp32
+from .parameters import Rule, one_hot
 
 
 class Start(Direct):

@@ -23,12 +23,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from configurator import option
-from model.block import Block, Past
-from model.gpt import GPT
-from model.hyper_connections import StreamsConfig
-from model.layers import at_least_fp32, for_product, linear_fp32
-from model.parameters import FIXED, HIDDEN, OUTPUT, Rule, constant, linear, normal
-from model.residual import Repeat
+
+from .block import Block, Past
+from .gpt import GPT
+from .hyper_connections import StreamsConfig
+from .layers import at_least_fp32, for_product, linear_fp32
+from .parameters import FIXED, HIDDEN, OUTPUT, Rule, constant, linear, normal
+from .residual import Repeat
 
 
 @dataclass

@@ -5,9 +5,9 @@ The weights with which a sublayer reads, mixes and writes the streams may depend
 
 import torch
 
-from model.gpt import GPT
-from model.hyper_connections import HyperBlock, HyperConfig, SumOfStreams
-from model.residual import Repeat
+from .gpt import GPT
+from .hyper_connections import HyperBlock, HyperConfig, SumOfStreams
+from .residual import Repeat
 
 
 class Model(GPT):

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from configurator import option
-from model.block import Add, Past, WritingBlock
-from model.gpt import GPT, GPTConfig
-from model.layers import at_least_fp32, linear_fp32
-from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
+
+from .block import Add, Past, WritingBlock
+from .gpt import GPT, GPTConfig
+from .layers import at_least_fp32, linear_fp32
+from .parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 
 
 @dataclass

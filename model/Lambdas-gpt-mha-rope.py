@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from configurator import option
-from model.block import Add, Block, Copies, Direct, First, Past
-from model.gpt import GPT, GPTConfig
-from model.layers import AttentionInputs, Positions, at_least_fp32, for_product
-from model.parameters import Rule, constant
+
+from .block import Add, Block, Copies, Direct, First, Past
+from .gpt import GPT, GPTConfig
+from .layers import AttentionInputs, Positions, at_least_fp32, for_product
+from .parameters import Rule, constant
 
 
 @dataclass

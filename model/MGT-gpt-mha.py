@@ -1,10 +1,11 @@
-"""Manifold-Geometric Transformer (MGT), and the seven arms that it is compared with.
+"""MGT (Su and You, "Geometric and Dynamic Scaling in Deep Transformers") and its ablations.
 
-The key mgt_arm selects the arm.
+MGT stands for Manifold-Geometric Transformer. The key mgt_arm selects the model, or one of the seven
+arms that it is compared with.
 """
 
-from model.gpt import GPT
-from model.mgt import MGTBlock, MGTConfig, final_norm
+from .gpt import GPT
+from .mgt import MGTBlock, MGTConfig, final_norm
 
 
 class Model(GPT):

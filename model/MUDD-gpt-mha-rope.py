@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from configurator import option
-from model.block import Add, Block, Copies, First, Past
-from model.gpt import GPT, GPTConfig
-from model.layers import AttentionInputs, Positions, RMSNorm, at_least_fp32, linear_fp32
-from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal, one_hot
+
+from .block import Add, Block, Copies, First, Past
+from .gpt import GPT, GPTConfig
+from .layers import AttentionInputs, Positions, RMSNorm, at_least_fp32, linear_fp32
+from .parameters import FIXED, OUTPUT, Rule, constant, linear, normal, one_hot
 
 
 @dataclass

@@ -15,7 +15,7 @@ from configurator import Option, check_effects, collect_options
 from utils import errors
 
 if TYPE_CHECKING:
-    from model.gpt import GPT, GPTConfig
+    from .gpt import GPT, GPTConfig
 
 # The file of a variant has a hyphen in its name, which no helper module can have. A name with a dot
 # cannot be imported.
@@ -56,7 +56,7 @@ def model_class(name: str) -> "type[GPT]":
 
 def check_variant(name: str, variant: object) -> None:
     """Raise ValueError if `Model` of a variant's file, or its Config, is not what it must be."""
-    from model.gpt import GPT  # here, because importing torch takes seconds
+    from .gpt import GPT  # here, because importing torch takes seconds
 
     if not (isinstance(variant, type) and issubclass(variant, GPT)):
         raise ValueError(

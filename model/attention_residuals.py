@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from configurator import option
-from model.block import Add, Block, Copies, First, Past
-from model.gpt import GPTConfig
-from model.layers import at_least_fp32
-from model.parameters import OUTPUT, Rule, constant
+
+from .block import Add, Block, Copies, First, Past
+from .gpt import GPTConfig
+from .layers import at_least_fp32
+from .parameters import OUTPUT, Rule, constant
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from model.block import Site, State, Stream
-from model.layers import Positions
+from .block import Site, State, Stream
+from .layers import Positions
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from configurator import option
-from model.block import Block, Direct, Past, delay, get_past
-from model.gpt import GPT, GPTConfig
-from model.layers import (
+
+from .block import Block, Direct, Past, delay, get_past
+from .gpt import GPT, GPTConfig
+from .layers import (
     MLP,
     CausalSelfAttention,
     Positions,
@@ -23,8 +24,8 @@ from model.layers import (
     at_least_fp32,
     for_product,
 )
-from model.parameters import constant, normal
-from model.residual import Taps, TokenConvRead
+from .parameters import constant, normal
+from .residual import Taps, TokenConvRead
 
 
 @dataclass

@@ -13,12 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from model import block
-from model.block import Site, State, Stream
+from .block import Site, State, Stream, count_state_numbers
 
 if TYPE_CHECKING:
-    from model.gpt import GPT, GPTConfig
-    from model.layers import Positions
+    from .gpt import GPT, GPTConfig
+    from .layers import Positions
 
 
 def count_attention_flops(
@@ -153,4 +152,4 @@ def count_forward_flops(cls: "type[GPT]", config: "GPTConfig") -> int:
 def find_largest_state(cls: "type[GPT]", config: "GPTConfig") -> int:
     """Return how many numbers the state of one token holds where it is largest."""
     states = count_forward_pass(cls, config, num_tokens=1).states
-    return max(block.count_state_numbers(state) for state in states)
+    return max(count_state_numbers(state) for state in states)

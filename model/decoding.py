@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from model.parameters import collect_rules
+from .parameters import collect_rules
 
 if TYPE_CHECKING:
-    from model.gpt import GPT
+    from .gpt import GPT
 
 # Padding to the left of the shorter sequences of a batch.
 NO_TOKEN = -1

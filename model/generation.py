@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from configurator import check_ranges, option
-from model.decoding import Decoder, pad_left
+
+from .decoding import Decoder, pad_left
 
 if TYPE_CHECKING:
     from data.tokenizer_base import Tokenizer

@@ -3,7 +3,7 @@
 The state X is (B, T, d).
 """
 
-from model.gpt import GPT
+from .gpt import GPT
 
 
 class Model(GPT):

@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from configurator import check_ranges, option
-from model import cost
-from model.block import Block, Direct, Site, Stream
-from model.decoding import Cache
-from model.layers import (
+
+from .block import Block, Direct, Site, Stream
+from .cost import count_forward_flops, find_largest_state
+from .decoding import Cache
+from .layers import (
     CausalSelfAttention,
     Heads,
     Positions,
@@ -30,8 +31,8 @@ from model.layers import (
     for_product,
     rope_tables,
 )
-from model.loss import linear_cross_entropy, scale_logits
-from model.parameters import (
+from .loss import linear_cross_entropy, scale_logits
+from .parameters import (
     Rule,
     by_shape,
     check_no_shared_memory,
@@ -399,11 +400,11 @@ class GPT(nn.Module):
         writes of the residual stream, but not norms, activation functions and the optimizer. The
         backward pass counts as two forward passes.
         """
-        return 3 * cost.count_forward_flops(self.variant, self.config) // self.config.block_size
+        return 3 * count_forward_flops(self.variant, self.config) // self.config.block_size
 
     def state_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """Return the bytes of the residual state of one token, in dtype, where it is largest."""
-        return cost.find_largest_state(self.variant, self.config) * dtype.itemsize
+        return find_largest_state(self.variant, self.config) * dtype.itemsize
 
     def new_cache(self, length: int | None = None) -> Cache:
         """Return an empty cache for `forward`.

@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from configurator import option
-from model.block import Block, Past
-from model.gpt import GPTConfig
-from model.layers import LayerNorm, at_least_fp32, linear_fp32, name_operator
-from model.parameters import OUTPUT, Rule, constant, linear, normal, one_hot
+
+from .block import Block, Past
+from .gpt import GPTConfig
+from .layers import LayerNorm, at_least_fp32, linear_fp32, name_operator
+from .parameters import OUTPUT, Rule, constant, linear, normal, one_hot
 
 
 @dataclass

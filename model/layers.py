@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.decoding import NO_TOKEN, get_or_create_buffer
-from model.parameters import HIDDEN, Rule, constant, linear
+from .decoding import NO_TOKEN, get_or_create_buffer
+from .parameters import HIDDEN, Rule, constant, linear
 
 if TYPE_CHECKING:
-    from model.gpt import GPTConfig
+    from .gpt import GPTConfig
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -5,9 +5,9 @@ mHC stands for Manifold-Constrained Hyper-Connections.
 
 import torch
 
-from model.gpt import GPT
-from model.hyper_connections import ManifoldBlock, ManifoldConfig, manifold_readout
-from model.residual import Repeat
+from .gpt import GPT
+from .hyper_connections import ManifoldBlock, ManifoldConfig, manifold_readout
+from .residual import Repeat
 
 
 class Model(GPT):

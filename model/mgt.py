@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from configurator import option
-from model.block import Past, WritingBlock
-from model.gpt import GPTConfig
-from model.layers import LayerNorm, at_least_fp32, for_product
-from model.parameters import HIDDEN, Rule, constant, linear, normal
+
+from .block import Past, WritingBlock
+from .gpt import GPTConfig
+from .layers import LayerNorm, at_least_fp32, for_product
+from .parameters import HIDDEN, Rule, constant, linear, normal
 
 
 def arm_has_beta(arm: str) -> bool:

@@ -28,10 +28,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from configurator import option
-from model.block import Block, Past, delay_each, fold_once
-from model.gpt import GPTConfig
-from model.layers import at_least_fp32, for_product, linear_fp32
-from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal, one_hot
+
+from .block import Block, Past, delay_each, fold_once
+from .gpt import GPTConfig
+from .layers import at_least_fp32, for_product, linear_fp32
+from .parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal, one_hot
 
 
 def writes_computed_value(v_constant: bool, update: str) -> bool:

@@ -14,13 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from model import build, make_config, model_class
-from model.layers import at_least_fp32
-from model.parameters import find_aliases
 from utils import files
 
+from . import build, make_config, model_class
+from .layers import at_least_fp32
+from .parameters import find_aliases
+
 if TYPE_CHECKING:
-    from model.gpt import GPT
+    from .gpt import GPT
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from configurator import option
-from model.block import Past, WritingBlock
-from model.gpt import GPT
-from model.parameters import Rule
-from model.residual import ChannelConvRead, Repeat, TokenConvRead, ValueChannelsConfig
+
+from .block import Past, WritingBlock
+from .gpt import GPT
+from .parameters import Rule
+from .residual import ChannelConvRead, Repeat, TokenConvRead, ValueChannelsConfig
 
 
 @dataclass

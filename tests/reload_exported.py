@@ -166,6 +166,7 @@ def error_messages(folder: str) -> dict[str, str]:
         "attentions": lambda: model(ids, output_attentions=True),
         "resize": lambda: model.resize_token_embeddings(300),
         "static": lambda: model.generate(ids, max_new_tokens=2, cache_implementation="static"),
+        "range": lambda: load(folder, rope_ratio=2.0),
     }
     return {name: error_message(call) for name, call in calls.items()}
 

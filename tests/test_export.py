@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import export
 import model.gpt
 from data import tokenizer
-from huggingface import card, flatten
+from huggingface import card, modeling_files
 from model import MODEL_NAMES, build
 from training import checkpoint, model_folder
 
@@ -86,7 +86,7 @@ class Reloaded(NamedTuple):
 
 @pytest.fixture(scope="module")
 def user_models(tmp_path_factory) -> Iterator[None]:
-    """Let the README's example, which has `import model.gpt as gpt`, be found as a user's file."""
+    """Let the README's example be found as a user's file."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     package = tmp_path_factory.mktemp("user") / "model"
@@ -284,6 +284,7 @@ def test_calls_that_the_model_cannot_serve_are_refused(reloaded):
         "attentions": "output_attentions is not supported",
         "resize": "cannot be resized",
         "static": "this model has its own cache",
+        "range": "rope_ratio=2.0: give a number of at most 1",
     }
     assert messages.keys() == expected.keys()
     for name, message in expected.items():
@@ -388,41 +389,88 @@ def test_our_scripts_read_every_folder(case, suffix, ids):
     assert not {module for module in new_modules if "ddl" in module or "stem" in module}
 
 
-# how the flattened code names a module that was imported by `import model.gpt`
-NAMED = "from .gpt import __name__ as _\nfrom . import gpt as"
+def test_a_copy_differs_from_its_file_in_the_import_of_option_alone(reloaded):
+    folder = reloaded.cases[CC].folder
+    names = {path.stem for path in folder.glob("*.py")}
+    assert {"stem", "gpt", "residual"} <= names
+    changed_lines = set()
+    for name in names - {"option", *modeling_files.TRANSFORMERS_FILES}:
+        file = ROOT / "model" / f"{CC if name == 'stem' else name}.py"
+        lines = file.read_text(encoding="utf-8").splitlines()
+        copied_lines = (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        changed_lines |= {
+            copy for line, copy in zip(lines, copied_lines, strict=True) if line != copy
+        }
+    assert changed_lines == {
+        "from .option import option",
+        "from .option import check_ranges, option",
+    }
+
+
+@pytest.fixture
+def user_folder(tmp_path, monkeypatch) -> Iterator[Path]:
+    """Return a folder whose files are found as if they were in model/."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    monkeypatch.setattr(model, "__path__", [*model.__path__, str(folder)])
+    monkeypatch.setattr(model, "MODEL_NAMES", [*MODEL_NAMES, "mine-gpt"])
+    yield folder
+    sys.modules.pop("model.mine-gpt", None)
+
+
+def write_variant(folder: Path, statement: str) -> None:
+    """Write an additive variant, mine-gpt.py, that has one more import."""
+    text = f"from .gpt import GPT\n{statement}\n\n\nclass Model(GPT):\n    pass\n"
+    (folder / "mine-gpt.py").write_text(text)
+
+
+@pytest.mark.parametrize("statement", ["from .gate import scale", "from . import gate"])
+def test_files_that_a_variant_imports_are_copied(user_folder, statement):
+    (user_folder / "gate.py").write_text("from .mgt import MGTBlock\n\nscale = 1\n")
+    write_variant(user_folder, statement)
+    texts = modeling_files.collect_modeling_files("mine-gpt")
+    assert texts["gate.py"] == "from .mgt import MGTBlock\n\nscale = 1\n"
+    assert f"\n{statement}\n" in texts["stem.py"]
+    assert "mgt.py" in texts
+    assert "residual.py" not in texts
+
+
+def test_a_variant_with_an_option_of_its_own_can_be_exported(user_folder):
+    statement = "from configurator import option"
+    write_variant(user_folder, statement)
+    texts = modeling_files.collect_modeling_files("mine-gpt")
+    assert "\nfrom .option import option\n" in texts["stem.py"]
 
 
 @pytest.mark.parametrize(
-    ("text", "relative_text", "modules"),
+    "statement",
     [
-        ("from model.gpt import GPT, Block as B\n", "from .gpt import GPT, Block as B\n", ["gpt"]),
-        ("import model.gpt as g  # x\n", f"{NAMED} g  # x\n", ["gpt"]),
-        ("from model import gpt\n", f"{NAMED} gpt\n", ["gpt"]),
-        ("from model.gpt import (\n    GPT,\n)\nx = 1\n", "from .gpt import GPT\nx = 1\n", ["gpt"]),
-        ("import torch, math\n", "import torch, math\n", []),
-        ("if x:\n    from model.loss import y\n", "if x:\n    from .loss import y\n", ["loss"]),
+        "import model",
+        "import model.gpt",
+        "import torch, utils.files",
+        "from model import gpt",
+        "from model.block import Block",
+        "from configurator import collect_options",
+        "from data import tokenizer",
+        "import configurator",
+        "from . import build",
+        "from .kernels import rope",
+        "from .kernels.rope import rotate",
     ],
 )
-def test_imports_become_relative(text, relative_text, modules):
-    assert flatten.make_imports_relative(text, "x") == (relative_text, modules)
+def test_a_variant_that_needs_the_repository_is_refused(user_folder, statement):
+    write_variant(user_folder, statement)
+    with pytest.raises(ValueError, match="cannot be exported; import") as caught:
+        modeling_files.collect_modeling_files("mine-gpt")
+    assert str(caught.value).startswith(f"model/mine-gpt.py has `{statement}`")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("import model", "import model.gpt", "from data import tokenizer", "import configurator"),
-        "from model.kernels.stream import DeltaStream",
-    ],
-)
-def test_code_that_cannot_stand_alone_is_refused(text):
-    with pytest.raises(ValueError, match="cannot be exported"):
-        flatten.make_imports_relative(text, "model/mine.py")
-
-
-@pytest.mark.parametrize("module", ["model.kernels", "model.build"])
-def test_modules_that_are_no_files_are_refused(module):
-    with pytest.raises(ValueError, match="is not one file"):
-        flatten.read_source(module)
+def test_the_script_names_the_file_and_the_import_that_it_refuses(user_folder, tmp_path):
+    write_variant(user_folder, "from utils import files")
+    run = save_run(tmp_path / "run", build("mine-gpt", **TINY), "mine-gpt")
+    line = one_line_error(call("export.py", run, tmp_path / "out"))
+    assert "model/mine-gpt.py has `from utils import files`, which cannot be exported" in line
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
@@ -509,6 +557,24 @@ def test_the_card_tells_what_is_known_of_the_run(noisy_run, tmp_path):
     assert "min_lr" not in text
     assert "/some" not in text
     assert f"{build(CC, **TINY).num_parameters():,} parameters" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "description"),
+    [
+        ("OWNER/NAME", "stories (OWNER/NAME, 9,000 tokens)"),
+        ("texts/*.txt /some/where/*.txt", "stories (9,000 tokens)"),
+    ],
+)
+def test_the_card_names_the_source_of_the_corpus_but_no_folder_of_the_machine(source, description):
+    corpus = {"source": source, "train": {"tokens": 9000}}
+    state = {"run_config": {"dataset": "/some/where/stories"}, "corpus": corpus}
+    assert card.describe_corpus(state) == description
+
+
+def test_the_code_is_exported_with_its_license(reloaded):
+    license_text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert (reloaded.cases[CC].folder / "LICENSE").read_text(encoding="utf-8") == license_text
 
 
 # The papers that docs/variants.md names for the streams.

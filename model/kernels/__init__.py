@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from model.block import Add, Block, Direct, Site, Stream
-from model.gpt import GPT, GPTConfig
-from model.hyper_connections import (
+from ..block import Add, Block, Direct, Site, Stream
+from ..gpt import GPT, GPTConfig
+from ..hyper_connections import (
     ManifoldConnection,
     MeanOfStreams,
     MixAndAdd,
@@ -26,9 +26,9 @@ from model.hyper_connections import (
     WeightedStreams,
     sinkhorn_knopp,
 )
-from model.kernels import lowering
-from model.layers import CausalSelfAttention, Heads, RMSNorm
-from model.residual import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
+from ..layers import CausalSelfAttention, Heads, RMSNorm
+from ..residual import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
+from . import lowering
 
 
 class FusedForm(enum.Enum):
@@ -280,11 +280,11 @@ def make_stream(
     """Return the stream of a fused form; the plain stream for None."""
     # this module needs triton
     if form is FusedForm.ADDITIVE:
-        from model.kernels.stream import AdditiveStream
+        from .stream import AdditiveStream
 
         return AdditiveStream(config)
     if form is FusedForm.DELTA:
-        from model.kernels.stream import DeltaStream
+        from .stream import DeltaStream
 
         return DeltaStream(config, state_checkpoint_interval)
     return Stream()
@@ -292,7 +292,7 @@ def make_stream(
 
 def make_heads(model: GPT) -> Heads:
     """Return the fused heads if they serve every attention layer of the model, else plain ones."""
-    from model.kernels import rope
+    from . import rope
 
     attention_layers = [
         module for module in model.modules() if isinstance(module, CausalSelfAttention)
@@ -306,7 +306,7 @@ def use_sinkhorn_kernel(model: nn.Module, fused: bool) -> None:
     """Let the reads of mHC call the Sinkhorn-Knopp kernel, or the plain operations again."""
     balance = sinkhorn_knopp
     if fused:
-        from model.kernels.sinkhorn import fused_sinkhorn_knopp
+        from .sinkhorn import fused_sinkhorn_knopp
 
         balance = fused_sinkhorn_knopp
     for module in model.modules():

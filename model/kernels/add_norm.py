@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import KernelLaunch, choose_launch, launch_options, split_into_chunks
-from model.kernels.tiles import (
+from .launch import KernelLaunch, choose_launch, launch_options, split_into_chunks
+from .tiles import (
     add_scaled,
     contiguous,
     dot_blocks,

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import KernelLaunch, choose_launch, split_into_chunks
-from model.kernels.tiles import (
+from .launch import KernelLaunch, choose_launch, split_into_chunks
+from .tiles import (
     add_scaled,
     contiguous,
     contract_columns,

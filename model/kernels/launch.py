@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from model.kernels.launch_table import KERNELS, Launch
-from model.kernels.tiles import choose_block
+from .launch_table import KERNELS, Launch
+from .tiles import choose_block
 
 # With TRITON_INTERPRET=1, set before triton is first imported, kernels run on a CPU, slowly, for
 # tests.

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model.kernels.launch import KernelLaunch, choose_launch, launch_options, split_into_chunks
-from model.kernels.step_kernels import backward_kernel, forward_kernel
-from model.kernels.tiles import contiguous, get_state_strides
+from .launch import KernelLaunch, choose_launch, launch_options, split_into_chunks
+from .step_kernels import backward_kernel, forward_kernel
+from .tiles import contiguous, get_state_strides
 
 
 class StepOutput(NamedTuple):

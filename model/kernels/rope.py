@@ -21,10 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from model.gpt import GPTConfig
-from model.kernels.launch import count_processors
-from model.kernels.tiles import contiguous
-from model.layers import (
+from ..gpt import GPTConfig
+from ..layers import (
     AttentionInputs,
     CausalSelfAttention,
     Heads,
@@ -32,6 +30,8 @@ from model.layers import (
     RMSNorm,
     project_qkv,
 )
+from .launch import count_processors
+from .tiles import contiguous
 
 # A row is one head of one token, and a tile is TILE_ROWS rows.
 TILE_ROWS = 32

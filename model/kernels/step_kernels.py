@@ -43,7 +43,7 @@ Constants: D, BLOCK, P, V and K as in `tiles.py`; STAGES, PREFETCH and RELOAD as
 import triton
 import triton.language as tl
 
-from model.kernels.tiles import (
+from .tiles import (
     add_scaled,
     add_zero,
     contract_columns,

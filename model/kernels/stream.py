@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.block import Site, Stream
-from model.decoding import get_or_create_buffer
-from model.gpt import GPT, GPTConfig
-from model.kernels.add_norm import AddNormOutput, add_norm
-from model.kernels.expand import expand
-from model.kernels.residual_step import StepOutput, residual_step
-from model.kernels.tiles import DTYPES
-from model.layers import Positions, RMSNorm, compute_dtype, linear_fp32
-from model.residual import DeltaConfig, DeltaRewrite, EmbeddingConv, SingleChannelRead
+from ..block import Site, Stream
+from ..decoding import get_or_create_buffer
+from ..gpt import GPT, GPTConfig
+from ..layers import Positions, RMSNorm, compute_dtype, linear_fp32
+from ..residual import DeltaConfig, DeltaRewrite, EmbeddingConv, SingleChannelRead
+from .add_norm import AddNormOutput, add_norm
+from .expand import expand
+from .residual_step import StepOutput, residual_step
+from .tiles import DTYPES
 
 
 def check_dtype(x: torch.Tensor) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from model.block import Block, delay
-from model.gpt import GPT
+from .block import Block, delay
+from .gpt import GPT
 
 
 class MeanRead(nn.Module):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from model.block import Block
-from model.gpt import GPT
-from model.parameters import Rule, constant
+from .block import Block
+from .gpt import GPT
+from .parameters import Rule, constant
 
 
 class PositionGate(nn.Module):

@@ -2,7 +2,7 @@
 
 import torch
 
-from model.gpt import GPT
+from .gpt import GPT
 
 
 class Model(GPT):

@@ -6,9 +6,9 @@ embedding and the stream of the previous block.
 
 from dataclasses import replace
 
-from model.block import Block, Direct
-from model.gpt import GPT
-from model.layers import AttentionInputs, RMSNorm
+from .block import Block, Direct
+from .gpt import GPT
+from .layers import AttentionInputs, RMSNorm
 
 
 class Start(Direct):

@@ -3,9 +3,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from model.block import WritingBlock
-from model.gpt import GPT, GPTConfig
-from model.parameters import Rule, constant
+from .block import WritingBlock
+from .gpt import GPT, GPTConfig
+from .parameters import Rule, constant
 
 
 @dataclass

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from model.block import WritingBlock
-from model.gpt import GPT
-from model.layers import linear_fp32
-from model.parameters import HIDDEN, Rule, constant, linear
+from .block import WritingBlock
+from .gpt import GPT
+from .layers import linear_fp32
+from .parameters import HIDDEN, Rule, constant, linear
 
 
 class HighwayWrite(nn.Module):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from model.block import Block, delay, get_past
-from model.gpt import GPT
-from model.parameters import Rule, normal
+from .block import Block, delay, get_past
+from .gpt import GPT
+from .parameters import Rule, normal
 
 
 class Mixer(nn.Module):

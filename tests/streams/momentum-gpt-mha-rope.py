@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from model.block import Block, Direct
-from model.gpt import GPT
+from .block import Block, Direct
+from .gpt import GPT
 
 
 class Start(nn.Module):

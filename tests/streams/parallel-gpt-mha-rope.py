@@ -5,8 +5,8 @@ The output of attention is kept beside the stream until the MLP writes.
 
 from dataclasses import replace
 
-from model.block import Block, Direct
-from model.gpt import GPT
+from .block import Block, Direct
+from .gpt import GPT
 
 
 class Start(Direct):

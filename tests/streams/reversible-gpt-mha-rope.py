@@ -6,8 +6,8 @@ second.
 
 from dataclasses import replace
 
-from model.block import Block, Direct
-from model.gpt import GPT
+from .block import Block, Direct
+from .gpt import GPT
 
 
 class Twice(Direct):

@@ -1,6 +1,6 @@
 """Every second block is the block before it again; all blocks share the norms of the first."""
 
-from model.gpt import GPT
+from .gpt import GPT
 
 
 class Model(GPT):

@@ -2,9 +2,9 @@
 
 from torch import nn
 
-from model.block import Add, Block, Direct, Site, delay, get_past
-from model.gpt import GPT
-from model.layers import RMSNorm, for_product, sublayer_matrix
+from .block import Add, Block, Direct, Site, delay, get_past
+from .gpt import GPT
+from .layers import RMSNorm, for_product, sublayer_matrix
 
 
 class PreviousToken(nn.Module):

@@ -3,8 +3,8 @@
 `tie_embeddings=False` does the same without a class.
 """
 
-from model.gpt import GPT
-from model.parameters import Rule, linear, normal
+from .gpt import GPT
+from .parameters import Rule, linear, normal
 
 
 class Model(GPT):

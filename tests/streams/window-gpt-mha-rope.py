@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from model.block import Block
-from model.gpt import GPT
-from model.layers import CausalSelfAttention
+from .block import Block
+from .gpt import GPT
+from .layers import CausalSelfAttention
 
 WINDOW = 4
 
