@@ -1,10 +1,8 @@
 """The model variants: `build(name, ...)` makes the model of `model/<name>.py`."""
 
-import ast
 import contextlib
 import importlib
 import importlib.util
-import itertools
 import sys
 import traceback
 from collections.abc import Iterator
@@ -70,27 +68,6 @@ def check_variant(name: str, variant: object) -> None:
                 "above it"
             )
     collect_options(variant.Config)
-
-
-def declared_names() -> list[str]:
-    """Return every name that may be a key of a model, without importing the models.
-
-    These are the names of the annotated fields of all classes in the files of model/.
-    """
-    names = set()
-    for folder in __path__:
-        for file in Path(folder).glob("*.py"):
-            try:
-                tree = ast.parse(file.read_bytes())
-            except SyntaxError:
-                continue  # reported when that model is used
-            classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-            bodies = (class_node.body for class_node in classes)
-            for statement in itertools.chain.from_iterable(bodies):
-                # keys are lower case, unlike the attribute Config
-                if isinstance(statement, ast.AnnAssign) and statement.target.id.islower():
-                    names.add(statement.target.id)
-    return sorted(names)
 
 
 def every_config() -> "list[type[GPTConfig]]":
