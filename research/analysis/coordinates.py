@@ -129,9 +129,10 @@ def root_mean_square(x: torch.Tensor) -> float:
 
 def build_model(model_name: str, keys: dict, width: int) -> GPT:
     """Build a model of two blocks."""
-    known_keys = vars(model_class(model_name).Config())
-    return build(
-        model_name,
+    config_class = model_class(model_name).Config
+    known_keys = collect_options(config_class)
+    # `build` would refuse keys without effect, as hidden_size_base is without muP
+    config = config_class(
         num_hidden_layers=2,
         num_attention_heads=width // HEAD_DIM,
         head_dim=HEAD_DIM,
@@ -142,6 +143,7 @@ def build_model(model_name: str, keys: dict, width: int) -> GPT:
         **{key: value for key, value in OPTIONAL_KEYS.items() if key in known_keys},
         **keys,
     )
+    return build(model_name, config)
 
 
 def make_text(num_sequences: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

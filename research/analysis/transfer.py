@@ -68,8 +68,8 @@ def train_and_evaluate(settings: dict, row: dict, device: torch.device) -> float
         global_batch_size=settings["batch_size"],
     )
     torch.manual_seed(config.seed)
-    model = build(
-        settings["model"],
+    # `build` would refuse hidden_size_base without muP, where it has no effect
+    model_config = model_class(settings["model"]).Config(
         hidden_size=row["width"],
         num_attention_heads=row["width"] // HEAD_DIM,
         head_dim=HEAD_DIM,
@@ -78,7 +78,8 @@ def train_and_evaluate(settings: dict, row: dict, device: torch.device) -> float
         vocab_size=vocab_size,
         mup=row["mup"],
         hidden_size_base=settings["base"],
-    ).to(device)
+    )
+    model = build(settings["model"], model_config).to(device)
     optimizers = optimizer.build_optimizers(model, config)
     train_batches = TrainBatches(
         corpus.train,
