@@ -11,7 +11,6 @@ OUT/figures.json when it is measured, the output of every program to OUT/log.txt
 Without the git history, set COMMIT to the output of `git describe --always`.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -28,6 +27,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -39,6 +40,7 @@ if __name__ == "__main__":
 # isort: split
 import torch
 
+from configurator import argument, option, read_command_line
 from research.benchmarks import peers, suites
 from training.provenance import current_commit, describe_machine
 from utils.tables import format_markdown
@@ -50,6 +52,18 @@ TC = "DDL-gpt-mha-rope"
 DV1 = "DDL-vdim1-gpt-mha-rope"
 # The first steps of train.py compile, and let the allocator grow.
 FIRST_TIMED_STEP = 11
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and where the figures are stored."""
+
+    packs: tuple[str, ...] = argument("names of packs; without any argument, they are listed")
+    out: str = option("figures", "folder to write")
+    device: Literal["cuda", "cpu"] = option(
+        "cuda",
+        "device to measure on; cpu rehearses with tiny models",
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Pack:
 # ---- the packs ----
 
 
-def make_train_command(args: argparse.Namespace, config: str, run: Path, *options: str) -> list:
+def make_train_command(args: SimpleNamespace, config: str, run: Path, *options: str) -> list:
     """Return a command that trains on the standard library's source code, 32 sequences a step."""
     command = [
         "train.py",
@@ -122,7 +136,7 @@ def make_train_command(args: argparse.Namespace, config: str, run: Path, *option
     return command
 
 
-def time_training(args: argparse.Namespace, config: str, num_steps: int, *options: str) -> Task:
+def time_training(args: SimpleNamespace, config: str, num_steps: int, *options: str) -> Task:
     """Return a task that trains for some steps, and is ended before it evaluates."""
     name = " ".join([config, *(option.removeprefix("--") for option in options)])
     run = args.work / name.replace(" ", "_")
@@ -135,7 +149,7 @@ def time_training(args: argparse.Namespace, config: str, num_steps: int, *option
     )
 
 
-def check_training(args: argparse.Namespace) -> Task:
+def check_training(args: SimpleNamespace) -> Task:
     """Return a task that resumes a run, which must end with the same bits, and uses its model."""
     last_step = 4 if args.device == "cpu" else 20
     original = args.work / "original"
@@ -165,7 +179,7 @@ def check_training(args: argparse.Namespace) -> Task:
     )
 
 
-def run_gpu_tests(args: argparse.Namespace) -> Task:
+def run_gpu_tests(args: SimpleNamespace) -> Task:
     """Return a task that runs the tests that need a GPU."""
     command = ["-m", "pytest", "tests", "research/tests", "-m", "gpu", "-q", "--tb=short", "-rfE"]
     command.append(f"--junitxml={args.out / 'tests.xml'}")
@@ -175,7 +189,7 @@ def run_gpu_tests(args: argparse.Namespace) -> Task:
     return Task("GPU tests", [command], seconds=240)
 
 
-def measure_bandwidth(args: argparse.Namespace, match: str) -> Task:
+def measure_bandwidth(args: SimpleNamespace, match: str) -> Task:
     """Return a task that measures the kernels with some text in their names."""
     file = args.out / f"kernels_{match.replace(' ', '_').replace('=', '')}.json"
     command = ["research/bench.py", "kernels", f"--match={match}", f"--json={file}"]
@@ -187,7 +201,7 @@ def measure_bandwidth(args: argparse.Namespace, match: str) -> Task:
     return Task(f"bandwidth of {match}", [command], seconds=45)
 
 
-def measure_decoding(args: argparse.Namespace) -> Task:
+def measure_decoding(args: SimpleNamespace) -> Task:
     """Return a task that measures generation."""
     command = ["research/bench.py", "decode", f"--models={ADDITIVE},{CC_EC}"]
     command += [f"--json={args.out / 'decode.json'}", f"--device={args.device}"]
@@ -201,7 +215,7 @@ def measure_decoding(args: argparse.Namespace) -> Task:
     return Task("decoding", [command], seconds=90)
 
 
-def make_packs(args: argparse.Namespace) -> dict[str, Pack]:
+def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
     """Return the packs by name."""
     cc_ec_config = "ddl_dv4_cc_ec_small"
     return {
@@ -283,7 +297,7 @@ def make_packs(args: argparse.Namespace) -> dict[str, Pack]:
 class Session:
     """The figures of a call, its log, and the programs that it starts."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: SimpleNamespace):
         self.out = args.out
         self.device = args.device
         self.start = time.monotonic()
@@ -460,15 +474,15 @@ def run_pack(session: Session, pack: Pack) -> None:
             session.add(task.name, "out of time")
 
 
+def parse_arguments(argv: list[str]) -> SimpleNamespace:
+    """Parse the command line; an empty one names no packs, and lists them."""
+    fixed = {} if argv else {"packs": ()}
+    return read_command_line(__doc__, Options, fixed=fixed, argv=argv)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("packs", nargs="*", help="their names; none to list them")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="(default: figures)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
-    args = parser.parse_args()
-    args.out = args.out.resolve()
+    args = parse_arguments(sys.argv[1:])
+    args.out = Path(args.out).resolve()
     args.work = Path(tempfile.gettempdir()) / "deep_delta_learning_gpu"
     packs = make_packs(args)
     for name in args.packs:

@@ -14,9 +14,10 @@ Runs that cannot be read are named and left out. See research/docs/report.md for
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace, _SubParsersAction
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,7 +27,7 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
-import configurator
+from configurator import Command, argument, option, read_command
 from research import compare, paper, plots, runs, tables
 from training import metrics
 from training.provenance import store_figures
@@ -40,7 +41,7 @@ Y_LABELS = {
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
 
 
-def read_runs(args: Namespace) -> tuple[list[runs.Run], list[str]]:
+def read_runs(args: SimpleNamespace) -> tuple[list[runs.Run], list[str]]:
     """Read the runs of the command line, and select those of `--where`.
 
     Returns:
@@ -68,22 +69,24 @@ def print_notes(notes: list[str]) -> None:
         print(f"note: {' '.join(note.split())}", file=sys.stderr)
 
 
-def get_default_out(loaded: list[runs.Run], name: str) -> Path:
-    """Return a path in the folder of a single run, or in the folder that contains several."""
+def get_out(args: SimpleNamespace, loaded: list[runs.Run], name: str) -> Path:
+    """Return --out; by default a path in the folder of a single run, or in that of several runs."""
+    if args.out:
+        return Path(args.out)
     paths = [run.path.resolve() for run in loaded]
     if len(paths) == 1 and not paths[0].is_file():
         return paths[0] / name
     return Path(os.path.commonpath([path.parent for path in paths])) / name
 
 
-def draw_curves(args: Namespace) -> None:
+def draw_curves(args: SimpleNamespace) -> None:
     """Draw the loss curves of `report.py curves`."""
-    if args.out and args.out.suffix not in SUFFIXES:
+    if args.out and Path(args.out).suffix not in SUFFIXES:
         raise ValueError(f"--out={args.out}: give a name that ends with {', '.join(SUFFIXES)}")
     loaded, notes = read_runs(args)
     lines, line_notes = make_lines(loaded, args)
     print_notes([*notes, *line_notes])
-    out = args.out or get_default_out(loaded, "curves.png")
+    out = get_out(args, loaded, "curves.png")
     out.parent.mkdir(parents=True, exist_ok=True)
     draw = plots.write_page if out.suffix == ".html" else plots.plot_losses
     draw(
@@ -97,7 +100,7 @@ def draw_curves(args: Namespace) -> None:
     print(f"drew {out}")
 
 
-def make_lines(loaded: list[runs.Run], args: Namespace) -> tuple[list[plots.Line], list[str]]:
+def make_lines(loaded: list[runs.Run], args: SimpleNamespace) -> tuple[list[plots.Line], list[str]]:
     """Make a line for each run, or for each setting with `--band`.
 
     Returns:
@@ -170,7 +173,7 @@ def convert_to_bits_per_byte(line: plots.Line, group: compare.Group, notes: list
         )
 
 
-def print_table(args: Namespace) -> None:
+def print_table(args: SimpleNamespace) -> None:
     """Print the table of `report.py table`."""
     loaded, notes = read_runs(args)
     evaluated = [run for run in loaded if run.final_evaluation]
@@ -195,13 +198,13 @@ def print_table(args: Namespace) -> None:
                     **run.final_evaluation,
                 }
             )
-        store_figures(args.json, {"rows": rows, "groups": table.numbers})
+        store_figures(Path(args.json), {"rows": rows, "groups": table.numbers})
     print(format_markdown(table.header, table.rows))
     if args.by_sequence:
         print_sequence_differences(groups, args)
 
 
-def print_sequence_differences(groups: list[compare.Group], args: Namespace) -> None:
+def print_sequence_differences(groups: list[compare.Group], args: SimpleNamespace) -> None:
     """Print differences over the sequences of losses.npz, between runs of the same seed.
 
     Runs without such a partner are named.
@@ -230,17 +233,17 @@ def print_sequence_differences(groups: list[compare.Group], args: Namespace) -> 
         print(note)
 
 
-def list_group_keys(args: Namespace) -> list[str]:
+def list_group_keys(args: SimpleNamespace) -> list[str]:
     """Return the keys of `--by`, which can be repeated and can have several keys."""
     return [key for text in args.by for key in text.split(",")]
 
 
-def write_paper(args: Namespace) -> None:
+def write_paper(args: SimpleNamespace) -> None:
     """Write the folder of `report.py paper`."""
     if args.out:
-        paper.check_out(args.out)  # before the runs are read, which can take minutes
+        paper.check_out(Path(args.out))  # before the runs are read, which can take minutes
     loaded, notes = read_runs(args)
-    out = args.out or get_default_out(loaded, "report")
+    out = get_out(args, loaded, "report")
     paper.check_out(out)
     print_notes([*notes, f"{len(loaded)} runs read"])
     paper.write(
@@ -254,125 +257,127 @@ def write_paper(args: Namespace) -> None:
     print(f"wrote {out / 'report.md'}")
 
 
-def store_runs(args: Namespace) -> None:
+def store_runs(args: SimpleNamespace) -> None:
     """Add rows to the file of `report.py runs`."""
+    if not args.out:
+        raise ValueError("--out is missing: give a CSV file, as in --out=runs.csv")
     loaded, notes = read_runs(args)
     print_notes(notes)
-    num_added, num_replaced = runs.write_csv(loaded, args.out)
+    num_added, num_replaced = runs.write_csv(loaded, Path(args.out))
     print(f"{args.out}: {num_added} runs added, {num_replaced} replaced")
 
 
-def add_command(
-    commands: _SubParsersAction, name: str, run: Callable[[Namespace], None], help: str
-) -> ArgumentParser:
-    """Add a subcommand with the arguments that all of them have."""
-    parser = commands.add_parser(name, help=help)
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="run folder, folder that contains run folders, or runs.csv",
-    )
-    parser.add_argument(
-        "--where",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE[,VALUE]",
-        help="read only runs with this setting; repeat it to require several settings",
-    )
-    return parser
+# ---- the commands ----
+
+AXIS_HELP = "x axis; seconds are device-seconds after the first step"
+BY_HELP = "KEY or KEY,KEY: settings that distinguish rows (default: all settings but the seed)"
 
 
-def add_group_options(parser: ArgumentParser, baseline_help: str) -> None:
-    """Add the options that group runs and name the baseline."""
-    parser.add_argument(
-        "--by",
-        action="append",
-        default=[],
-        metavar="KEY[,KEY]",
-        help="settings that distinguish rows (default: all settings but the seed)",
+@dataclass(frozen=True)
+class RunOptions:
+    """Which runs are read."""
+
+    runs: tuple[str, ...] = argument("run folders, folders that contain run folders, or a runs.csv")
+    where: tuple[str, ...] = option(
+        (),
+        "KEY=VALUE or KEY=VALUE,VALUE: read only runs with this setting; repeat it to require "
+        "several settings",
     )
-    parser.add_argument("--against", help=baseline_help)
 
 
-def parse_arguments() -> Namespace:
-    """Parse the command line."""
-    parser = configurator.Parser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    axis_help = "x axis (default: %(default)s); seconds are device-seconds after the first step"
+@dataclass(frozen=True)
+class CurvesOptions(RunOptions):
+    """What is drawn."""
 
-    curves = add_command(
-        commands, "curves", draw_curves, "draw loss curves as a picture or an interactive page"
+    x: Literal["steps", "tokens", "flops", "seconds"] = option("steps", AXIS_HELP)
+    y: Literal["loss", "bits_per_byte"] = option("loss", "y axis")
+    band: bool = option(
+        False,
+        "draw the mean and 95% interval of runs that differ only in their seed",
     )
-    curves.add_argument("--x", default="steps", choices=runs.AXES, help=axis_help)
-    curves.add_argument("--y", default="loss", choices=Y_LABELS, help="y axis (default: loss)")
-    curves.add_argument(
-        "--band",
-        action="store_true",
-        help="draw the mean and 95%% interval of runs that differ only in their seed",
-    )
-    curves.add_argument(
-        "--out",
-        type=Path,
-        help=f"output file, {', '.join(SUFFIXES)} (default: curves.png in the run, or beside the "
-        "runs)",
+    out: str | None = option(
+        None,
+        f"output file, {', '.join(SUFFIXES)} (default: curves.png in the run, or beside the runs)",
     )
 
-    table = add_command(
-        commands, "table", print_table, "print the last evaluation of each run as Markdown"
+
+@dataclass(frozen=True)
+class TableOptions(RunOptions):
+    """What is printed."""
+
+    by: tuple[str, ...] = option((), BY_HELP)
+    against: str | None = option(
+        None,
+        "baseline of the paired differences: the name of a row, or one of its runs",
     )
-    add_group_options(
-        table, "baseline of the paired differences: the name of a row, or one of its runs"
+    by_sequence: bool = option(
+        False,
+        "also print differences over validation sequences, from the losses.npz of the runs; only "
+        "with --against",
+        counts_with=("against", bool),
     )
-    table.add_argument(
-        "--by_sequence",
-        action="store_true",
-        help="also print differences over validation sequences, from the losses.npz of the runs",
-    )
-    table.add_argument(
-        "--json",
-        type=Path,
-        help="also write the rows to this file, with commit, machine and date",
+    json: str | None = option(
+        None,
+        "also write the rows to this file, with commit, machine and date",
     )
 
-    paper_command = add_command(
-        commands, "paper", write_paper, "write the tables and figures of a paper to one folder"
+
+@dataclass(frozen=True)
+class PaperOptions(RunOptions):
+    """What is written."""
+
+    by: tuple[str, ...] = option((), BY_HELP)
+    against: str | None = option(
+        None,
+        f"baseline of each model size (default: {plots.BASELINE_MODEL})",
     )
-    add_group_options(
-        paper_command, f"baseline of each model size (default: {plots.BASELINE_MODEL})"
-    )
-    paper_command.add_argument("--x", default="tokens", choices=runs.AXES, help=axis_help)
-    paper_command.add_argument(
-        "--out",
-        type=Path,
-        help="a new folder, or that of an earlier report (default: report, in the run folder or beside the runs)",
+    x: Literal["steps", "tokens", "flops", "seconds"] = option("tokens", AXIS_HELP)
+    out: str | None = option(
+        None,
+        "a new folder, or that of an earlier report (default: report, in the run folder or beside "
+        "the runs)",
     )
 
-    runs_command = add_command(
-        commands,
-        "runs",
-        store_runs,
+
+@dataclass(frozen=True)
+class StoreOptions(RunOptions):
+    """Where the rows are stored."""
+
+    out: str | None = option(
+        None,
+        "CSV file (required); its rows with the names of these runs are replaced",
+    )
+
+
+COMMANDS = {
+    "curves": Command(
+        "draw loss curves as a picture or an interactive page",
+        CurvesOptions,
+        draw_curves,
+    ),
+    "table": Command(
+        "print the last evaluation of each run as Markdown",
+        TableOptions,
+        print_table,
+    ),
+    "paper": Command(
+        "write the tables and figures of a paper to one folder",
+        PaperOptions,
+        write_paper,
+    ),
+    "runs": Command(
         "store a row for each run in a CSV file, which the other commands read",
-    )
-    runs_command.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="CSV file; its rows with the names of these runs are replaced",
-    )
-
-    args = parser.parse_args()
-    if args.command == "table" and args.by_sequence and not args.against:
-        parser.error("--by_sequence needs --against: name the baseline")
-    return args
+        StoreOptions,
+        store_runs,
+    ),
+}
 
 
 def main() -> None:
     """Run the command."""
-    args = parse_arguments()
+    args = read_command(__doc__, COMMANDS)
     with errors.one_line_errors():
-        args.run(args)
+        COMMANDS[args.command].run(args)
 
 
 if __name__ == "__main__":

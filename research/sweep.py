@@ -50,8 +50,10 @@ import configurator
 from configurator import Option, check_ranges, collect_options, option
 from research import compare, plots, runs, tables, tuning
 from training import checkpoint, metrics, resume, stopping
+from training.config import Arguments
+from training.config import read_arguments as read_train_arguments
 from training.provenance import store_figures
-from training.settings import configure, every_option, known_options
+from training.settings import every_option, known_options, resolve
 from training.stopping import EXIT_CODE as STOPPED
 from utils import files, machine, units
 from utils.tables import format_markdown
@@ -135,12 +137,11 @@ class Cell:
 
 
 class SweepArguments(NamedTuple):
-    """The command line: config files, texts of the swept keys, and the text of each other key."""
+    """The command line: keys of the sweep, what all cells share, and the texts of each swept key."""
 
     sweep: SweepConfig
-    files: list[str]
+    train: Arguments
     swept: dict[str, list[str]]
-    fixed: dict[str, str]
 
 
 def read_arguments(argv: list[str]) -> SweepArguments:
@@ -149,7 +150,8 @@ def read_arguments(argv: list[str]) -> SweepArguments:
     Raises:
         ValueError: a key is unknown or has a wrong value, or nothing is swept
     """
-    files, options = configurator.split_arguments(argv)
+    train = read_train_arguments(argv)
+    options = train.from_command_line
     sweep_options = collect_options(SweepConfig)
     if "help" in options:
         errors.end_quietly_on_closed_pipe()
@@ -157,7 +159,7 @@ def read_arguments(argv: list[str]) -> SweepArguments:
         print(configurator.help_text({**sweep_options, **every_option()}))
         sys.exit(0)
     train_options = {key: text for key, text in options.items() if key not in sweep_options}
-    known_keys = {**sweep_options, **list_train_options(files, train_options)}
+    known_keys = {**sweep_options, **known_options(train.from_file, train_options)}
     configurator.check_names(options, known_keys, prefix="--")
     sweep = SweepConfig(**configurator.read_settings({}, options, sweep_options))
     swept = {}
@@ -178,9 +180,9 @@ def read_arguments(argv: list[str]) -> SweepArguments:
     elif not swept:
         raise ValueError("nothing to sweep: give a key several values, --key=a,b,c or --key=0..4")
     if sweep.out is None:
-        name = Path(files[0]).stem if files else fixed.get("model", "sweep")
+        name = train.file.stem if train.file else fixed.get("model", "sweep")
         sweep = dataclasses.replace(sweep, out=f"sweeps/{name}")
-    return SweepArguments(sweep, files, swept, fixed)
+    return SweepArguments(sweep, train._replace(from_command_line=fixed), swept)
 
 
 def check_tuning(
@@ -196,15 +198,6 @@ def check_tuning(
             raise ValueError(
                 f"--{key} has several values: a search starts from one rate, and trains one seed"
             )
-
-
-def list_train_options(files: list[str], options: dict[str, str]) -> dict[str, Option]:
-    """Return the options that train.py has with these config files and options."""
-    file_settings = {}
-    if files and Path(files[0]).is_file():  # if it is missing, train.py's own check reports it
-        file_settings = configurator.read_config_file(files[0])
-    model_setting = {key: value for key, value in file_settings.items() if key == "model"}
-    return known_options(model_setting, options)
 
 
 def expand_values(key: str, text: str) -> list[str]:
@@ -230,9 +223,7 @@ def expand_values(key: str, text: str) -> list[str]:
     return values
 
 
-def make_cells(
-    sweep: SweepConfig, files: list[str], swept: dict[str, list[str]], fixed: dict[str, str]
-) -> list[Cell]:
+def make_cells(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> list[Cell]:
     """Make all cells of the grid.
 
     Raises:
@@ -248,8 +239,7 @@ def make_cells(
     index_by_settings: dict[tuple, int] = {}
     for index, texts in enumerate(itertools.product(*swept.values())):
         cell_texts = dict(zip(swept, texts))
-        arguments = [*files, *format_options({**fixed, **cell_texts})]
-        cell = make_cell(index, cell_texts, arguments, Path(sweep.out))
+        cell = make_cell(index, cell_texts, train, Path(sweep.out))
         settings = tuple(sorted(cell.settings.items()))
         if settings in index_by_settings:
             raise ValueError(
@@ -267,34 +257,36 @@ def format_options(values: dict[str, Any]) -> list[str]:
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-def make_cell(index: int, swept_texts: dict[str, str], arguments: list[str], out: Path) -> Cell:
-    """Make a cell from the texts of its swept keys and all arguments of train.py.
+def make_cell(index: int, swept_texts: dict[str, str], train: Arguments, out: Path) -> Cell:
+    """Make a cell from the texts of its swept keys and what all cells share.
 
     Raises:
         ValueError: train.py would refuse the arguments
     """
+    texts = {**train.from_command_line, **swept_texts}
     try:
-        train_options = list_train_options(*configurator.split_arguments(arguments))
+        train_options = known_options(train.from_file, texts)
         values = configurator.read_settings({}, swept_texts, train_options)
         folder = out / make_cell_name(values)
-        arguments = [*arguments, f"--out_dir={folder}"]
+        texts["out_dir"] = str(folder)
         # These are the settings that the sweep asks for, whatever run is in the folder. The notes
         # go to the cell's log when train.py runs.
-        configs = configure(arguments, note=lambda line: None)
+        resolved = resolve(train._replace(from_command_line=texts), note=lambda line: None)
     except ValueError as error:
         raise ValueError(
             f"cell {index} ({' '.join(format_options(swept_texts))}): {error}"
         ) from error
     settings = {}
-    for config in configs:
+    for config in (resolved.config, resolved.model_config):
         for key, value in dataclasses.asdict(config).items():
             if key not in KEYS_OF_CELLS:
                 settings[key] = value
+    config_files = [] if train.file is None else [str(train.file)]
     return Cell(
         index=index,
         values=values,
         settings=settings,
-        arguments=[*arguments, "--resume=auto"],
+        arguments=[*config_files, *format_options(texts), "--resume=auto"],
         folder=folder,
     )
 
@@ -595,7 +587,7 @@ class Search:
 
 
 def make_searches(
-    sweep: SweepConfig, files: list[str], swept: dict[str, list[str]], fixed: dict[str, str]
+    sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]
 ) -> list[Search]:
     """Return a search for each combination of the swept values.
 
@@ -605,8 +597,7 @@ def make_searches(
     searches = []
     for index, texts in enumerate(itertools.product(*swept.values())):
         swept_texts = dict(zip(swept, texts))
-        arguments = [*files, *format_options({**fixed, **swept_texts})]
-        settings = make_cell(index, swept_texts, arguments, Path(sweep.out)).settings
+        settings = make_cell(index, swept_texts, train, Path(sweep.out)).settings
         starts = {}
         for key in sweep.tune.split(","):
             start = settings.get(key)
@@ -617,16 +608,13 @@ def make_searches(
     return searches
 
 
-def make_try(
-    search: Search, sweep: SweepConfig, files: list[str], fixed: dict[str, str]
-) -> tuple[tuning.Point, Cell]:
+def make_try(search: Search, sweep: SweepConfig, train: Arguments) -> tuple[tuning.Point, Cell]:
     """Return the next point of a search, and the cell that trains with its rates."""
     point = tuning.next_point(search.losses, len(search.starts))
     rate_texts = {key: str(rate) for key, rate in search.get_rates(point).items()}
     index = search.index * sweep.tries + len(search.losses)
     texts = {**search.swept_texts, **rate_texts}
-    arguments = [*files, *format_options({**fixed, **texts})]
-    cell = make_cell(index, texts, arguments, Path(sweep.out))
+    cell = make_cell(index, texts, train, Path(sweep.out))
     check_cell_folder(cell)
     return point, cell
 
@@ -644,17 +632,15 @@ def read_loss(cell: Cell) -> float | None:
     return None
 
 
-def tune(
-    sweep: SweepConfig, files: list[str], swept: dict[str, list[str]], fixed: dict[str, str]
-) -> int:
+def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> int:
     """Run the searches of `--tune`, `jobs` of them at the same time, and return the exit code."""
-    searches = make_searches(sweep, files, swept, fixed)
+    searches = make_searches(sweep, train, swept)
     num_tries = len(searches) * sweep.tries
     runner = CellRunner(num_tries, num_tries, sweep)
 
     def run_search(search: Search) -> None:
         while len(search.losses) < sweep.tries:
-            point, cell = make_try(search, sweep, files, fixed)
+            point, cell = make_try(search, sweep, train)
             loss = read_loss(cell)
             if loss is not None:
                 runner.num_unfinished -= 1
@@ -746,9 +732,8 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
 
 def main() -> int:
     """Run the command and return its exit code."""
-    argv = sys.argv[1:]
-    sweep, files, swept, fixed = read_arguments(argv)
-    # torchrun will set this for train.py, and `configure` divides the batch by it
+    sweep, train, swept = read_arguments(sys.argv[1:])
+    # torchrun will set this for train.py, and `resolve` divides the batch by it
     os.environ["WORLD_SIZE"] = str(sweep.nproc_per_node)
     if sweep.mode == "table" and not Path(sweep.out).is_dir():
         raise ValueError(f"out={sweep.out} does not exist: nothing has run")
@@ -757,8 +742,8 @@ def main() -> int:
     compare.import_special_functions()
     plots.use_print_style()
     if sweep.tune:
-        return tune(sweep, files, swept, fixed)
-    cells = make_cells(sweep, files, swept, fixed)
+        return tune(sweep, train, swept)
+    cells = make_cells(sweep, train, swept)
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0

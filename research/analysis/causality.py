@@ -7,16 +7,17 @@ variant, such as your own. From a file, a tiny, untrained model is built. Its pa
 off their initial values, so that a parameter that starts at zero cannot hide a leak.
 """
 
-import argparse
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 import configurator
 import model
-from configurator import collect_options
+from configurator import argument, collect_options, option
 from evaluation import subjects
 from model.causality import find_leak, move_parameters
 from model.gpt import GPT
@@ -31,20 +32,18 @@ TINY = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "models",
-        nargs="+",
-        metavar="RUN_OR_FILE",
-        help="run, checkpoint or exported folders, or files of variants; FILE.py+key=value+... sets "
-        "keys of the variant",
+@dataclass(frozen=True)
+class Options:
+    """What is checked."""
+
+    models: tuple[str, ...] = argument(
+        "run, checkpoint or exported folders, or files of variants; FILE.py+key=value+... sets keys "
+        "of the variant"
     )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=24,
-        help="number of random tokens in the sequence (default: %(default)s, or the block_size of "
-        "the model if that is smaller)",
+    tokens: int = option(
+        24,
+        "number of random tokens in the sequence; the block_size of the model if that is smaller",
+        low=2,
     )
 
 
@@ -96,10 +95,8 @@ def load_model(text: str) -> GPT:
     return loaded
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Print what moves in each model, or that nothing does; exit with 1 if something does."""
-    if args.tokens < 2:
-        raise ValueError(f"--tokens={args.tokens}: give 2 or more")
     has_leak = False
     for text in args.models:
         loaded = load_model(text).double().eval()

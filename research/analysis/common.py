@@ -1,14 +1,16 @@
 """What the analyses of trained models share: options, validation sequences, storing and drawing."""
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
+from configurator import argument, option
 from data.loader import ValidationBatches
 from data.sequences import IGNORED_TARGET, SequenceLayout
 from data.shards import Corpus
@@ -26,41 +28,76 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL = 20.0  # seconds between two lines of progress
 
 
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the options of a command that measures runs on validation sequences.
+FIGURES_HELP = (
+    "file to store the figures in; figures that it already contains are not measured again, and a "
+    "picture is drawn beside it"
+)
 
-    name: that of the command, after which its file of figures is named
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is measured, and where the figures are stored."""
+
+    runs: tuple[str, ...] = argument("run, checkpoint or exported folders")
+    dataset: str | None = option(
+        None,
+        "folder of token shards (default: the one that the run was trained on)",
+    )
+    windows: int = option(16, "number of validation sequences", low=1)
+    rows: int = option(8, "number of sequences per forward pass", low=1)
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto",
+        "device to compute on; auto uses the GPU if there is one",
+    )
+    json: str | None = option(
+        None,
+        "file to store the figures in; pictures are drawn beside it (default: COMMAND.json in the "
+        "run folder, or in the folder that contains all runs)",
+    )
+
+
+@dataclass(frozen=True)
+class WidthOptions:
+    """What is compared."""
+
+    widths: str = option(
+        "64,128,256,512",
+        "widths to compare, as increasing multiples of 32, separated by commas",
+    )
+    optimizers: str = option("adamw,muon", "adamw, muon or both, separated by a comma")
+
+
+def parse_widths(text: str) -> list[int]:
+    """Return the widths of --widths.
+
+    Raises:
+        ValueError: they are not two or more rising multiples of 32, the size of a head
     """
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run, checkpoint or exported folders"
-    )
-    parser.add_argument(
-        "--dataset", help="folder of token shards (default: the one that the run was trained on)"
-    )
-    parser.add_argument(
-        "--windows",
-        type=int,
-        default=16,
-        help="number of validation sequences (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rows", type=int, default=8, help="sequences per forward pass (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="device to compute on (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="file to store the figures in; pictures are drawn beside it (default: "
-        f"{name}.json in the run folder, or in the folder that contains all runs)",
-    )
+    words = text.split(",")
+    widths = [int(word) for word in words if word.isdecimal()]
+    are_multiples = all(width >= 32 and width % 32 == 0 for width in widths)
+    are_rising = widths == sorted(set(widths))
+    if len(widths) < max(len(words), 2) or not are_multiples or not are_rising:
+        raise ValueError(
+            f"--widths={text}: give two or more multiples of 32 in increasing order, separated by "
+            "commas"
+        )
+    return widths
 
 
-def find_subjects(args: argparse.Namespace) -> list[Subject]:
+def parse_optimizers(text: str) -> list[str]:
+    """Return the names of --optimizers.
+
+    Raises:
+        ValueError: there is another one than adamw and muon
+    """
+    names = text.split(",")
+    if not set(names) <= {"adamw", "muon"}:
+        raise ValueError(f"--optimizers={text}: give adamw, muon, or both, separated by a comma")
+    return names
+
+
+def find_subjects(args: SimpleNamespace) -> list[Subject]:
     """Return the subjects of args.runs.
 
     Raises:
@@ -72,9 +109,11 @@ def find_subjects(args: argparse.Namespace) -> list[Subject]:
     return found_subjects
 
 
-def prepare_output_file(args: argparse.Namespace, name: str) -> Path:
+def prepare_output_file(args: SimpleNamespace, name: str) -> Path:
     """Return the path of a command's JSON file, and create its folder."""
-    out = args.json or subjects.find_common_folder(args.runs) / f"{name}.json"
+    out = subjects.find_common_folder(args.runs) / f"{name}.json"
+    if args.json:
+        out = Path(args.json)
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -190,7 +229,7 @@ class Progress:
 
 
 def analyze_runs(
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     name: str,
     measure: Callable[..., dict],
     summarize: Callable[[dict], str],

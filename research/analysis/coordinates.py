@@ -1,4 +1,4 @@
-"""`analyze.py mup`: the coordinate check of changes. Training must change wide models as much as narrow ones.
+"""`analyze.py mup`: the coordinate check of changes: training must change wide models as much as narrow ones.
 
 Models of several widths train for a few steps. Under muP, the changes that this makes to every sublayer's output h, its
 normalized input c, the direction k of a delta rewrite and the logits must have no slope in the logarithm of the width.
@@ -10,8 +10,10 @@ write adds a vector of length 1 to the state, whatever the width. Where no write
 well.
 """
 
-import argparse
 import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,11 +22,12 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import configurator
-from configurator import collect_options
+from configurator import collect_options, option
 from model import MODEL_NAMES, build, model_class
 from model.block import Site, State, Stream
 from model.gpt import GPT
 from research import plots
+from research.analysis import common
 from research.benchmarks.figures import MODEL_FILES, Figures
 from training import optimizer
 from training.config import TrainConfig
@@ -33,8 +36,6 @@ from utils import tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-FILE = "mup"  # default name of the file of figures
 
 # The largest slope of a change that counts as level. A rate that is wrong by the root of the width changes it by 0.5.
 SLOPE_BOUND = 0.15
@@ -128,9 +129,10 @@ def root_mean_square(x: torch.Tensor) -> float:
 
 def build_model(model_name: str, keys: dict, width: int) -> GPT:
     """Build a model of two blocks."""
-    known_keys = vars(model_class(model_name).Config())
-    return build(
-        model_name,
+    config_class = model_class(model_name).Config
+    known_keys = collect_options(config_class)
+    # `build` would refuse keys without effect, as hidden_size_base is without muP
+    config = config_class(
         num_hidden_layers=2,
         num_attention_heads=width // HEAD_DIM,
         head_dim=HEAD_DIM,
@@ -141,6 +143,7 @@ def build_model(model_name: str, keys: dict, width: int) -> GPT:
         **{key: value for key, value in OPTIONAL_KEYS.items() if key in known_keys},
         **keys,
     )
+    return build(model_name, config)
 
 
 def make_text(num_sequences: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -337,35 +340,40 @@ def draw(rows: list[dict]) -> "Figure":
     return figure
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--models",
-        default=",".join(MODEL_NAMES),
-        help="model names, or model_name+key=value, separated by commas (default: every model)",
+@dataclass(frozen=True)
+class Options(common.WidthOptions):
+    """Models, and where the figures are stored."""
+
+    models: str | None = option(
+        None,
+        "model names, or model_name+key=value, separated by commas (default: every model)",
     )
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="number of models per width (default: %(default)s)"
-    )
+    seeds: int = option(3, "number of models per width", low=1)
+    json: str = option("runs/mup.json", common.FIGURES_HELP)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Measure what is missing in the file of figures; then print the table and draw the figure."""
     plots.use_print_style()  # a missing package should be noticed before anything is measured
-    cases = {case: parse_case(case) for case in args.models.split(",")}
+    json_file = Path(args.json)
+    widths = common.parse_widths(args.widths)
+    optimizers = common.parse_optimizers(args.optimizers)
+    models = args.models.split(",") if args.models else MODEL_NAMES
+    cases = {case: parse_case(case) for case in models}
     code = compute_digest(
         *MODEL_FILES, "training/optimizer.py", "research/analysis/coordinates.py"
     )[:12]
     figures = Figures(
-        args.json,
+        json_file,
         torch.device("cpu"),
-        {"widths": args.widths, "seeds": args.seeds},
+        {"widths": widths, "seeds": args.seeds},
         resume=True,
         code=code,
     )
     cases_and_mup = [(case, True) for case in cases]
     cases_and_mup += [(case, False) for case in cases if case in SHOWN_WITHOUT_MUP]
     rows = []
-    for optimizer_name in args.optimizers:
+    for optimizer_name in optimizers:
         for case, mup in cases_and_mup:
             row = figures.find(model=case, optimizer=optimizer_name, mup=mup)
             if row is None:
@@ -375,7 +383,7 @@ def run(args: argparse.Namespace) -> None:
                     "optimizer": optimizer_name,
                     "mup": mup,
                     "changes": measure_slopes(
-                        model_name, {**keys, "mup": mup}, optimizer_name, args.widths, args.seeds
+                        model_name, {**keys, "mup": mup}, optimizer_name, widths, args.seeds
                     ),
                 }
                 figures.add(row)
@@ -386,7 +394,7 @@ def run(args: argparse.Namespace) -> None:
             )
             rows.append(row)
     print(format_table(rows))
-    out = args.json.with_suffix(".png")
+    out = json_file.with_suffix(".png")
     with plots.use_print_style():
         plots.save(draw(rows), out)
-    print(f"wrote {args.json}, drew {out}")
+    print(f"wrote {json_file}, drew {out}")

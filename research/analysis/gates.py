@@ -7,14 +7,16 @@ ranks, and how value channels differ. Then it measures the loss with a piece of 
 value or removed. This works for any stream, and shows every statistic that its parts define (research/docs/gates.md).
 """
 
-import argparse
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
+from configurator import option
 from data.loader import ValidationBatches
 from evaluation.subjects import Subject, open_corpus_of
 from model.block import Site, State, Stream
@@ -330,7 +332,7 @@ def measure(
 
 
 def measure_run(
-    subject: Subject, args: argparse.Namespace, device: torch.device, figures: Figures
+    subject: Subject, args: SimpleNamespace, device: torch.device, figures: Figures
 ) -> dict:
     """Return the row of a run's statistics with the effects of its edits.
 
@@ -385,16 +387,15 @@ def measure_run(
 # ---- the command ----
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(windows=32)
-    parser.add_argument(
-        "--edits",
-        default="all",
-        help="edits to measure: all, none, or names separated by commas (default: %(default)s)",
-    )
+@dataclass(frozen=True)
+class Options(common.RunOptions):
+    """Edits of the model."""
+
+    windows: int = option(32, "number of validation sequences", low=1)
+    edits: str = option("all", "edits to measure: all, none, or names separated by commas")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Measure every run and store its figures; then draw them and write the page."""
     plots.use_print_style()  # a missing package should be noticed before anything is measured
     device = distributed.pick_device(args.device)

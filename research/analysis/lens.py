@@ -6,14 +6,16 @@ last depth is the model itself. These modules were trained for the last depth on
 prediction at an early depth does not show that the state lacks the information.
 """
 
-import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from configurator import option
 from data.loader import ValidationBatches
 from data.sequences import IGNORED_TARGET
 from data.tokenizer import Tokenizer, encode_prompt
@@ -294,12 +296,15 @@ def draw(rows: list[dict]) -> "Figure":
 # ---- the command ----
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(rows=1)
-    parser.add_argument(
-        "--text",
-        help="also print a table of the predictions for one text: the text itself, FILE:path, or "
-        "- for standard input",
+@dataclass(frozen=True)
+class Options(common.RunOptions):
+    """A text of your own."""
+
+    rows: int = option(1, "number of sequences per forward pass", low=1)
+    text: str | None = option(
+        None,
+        "also print a table of the predictions for one text: the text itself, FILE:path, or - for "
+        "standard input",
     )
 
 
@@ -308,7 +313,7 @@ def measure_run(
     encoding: Tokenizer,
     batches: ValidationBatches,
     sequences: list[int],
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     progress: common.Progress,
 ) -> dict:
     """Return the figures of `measure`, and the table of --text, which is printed."""
@@ -320,7 +325,7 @@ def measure_run(
     return {**row, **measure(model, batches, sequences, args.rows, progress)}
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Measure, store and draw every run.
 
     Raises:

@@ -8,10 +8,10 @@ readout reads). The rank of all numbers of the state side by side (`state`) is s
 float32, the singular values in float64.
 """
 
-import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -309,18 +309,20 @@ def draw(rows: list[dict]) -> "Figure":
 
 # ---- the command ----
 
+Options = common.RunOptions
+
 
 def measure_run(
     model: GPT,
     encoding: Tokenizer,
     batches: ValidationBatches,
     sequences: list[int],
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     progress: common.Progress,
 ) -> dict:
     return measure(model, batches, sequences, args.rows, progress)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Measure, store and draw every run."""
     common.analyze_runs(args, "rank", measure_run, summarize, format_table, draw)

@@ -7,14 +7,16 @@ scales features; an additive write does nothing. The products are computed in fl
 the precision of the model (analysis/products.py).
 """
 
-import argparse
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from configurator import option
 from data.loader import ValidationBatches
 from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream
@@ -370,13 +372,11 @@ def plot_over_sites(panel: "Axes", row: dict, name: str, entries: dict) -> None:
 # ---- the command ----
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=32,
-        help="number of tokens of each sequence (default: %(default)s)",
-    )
+@dataclass(frozen=True)
+class Options(common.RunOptions):
+    """The shortcut."""
+
+    tokens: int = option(32, "number of tokens of each sequence", low=1)
 
 
 def measure_run(
@@ -384,7 +384,7 @@ def measure_run(
     encoding: Tokenizer,
     batches: ValidationBatches,
     sequences: list[int],
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     progress: common.Progress,
 ) -> dict:
     """Return the names of the sites and the figures of `measure`."""
@@ -394,7 +394,7 @@ def measure_run(
     }
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Measure, store and draw every run.
 
     Raises:

@@ -4,20 +4,24 @@ For each optimizer and width, a grid of learning rates, which are powers of two,
 one of the previous width, then further ones until the best one has a worse one on either side.
 """
 
-import argparse
 import contextlib
 import math
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from configurator import option
 from data.loader import TrainBatches, ValidationBatches
 from data.sequences import SequenceLayout
 from data.shards import open_corpus
-from model import MODEL_NAMES, build
+from model import build, model_class
 from research import plots
+from research.analysis import common
 from research.benchmarks.figures import Figures
 from training import distributed, optimizer
 from training.config import TrainConfig
@@ -28,8 +32,6 @@ from utils.units import format_duration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-FILE = "mup_transfer"  # default name of the file of figures
 
 # the code that a loss depends on
 CODE = (
@@ -66,8 +68,8 @@ def train_and_evaluate(settings: dict, row: dict, device: torch.device) -> float
         global_batch_size=settings["batch_size"],
     )
     torch.manual_seed(config.seed)
-    model = build(
-        settings["model"],
+    # `build` would refuse hidden_size_base without muP, where it has no effect
+    model_config = model_class(settings["model"]).Config(
         hidden_size=row["width"],
         num_attention_heads=row["width"] // HEAD_DIM,
         head_dim=HEAD_DIM,
@@ -76,7 +78,8 @@ def train_and_evaluate(settings: dict, row: dict, device: torch.device) -> float
         vocab_size=vocab_size,
         mup=row["mup"],
         hidden_size_base=settings["base"],
-    ).to(device)
+    )
+    model = build(settings["model"], model_config).to(device)
     optimizers = optimizer.build_optimizers(model, config)
     train_batches = TrainBatches(
         corpus.train,
@@ -342,48 +345,30 @@ def draw(search: Search) -> "Figure":
 # ---- the command ----
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        choices=MODEL_NAMES,
-        default="DDL-gpt-mha-rope-CC",
-        help="model variant to train (default: %(default)s)",
+@dataclass(frozen=True)
+class Options(common.WidthOptions):
+    """Training, and where the figures are stored."""
+
+    model: str = option("DDL-gpt-mha-rope-CC", "model variant to train")
+    dataset: str = option("python_stdlib", "folder of token shards, or its name in data/")
+    steps: int = option(100, "number of optimizer steps; the first fifth is warmup", low=1)
+    layers: int = option(2, "number of blocks", low=1)
+    block_size: int = option(64, "number of tokens per sequence", low=1)
+    batch_size: int = option(4, "number of sequences per step", low=1)
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto",
+        "device to train on; auto uses the GPU if there is one",
     )
-    parser.add_argument(
-        "--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=100,
-        help="number of optimizer steps; the first fifth is warmup (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layers", type=int, default=2, help="number of blocks (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--block_size",
-        type=int,
-        default=64,
-        help="number of tokens per sequence (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        default=4,
-        help="number of sequences per step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="device to train on (default: %(default)s)",
-    )
+    json: str = option("runs/mup_transfer.json", common.FIGURES_HELP)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Measure what is missing in the file of figures; then print the table and draw the figure."""
     plots.use_print_style()  # a missing package should be noticed before anything is measured
+    json_file = Path(args.json)
+    widths = common.parse_widths(args.widths)
+    optimizers = common.parse_optimizers(args.optimizers)
+    model_class(args.model)  # raises, and suggests others
     device = distributed.pick_device(args.device)
     settings = {
         "model": args.model,
@@ -393,13 +378,13 @@ def run(args: argparse.Namespace) -> None:
         "layers": args.layers,
         "block_size": args.block_size,
         "batch_size": args.batch_size,
-        "base": args.widths[0],
+        "base": widths[0],
     }
-    figures = Figures(args.json, device, settings, resume=True, code=compute_digest(*CODE)[:12])
-    search = Search(figures, device, args.widths, args.optimizers)
+    figures = Figures(json_file, device, settings, resume=True, code=compute_digest(*CODE)[:12])
+    search = Search(figures, device, widths, optimizers)
     search.run()
     print(format_table(search))
-    out = args.json.with_suffix(".png")
+    out = json_file.with_suffix(".png")
     with plots.use_print_style():
         plots.save(draw(search), out)
-    print(f"wrote {args.json}, drew {out}")
+    print(f"wrote {json_file}, drew {out}")

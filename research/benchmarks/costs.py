@@ -1,10 +1,13 @@
 """`bench.py costs`: count the cost of every model: parameters, state and FLOPs."""
 
-from argparse import Namespace
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 
+from configurator import option
 from model import build
 from research.benchmarks import suites
 from research.benchmarks.suites import BASELINE
@@ -59,7 +62,20 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     return tables.format_markdown(header, cells)
 
 
-def run(args: Namespace) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What is counted."""
+
+    models: str | None = option(
+        None,
+        "models separated by commas, each as MODEL or MODEL:d_v, optionally followed by +KEY=VALUE "
+        "(default: all models)",
+    )
+    size: Literal["small", "medium"] = option("small", "one of the paper's sizes")
+    json: str | None = option(None, "also write the figures to this file")
+
+
+def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py costs`."""
     size = suites.PAPER[args.size]
     models = args.models.split(",") if args.models else list(suites.ALL_MODELS)
@@ -67,4 +83,4 @@ def run(args: Namespace) -> None:
     rows = make_rows(models, size)
     print(format_table(rows))
     if args.json:
-        store_figures(args.json, {"size": size, "rows": rows}, origin)
+        store_figures(Path(args.json), {"size": size, "rows": rows}, origin)

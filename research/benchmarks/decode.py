@@ -6,16 +6,19 @@ fused kernels. A turn decodes `--tokens` tokens after a context of `--context` t
 and sampling a token are not part of it.
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from configurator import option
 from model import build, kernels
 from model.decoding import Decoder
 from research.benchmarks.figures import Figures
+from research.benchmarks.options import MeasurementOptions, SizeOptions
 from research.benchmarks.suites import ALL_MODELS, SIZE_KEYS, make_row_name, parse_model
 from research.benchmarks.timing import (
     compute_speed_ratios,
@@ -60,7 +63,7 @@ def make_cached_turn(
 
 
 def make_turns(
-    name: str, model: torch.nn.Module, ids: torch.Tensor, args: Namespace
+    name: str, model: torch.nn.Module, ids: torch.Tensor, args: SimpleNamespace
 ) -> dict[tuple[str, ...], Turn]:
     """Return the functions of each way to decode by (name, way).
 
@@ -68,7 +71,7 @@ def make_turns(
     """
     fixed_step = FIXED_STEPS[ids.device.type]
     cache_modes = ["cached"]
-    if args.compile == "True":
+    if args.compile:
         cache_modes.append(fixed_step)
     turns = {(name, "uncached"): make_uncached_turn(model, ids, args.context)}
     for way in cache_modes:
@@ -82,7 +85,7 @@ def make_turns(
 
 
 def list_models(
-    args: Namespace, size: dict[str, Any], device: torch.device
+    args: SimpleNamespace, size: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[str, Callable[[], torch.nn.Module]]]:
     """Yield the name of each model of `--models` and a function that builds it.
 
@@ -152,7 +155,26 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     return tables.format_markdown(header, cells)
 
 
-def check_arguments(args: Namespace, size: dict[str, Any], device: torch.device) -> None:
+@dataclass(frozen=True)
+class Options(SizeOptions, MeasurementOptions):
+    """What is decoded."""
+
+    models: str | None = option(
+        None,
+        "models separated by commas, each as MODEL or MODEL:d_v (default: all models)",
+    )
+    batch_size: int = option(1, "number of sequences to decode together", low=1)
+    context: int = option(128, "number of context tokens before the decoded ones", low=1)
+    tokens: int = option(32, "number of tokens to decode per turn", low=1)
+    rounds: int = option(10, "number of measured turns of each way to decode", low=1)
+    compile: bool = option(True, "also measure the step compiled, or as a CUDA graph")
+    note: str = option(
+        "",
+        "note to store with the figures, for example on other load on the machine",
+    )
+
+
+def check_arguments(args: SimpleNamespace, size: dict[str, Any], device: torch.device) -> None:
     """Raise ValueError if the text is too long or nothing can be compiled."""
     num_tokens = args.context + args.tokens
     if num_tokens > size["block_size"]:
@@ -160,14 +182,14 @@ def check_arguments(args: Namespace, size: dict[str, Any], device: torch.device)
             f"--context and --tokens: {num_tokens} together, more than "
             f"--block_size={size['block_size']}: give fewer"
         )
-    if args.compile == "True" and not machine.can_compile(device.type):
+    if args.compile and not machine.can_compile(device.type):
         raise ValueError(
             "--compile=True needs a C++ compiler and Python's headers: install them, or "
             "--compile=False"
         )
 
 
-def run(args: Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py decode`."""
     device = distributed.pick_device(args.device)
     size = {key: getattr(args, key) for key in SIZE_KEYS}

@@ -75,14 +75,14 @@ class Figures:
 
     def __init__(
         self,
-        path: Path | None,
+        path: str | Path | None,
         device: torch.device,
         settings: dict[str, Any],
         resume: bool = False,
         code: str = "",
         notes: dict[str, Any] | None = None,
     ):
-        self.path = path
+        self.path = Path(path) if path else None
         self.settings = json.loads(json.dumps(settings))  # as they will be read again
         self.measured_on = describe_chip(device)
         self.measured_on["code"] = (
@@ -91,10 +91,10 @@ class Figures:
         self.notes = notes or {}
         self.rows: list[dict[str, Any]] = []
         self.origin = collect_provenance()  # before the measurement, while the files are unchanged
-        if path and resume and path.exists():
-            self.keep_valid_rows(json.loads(path.read_text(encoding="utf-8")))
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path and resume and self.path.exists():
+            self.keep_valid_rows(json.loads(self.path.read_text(encoding="utf-8")))
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def keep_valid_rows(self, stored: dict[str, Any]) -> None:
         """Keep the rows of a file that were measured with the same settings, code and chip."""

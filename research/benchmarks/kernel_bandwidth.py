@@ -11,14 +11,17 @@ import itertools
 import re
 import statistics
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from configurator import option
 from research.benchmarks.figures import Figures, pop_used_launches
+from research.benchmarks.options import MeasurementOptions
 from research.benchmarks.timing import Clock, compute_speed_ratios, format_spread
 from training import distributed
 from training.provenance import compute_digest
@@ -342,7 +345,7 @@ def make_row(
 
 def measure_kernels(
     families: list[KernelFamily],
-    args: Namespace,
+    args: SimpleNamespace,
     clock: Clock,
     copy: Callable[[], object],
     figures: Figures,
@@ -366,7 +369,7 @@ def measure_kernels(
         print(f"{number}/{len(families)} {family.name} d={family.d}, {remaining} left", flush=True)
 
 
-def list_launches_to_try(args: Namespace, d: int, kernel: str) -> tuple[str, list["Launch"]]:
+def list_launches_to_try(args: SimpleNamespace, d: int, kernel: str) -> tuple[str, list["Launch"]]:
     """Return the kernel's key in the table of launches, and the launches that --tune tries.
 
     They are the table's own, its runners-up, and then the others.
@@ -389,7 +392,7 @@ def list_launches_to_try(args: Namespace, d: int, kernel: str) -> tuple[str, lis
 
 def tune_kernels(
     families: list[KernelFamily],
-    args: Namespace,
+    args: SimpleNamespace,
     clock: Clock,
     copy: Callable[[], object],
     figures: Figures,
@@ -422,7 +425,7 @@ def measure_launch(
     function: Callable[[], object],
     num_bytes: int,
     copy: Callable[[], object],
-    args: Namespace,
+    args: SimpleNamespace,
     clock: Clock,
 ) -> dict[str, Any]:
     """Return a kernel's median time, bandwidth and ratio to the copy's bandwidth, or its error."""
@@ -458,13 +461,49 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     return tables.format_markdown(header, cells)
 
 
-def choose_families(args: Namespace, spec: InputSpec) -> list[KernelFamily]:
+@dataclass(frozen=True)
+class Options(MeasurementOptions):
+    """Kernels, and what they are called with."""
+
+    widths: str = option("768,1024", "hidden sizes d, separated by commas")
+    match: str = option("", "only kernels with this in their name, as in --match='step K=1 v=4'")
+    micro_batch_size: int = option(16, "number of sequences per call", low=1)
+    block_size: int = option(1024, "number of tokens per sequence", low=1)
+    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "dtype of the state")
+    rounds: int = option(20, "number of measured calls of each kernel", low=1)
+    copied: int = option(2**30, "size in bytes of the copy that kernels are compared with", low=1)
+    tune: bool = option(
+        False,
+        "instead, time other launches (model/kernels/launch.py) of the kernels that --match selects",
+    )
+    launches: int | None = option(
+        None,
+        "largest number of launches to try per kernel",
+        low=1,
+        counts_with=("tune", True),
+    )
+
+
+def parse_widths(text: str) -> list[int]:
+    """Return the hidden sizes of --widths.
+
+    Raises:
+        ValueError: one is not a whole number from 1 on
+    """
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"--widths={text}: give whole numbers from 1 on, separated by commas")
+    return [int(word) for word in words]
+
+
+def choose_families(args: SimpleNamespace, spec: InputSpec) -> list[KernelFamily]:
     """Return the kernels that `--match` selects.
 
     Raises:
         ValueError: there is none
     """
-    families = [family for family in list_families(spec, args.widths) if args.match in family.name]
+    widths = parse_widths(args.widths)
+    families = [family for family in list_families(spec, widths) if args.match in family.name]
     if args.tune:
         # rope_norm has a single launch, which is in no table
         families = [family for family in families if family.name != "rope_norm"]
@@ -481,7 +520,7 @@ def choose_families(args: Namespace, spec: InputSpec) -> list[KernelFamily]:
     return families
 
 
-def run(args: Namespace) -> None:
+def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py kernels`."""
     device = distributed.pick_device(args.device)
     from model import kernels

@@ -14,14 +14,16 @@ of them; a ratio compares two turns of one round. `bench.py step` and `decode` c
 
 import json
 import string
-from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from configurator import option
 from data.tokenizer import END_OF_TEXT, byte_tokenizer
 from evaluation.tasks import import_lm_eval
 from model import build
@@ -30,6 +32,7 @@ from model.generation import Generation, Sampling
 from research.benchmarks import timing
 from research.benchmarks.contender import Contender
 from research.benchmarks.figures import Figures
+from research.benchmarks.options import MeasurementOptions, SizeOptions
 from research.benchmarks.suites import BASELINE, SIZE_KEYS
 from training import distributed
 from utils import tables
@@ -148,13 +151,13 @@ class Task(NamedTuple):
     turns: dict[str, Callable[[], object]]
 
 
-def make_training_task(args: Namespace, size: Size, device: torch.device) -> Task:
+def make_training_task(args: SimpleNamespace, size: Size, device: torch.device) -> Task:
     """Return a training step of the additive model and of the plain GPT."""
     shape = (2, args.micro_batch_size, args.block_size)
     batch = torch.randint(args.vocab_size, shape).to(device)
     models = build_models(size, device)
     dtype = getattr(torch, args.dtype)
-    compiled = args.compile == "True"
+    compiled = args.compile
     turns = {
         name: Contender(name, models[name], lambda: batch, device, dtype, compiled).train
         for name in (BASELINE, PLAIN)
@@ -162,7 +165,7 @@ def make_training_task(args: Namespace, size: Size, device: torch.device) -> Tas
     return Task(f"training step, d = {args.hidden_size}", batch[0].numel(), turns)
 
 
-def make_generation_task(args: Namespace, size: Size, device: torch.device) -> Task:
+def make_generation_task(args: SimpleNamespace, size: Size, device: torch.device) -> Task:
     """Return the generation of `--micro_batch_size` texts, eagerly."""
     models = build_models(size, device)
     prompts = torch.zeros(args.micro_batch_size, PROMPT_LENGTH, dtype=torch.int64, device=device)
@@ -191,7 +194,7 @@ def make_generation_task(args: Namespace, size: Size, device: torch.device) -> T
     return Task(name, len(prompts) * args.tokens, turns)
 
 
-def make_evaluation_task(args: Namespace, size: Size, device: torch.device) -> Task:
+def make_evaluation_task(args: SimpleNamespace, size: Size, device: torch.device) -> Task:
     """Return the scoring of questions, here and by lm-eval's `hf` model with transformers' GPT-2."""
     import_lm_eval()
     from lm_eval.api.instance import Instance
@@ -253,7 +256,22 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     return tables.format_markdown(header, cells)
 
 
-def run(args: Namespace) -> None:
+@dataclass(frozen=True)
+class Options(SizeOptions, MeasurementOptions):
+    """What is measured."""
+
+    micro_batch_size: int = option(
+        8,
+        "number of sequences per training step, and of texts to generate",
+        low=1,
+    )
+    tokens: int = option(200, "number of tokens to generate per turn", low=1)
+    rounds: int = option(7, "number of measured turns of each model", low=1)
+    dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of autocast")
+    compile: bool = option(True, "compile training steps")
+
+
+def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py peers`."""
     device = distributed.pick_device(args.device)
     size = {key: getattr(args, key) for key in SIZE_KEYS}

@@ -3,14 +3,17 @@
 import re
 import subprocess
 import time
-from argparse import Namespace
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from configurator import option
 from research.benchmarks import suites
 from research.benchmarks.contender import Contender
 from research.benchmarks.figures import Figures, pop_used_launches
+from research.benchmarks.options import MeasurementOptions, SuiteOptions
 from training import distributed
 from utils import tables
 
@@ -114,7 +117,14 @@ def print_row(row: dict[str, Any], figures: Figures) -> None:
     print(tables.format_markdown(["kernel", "calls a step", "microseconds", "share"], cells))
 
 
-def run(args: Namespace) -> None:
+@dataclass(frozen=True)
+class Options(SuiteOptions, MeasurementOptions):
+    """Steps."""
+
+    steps: int = option(10, "number of steps to profile", low=1)
+
+
+def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py profile`."""
     device = distributed.pick_device(args.device)
     sizes = suites.complete_arguments(args, device)
@@ -146,7 +156,7 @@ def run(args: Namespace) -> None:
             make_batch=lambda: ids_and_targets,
             device=device,
             dtype=getattr(torch, args.dtype),
-            compiled=args.compile == "True",
+            compiled=args.compile,
         )
         pop_used_launches()  # forget those of another model
         profile = profile_steps(contender, args.steps, device)

@@ -7,14 +7,17 @@ the model's in the same round: the median over rounds, with the 10th and 90th pe
 
 import gc
 import statistics
-from argparse import Namespace
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from configurator import option
 from research.benchmarks import suites
 from research.benchmarks.contender import Contender, measure_memory
 from research.benchmarks.figures import Figures, pop_used_launches
+from research.benchmarks.options import MeasurementOptions, SuiteOptions
 from research.benchmarks.suites import BASELINE, make_row_name
 from research.benchmarks.timing import (
     compute_percentiles,
@@ -39,7 +42,7 @@ class Bench:
 
     def __init__(
         self,
-        args: Namespace,
+        args: SimpleNamespace,
         size_name: str,
         size: dict[str, Any],
         device: torch.device,
@@ -66,7 +69,7 @@ class Bench:
             make_batch=lambda: self.ids_and_targets,
             device=self.device,
             dtype=getattr(torch, self.args.dtype),
-            compiled=self.args.compile == "True",
+            compiled=self.args.compile,
         )
 
     def measure(self, model: str) -> None:
@@ -173,7 +176,20 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     return tables.format_markdown(list(cells), zip(*cells.values()))
 
 
-def run(args: Namespace) -> None:
+@dataclass(frozen=True)
+class Options(SuiteOptions, MeasurementOptions):
+    """Turns."""
+
+    warmup: int = option(3, "number of warmup turns of each model", low=1)
+    rounds: int = option(20, "number of measured turns of each model", low=1)
+    steps: int | None = option(
+        None,
+        "number of steps per turn (default: 1 on a CPU, 4 on a GPU)",
+        low=1,
+    )
+
+
+def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py step`; rows that the file has are not repeated."""
     device = distributed.pick_device(args.device)
     sizes = suites.complete_arguments(args, device)
@@ -213,7 +229,11 @@ def run(args: Namespace) -> None:
 
 
 def measure_size(
-    args: Namespace, size_name: str, size: dict[str, Any], device: torch.device, figures: Figures
+    args: SimpleNamespace,
+    size_name: str,
+    size: dict[str, Any],
+    device: torch.device,
+    figures: Figures,
 ) -> None:
     """Measure all models of one size that have no row yet."""
     models = [

@@ -1,7 +1,7 @@
 """The sizes and models that are measured, by suite and command line."""
 
-from argparse import Namespace
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +150,7 @@ def make_row_name(model: str) -> str:
 
 
 def build_model(
-    model: str, size: dict[str, Any], args: Namespace, device: torch.device
+    model: str, size: dict[str, Any], args: SimpleNamespace, device: torch.device
 ) -> torch.nn.Module:
     """Build a model of `--models` with seed 0.
 
@@ -170,7 +170,7 @@ def build_model(
     return built
 
 
-def complete_arguments(args: Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+def complete_arguments(args: SimpleNamespace, device: torch.device) -> dict[str, dict[str, Any]]:
     """Fill in the arguments that depend on suite and device, and return the sizes.
 
     Raises:
@@ -186,7 +186,7 @@ def complete_arguments(args: Namespace, device: torch.device) -> dict[str, dict[
         raise ValueError(
             f"--suite={args.suite} contains sizes for a GPU: give --suite=quick, or --device=cuda"
         )
-    if args.compile == "True" and not machine.can_compile(device.type):
+    if args.compile and not machine.can_compile(device.type):
         raise ValueError(
             "--compile=True needs a C++ compiler and Python's headers: install them, or "
             "--compile=False"

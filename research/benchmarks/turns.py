@@ -7,15 +7,17 @@ turn, and prints its figures as another line. So several models compile side by 
 while another one runs (research/gpu.py).
 """
 
-import argparse
 import json
 import statistics
 import sys
 import time
-from argparse import Namespace
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Literal
 
 import torch
 
+from configurator import argument, option, read_command_line
 from research.benchmarks import peers, suites
 from research.benchmarks.contender import Contender
 from research.benchmarks.profile_step import profile_steps, synchronize
@@ -25,7 +27,17 @@ PROFILED_STEPS = 3
 SIZES = {**suites.PAPER, "tiny": suites.TINY}
 
 
-def build_contender(args: Namespace) -> Contender:
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    model: str = argument("a model as in bench.py --models, or one of its peers")
+    size: Literal["small", "medium", "tiny"] = option("small", "size of the model")
+    cuda_graphs: bool = option(False, "replay CUDA graphs")
+    device: str = option("cuda", "device to measure on")
+
+
+def build_contender(args: SimpleNamespace) -> Contender:
     """Build a model of `bench.py --models`, the plain GPT, or transformers' GPT-2."""
     device = torch.device(args.device)
     size = SIZES[args.size]
@@ -35,7 +47,7 @@ def build_contender(args: Namespace) -> Contender:
     elif args.model == peers.TRANSFORMERS:
         model = peers.TransformersGPT2(size)
     else:
-        kernel_options = Namespace(kernels="auto", state_checkpoint_interval=2)
+        kernel_options = SimpleNamespace(kernels="auto", state_checkpoint_interval=2)
         model = suites.build_model(args.model, size, kernel_options, device)
     micro_batch_size = 1 if args.size == "tiny" else 16
     shape = (2, micro_batch_size, size["block_size"])
@@ -69,14 +81,7 @@ def measure_turn(contender: Contender) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="as in bench.py --models, or one of its peers")
-    parser.add_argument("--size", choices=SIZES, default="small", help="(default: small)")
-    parser.add_argument("--cuda_graphs", action="store_true", help="replay CUDA graphs")
-    parser.add_argument("--device", default="cuda", help="(default: cuda)")
-    args = parser.parse_args()
+    args = read_command_line(__doc__, Options)
     answers = sys.stdout
     sys.stdout = sys.stderr  # whatever else is printed is not JSON
 

@@ -145,7 +145,7 @@ def test_the_paper_suite_has_the_papers_sizes_and_value_channels():
     args = bench.parse_arguments(
         ["--suite=paper", "--device=cuda", "--sizes=medium", "--kernels=off"]
     )
-    args.compile = "False"
+    args.compile = False
     [[name, medium]] = suites.complete_arguments(args, torch.device("cuda")).items()
     with torch.device("meta"):
         assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)

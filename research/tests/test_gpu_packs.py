@@ -5,8 +5,8 @@ import math
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,13 +49,13 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 
 @pytest.fixture
 def session(tmp_path) -> gpu.Session:
-    args = Namespace(out=tmp_path, work=tmp_path / "work", device="cpu")
+    args = SimpleNamespace(out=tmp_path, work=tmp_path / "work", device="cpu")
     return gpu.Session(args)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_command_of_every_pack_is_understood(tmp_path, device):
-    args = Namespace(out=tmp_path, work=tmp_path, device=device)
+    args = SimpleNamespace(out=tmp_path, work=tmp_path, device=device)
     packs = gpu.make_packs(args).values()
     tasks = [task for pack in packs for task in (*pack.side_by_side, *pack.one_by_one)]
     programs = [words for task in tasks for words in task.programs]
@@ -70,7 +70,7 @@ def test_every_command_of_every_pack_is_understood(tmp_path, device):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_entry_of_every_pack_is_a_model(tmp_path, device):
-    args = Namespace(out=tmp_path, work=tmp_path, device=device)
+    args = SimpleNamespace(out=tmp_path, work=tmp_path, device=device)
     entries = [entry for pack in gpu.make_packs(args).values() for entry in pack.entries]
     for entry in entries:
         assert entry.size in turns.SIZES
@@ -104,7 +104,7 @@ def test_an_entry_that_fails_is_said_to(session):
 
 @pytest.mark.parametrize("name", [peers.PLAIN, peers.TRANSFORMERS])
 def test_a_peer_takes_a_training_step(name):
-    args = Namespace(model=name, size="tiny", device="cpu", cuda_graphs=False)
+    args = SimpleNamespace(model=name, size="tiny", device="cpu", cuda_graphs=False)
     contender = turns.build_contender(args)
     first_loss = contender.compute_loss()
     # one step at 1e-3 on the same batch

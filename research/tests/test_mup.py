@@ -143,7 +143,7 @@ def test_the_command_stores_its_figures_and_does_not_measure_them_again(tmp_path
         (["mup", "--models=gpt"], "--models=gpt: give one of"),
         (["mup", "--seeds=0"], "--seeds=0: give 1 or more"),
         (["transfer", "--dataset=nowhere"], "nowhere"),
-        (["transfer", "--optimizers=sgd"], "invalid optimizers value: 'sgd'"),
+        (["transfer", "--optimizers=sgd"], "--optimizers=sgd: give adamw, muon, or both"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):

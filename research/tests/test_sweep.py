@@ -7,13 +7,15 @@ import multiprocessing
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_run, wait_for
+from helpers import ROOT, small_run, wait_for
 from in_process import call
 from report_helpers import by_hand, write_checkpoint
 
+import configurator
 from configurator import collect_options
 from research import plots, sweep
 from training import checkpoint, metrics, stopping
@@ -79,8 +81,7 @@ def fake(monkeypatch, tmp_path):
 
 def make_cells(*arguments):
     """Make the cells of a command line."""
-    config, files, swept, fixed = sweep.read_arguments(list(map(str, arguments)))
-    return sweep.make_cells(config, files, swept, fixed)
+    return sweep.make_cells(*sweep.read_arguments(list(map(str, arguments))))
 
 
 def are_finished(cells) -> list[bool]:
@@ -145,11 +146,26 @@ def test_values_and_ranges():
     assert sweep.expand_values("seed", "-2..1") == ["-2", "-1", "0", "1"]
     assert sweep.expand_values("seed", "0..2,9,20..21") == ["0", "1", "2", "9", "20", "21"]
     assert sweep.expand_values("x", "1e-3,None") == ["1e-3", "None"]
-    _, files, swept, fixed = sweep.read_arguments(
-        ["a.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"]
+    _, train, swept = sweep.read_arguments(
+        ["config/demo_cpu.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"]
     )
-    assert (files, swept) == (["a.py"], {"seed": ["0", "1"]})
-    assert fixed == {"dataset": "../shards", "compile": "True"}
+    assert swept == {"seed": ["0", "1"]}
+    assert train.file == Path("config/demo_cpu.py")
+    assert train.from_command_line == {"dataset": "../shards", "compile": "True"}
+
+
+def test_a_config_file_is_read_once_for_all_cells(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    read_files = []
+    read_config_file = configurator.read_config_file
+
+    def read_and_record(path):
+        read_files.append(path)
+        return read_config_file(path)
+
+    monkeypatch.setattr(configurator, "read_config_file", read_and_record)
+    make_cells("config/demo_cpu.py", "--seed=0..2", f"--out={tmp_path}")
+    assert read_files == ["config/demo_cpu.py"]
 
 
 def test_names_are_stable_safe_and_distinct():

@@ -1,0 +1,177 @@
+"""Scripts with commands: reading a command line, and the commands that pages show."""
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+
+import pytest
+from helpers import ROOT, one_line_error
+from in_process import call
+
+from configurator import Command, argument, option, read_command, read_command_line
+from research import analyze, bench, gpu, report
+from research.benchmarks import turns
+
+# ---- reading a command line ----
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """What is drawn."""
+
+    runs: tuple[str, ...] = argument("run folders")
+    band: bool = option(False, "draw a band")
+    where: tuple[str, ...] = option((), "conditions")
+
+
+@dataclass(frozen=True)
+class CountOptions:
+    """What is counted."""
+
+    rounds: int = option(3, "number of rounds", low=1)
+
+
+COMMANDS = {
+    "draw": Command("draw curves.\n\nThey show the loss.", DrawOptions, print),
+    "count": Command("count runs", CountOptions, print),
+}
+
+
+def test_a_command_has_options_of_its_own():
+    args = read_command("", COMMANDS, argv=["draw", "a", "--where=x=1", "b", "--band", "c"])
+    assert vars(args) == {
+        "command": "draw",
+        "runs": ("a", "b", "c"),
+        "band": True,
+        "where": ("x=1",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "rounds"), [([], 3), (["--rounds=5"], 5), (["count", "--rounds=5"], 5)]
+)
+def test_a_command_line_without_a_command_is_that_of_the_default(argv, rounds):
+    args = read_command("", COMMANDS, default="count", argv=argv)
+    assert (args.command, args.rounds) == ("count", rounds)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give a command: draw, count"),
+        (["--band"], "no command --band; give one of draw, count"),
+        (["drew"], "no command drew, did you mean draw?"),
+        (["count", "--round=1"], "unknown key --round, did you mean rounds?"),
+        (["count", "--rounds=0"], "--rounds=0: give 1 or more"),
+        (["draw"], "runs is missing: give run folders"),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        read_command("", COMMANDS, argv=argv)
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.endswith(message)
+
+
+def test_a_mistyped_command_is_not_taken_for_the_default(capsys):
+    with pytest.raises(SystemExit):
+        read_command("", COMMANDS, default="count", argv=["drew"])
+    assert "did you mean draw?" in capsys.readouterr().err
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        read_command("Usage.", COMMANDS, default="count", argv=["--help"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Usage."
+    assert lines[-2:] == ["  draw        draw curves", "  count       count runs"]
+
+
+def test_help_of_a_command_lists_its_options(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["research/script.py"])
+    with pytest.raises(SystemExit) as ended:
+        read_command("Usage.", COMMANDS, argv=["draw", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("script.py draw: draw curves.\n\nThey show the loss.\n")
+    assert "  --band=False" in printed
+    assert "--rounds" not in printed
+
+
+# ---- the scripts of research/ ----
+
+
+def list_scripts() -> list[tuple[str, str]]:
+    """Return each script that has commands, with each of its commands."""
+    return [
+        (script, name)
+        for script, module in (("analyze", analyze), ("bench", bench), ("report", report))
+        for name in module.COMMANDS
+    ]
+
+
+@pytest.mark.parametrize(("script", "command"), list_scripts())
+def test_every_command_has_help_and_refuses_unknown_keys(script, command):
+    helped = call(f"research/{script}.py", command, "--help")
+    assert helped.returncode == 0
+    assert f"{script}.py {command}: " in helped.stdout.decode()
+    refused = call(f"research/{script}.py", command, "--zzz=1")
+    assert "unknown key --zzz" in one_line_error(refused)
+
+
+@pytest.mark.parametrize("module", [gpu, turns])
+def test_defaults_of_other_scripts_are_read(module):
+    args = read_command_line("", module.Options, argv=["name"])
+    assert args.device == "cuda"
+
+
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "research").rglob("*.md"),
+    # step_choices.md shows commands of earlier code
+    *(page for page in (ROOT / "results").rglob("*.md") if page.name != "step_choices.md"),
+]
+
+
+def list_commands() -> list[str]:
+    """Return the commands of research/ in the code blocks and the code spans of all pages."""
+    commands = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.S | re.M)
+        lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+        text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+        spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+        for command in [*lines, *spans]:
+            found = re.search(r"python (research/(analyze|bench|gpu|report)\.py.*)", command)
+            if found:
+                commands.add(found[1].strip())
+    return sorted(commands)
+
+
+def test_pages_show_commands_of_every_script():
+    scripts = {command.split()[0] for command in list_commands()}
+    assert scripts == {f"research/{name}.py" for name in ("analyze", "bench", "gpu", "report")}
+
+
+@pytest.mark.parametrize("command", list_commands())
+def test_a_command_of_a_page_is_understood(command, monkeypatch, tmp_path):
+    script, *words = shlex.split(command)
+    if script == "research/gpu.py":
+        args = gpu.parse_arguments(words)
+        args.out = args.work = tmp_path
+        assert set(args.packs) <= gpu.make_packs(args).keys()
+        return
+    module = {"analyze": analyze, "bench": bench, "report": report}[script[9:-3]]
+    runs = []
+    commands = {
+        name: command._replace(run=runs.append) for name, command in module.COMMANDS.items()
+    }
+    monkeypatch.setattr(module, "COMMANDS", commands)
+    result = call(script, *words)
+    assert result.returncode == 0, result.stderr.decode()
+    assert len(runs) == 1
