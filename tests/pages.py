@@ -9,6 +9,8 @@ import pytest
 from helpers import ROOT
 from in_process import call
 
+import sample
+from configurator import read_command_line
 from training.settings import configure, every_option
 
 
@@ -46,12 +48,12 @@ def check_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
             configure([config])
         options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
         assert set(options) - {"help"} <= every_option().keys()
-    elif script in ("eval.py", "sample.py", "export.py"):
+    elif script == "sample.py":
         monkeypatch.setattr(sys, "argv", [script, *arguments])
+        sample.read_options()
+    elif script in ("eval.py", "export.py"):
         module = importlib.import_module(script.removesuffix(".py"))
-        args = module.parse_arguments()
-        if hasattr(module, "check"):
-            module.check(args)
+        read_command_line("", module.Options, argv=arguments)
     elif script.startswith("data/"):
         help_text = call(script, "--help").stdout.decode()
         for word in arguments:
