@@ -142,10 +142,10 @@ def test_a_lost_rank_is_reported_in_one_line(one_rank, capsys, reason):
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, monkeypatch, engine):
-    faulty = FaultyTraining([Fault("hang", step=2, rank=1)], tmp_path)
+    faulty = FaultyTraining([Fault("hang", step=5, rank=1)], tmp_path)
     monkeypatch.setattr(distributed, "seed_step", faulty.seed_step)
     arguments = small_run(
-        corpus, tmp_path / "run", engine=engine, micro_batch_size=1, collective_timeout=2
+        corpus, tmp_path / "run", engine=engine, micro_batch_size=1, collective_timeout=3
     )
     port = find_free_port()
     ranks = [
@@ -159,7 +159,7 @@ def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, monkeypatch
     lines = (tmp_path / "log_0").read_text().splitlines()
     assert re.fullmatch(
         r"train.py: rank 0 has lost another rank, which hangs, has ended or cannot be reached \(.*"
-        r"Timed out waiting 2000ms.*\); torchrun --max-restarts restarts the job; .*--resume=auto",
+        r"Timed out waiting 3000ms.*\); torchrun --max-restarts restarts the job; .*--resume=auto",
         lines[-1],
     )
     assert "Traceback" not in "".join(lines)

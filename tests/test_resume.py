@@ -426,7 +426,10 @@ def as_parameters(row: tuple) -> pytest.param:
         marks.append(pytest.mark.slow)
     if compiled:
         marks.append(pytest.mark.skipif(not can_compile(), reason="no C++ compiler"))
-    return pytest.param(setup, disturbance, marks=marks)
+    ranks, engine, _, _, dtype, _ = setup
+    how = "compiled" if compiled else "eager"
+    name = f"{disturbance}: {ranks} {engine} {how} {dtype}"
+    return pytest.param(setup, disturbance, marks=marks, id=name)
 
 
 @pytest.fixture(scope="module")
