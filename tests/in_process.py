@@ -4,12 +4,13 @@ import contextlib
 import functools
 import importlib
 import io
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,20 @@ def restore_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def import_main(path: str) -> Callable:
+    """Return a script's main()."""
+    # the first optimizer imports it, which takes each fork of this process as long as training
+    importlib.import_module("torch._dynamo")
+    return importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
+
+
 def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProcess:
     """Call a script's main() as `python PATH ARGUMENTS` would.
 
     Returns:
         Its exit code and what it printed, as `helpers.run_script` returns them.
     """
-    main = importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
+    main = import_main(path)
     out = io.StringIO()
     err = io.StringIO()
     argv = [path, *map(str, arguments)]
@@ -54,17 +62,27 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
     return subprocess.CompletedProcess(argv, code, out.getvalue().encode(), err.getvalue().encode())
 
 
+def find_free_port() -> int:
+    with socket.create_server(("localhost", 0)) as free:
+        return free.getsockname()[1]
+
+
+def rank_environment(num_processes: int, rank: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
 def call_as_rank(
     num_processes: int, script: str, rank: int, port: int, log: Path, arguments: list[str]
 ) -> None:
     """Call a script in this process as torchrun would start it, and end the process."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_processes),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(rank_environment(num_processes, rank, port))
     result = call(script, *arguments)
     log.with_name(f"{log.name}_{rank}").write_bytes(result.stdout + result.stderr)
     sys.exit(result.returncode)
@@ -72,8 +90,8 @@ def call_as_rank(
 
 def call_in_processes(num_processes: int, script: str, arguments: list[str], log: Path) -> str:
     """Call a script on several ranks, which are forks of this process; return what they printed."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    import_main(script)
+    port = find_free_port()
     torch.multiprocessing.start_processes(
         functools.partial(call_as_rank, num_processes, script),
         (port, log, arguments),
@@ -86,3 +104,23 @@ def call_in_processes(num_processes: int, script: str, arguments: list[str], log
 def train_in_processes(num_processes: int, arguments: list[str], log: Path) -> str:
     """Train on several ranks, which are forks of this process, and return what they printed."""
     return call_in_processes(num_processes, "train.py", arguments, log)
+
+
+def start_in_fork(
+    arguments: list[str], log: str | Path = os.devnull, environment: dict[str, str] | None = None
+) -> multiprocessing.Process:
+    """Start train.py in a fork of this process, which has Python and torch loaded already."""
+    import_main("train.py")
+    process = multiprocessing.get_context("fork").Process(
+        target=train_with_log, args=(arguments, log, environment or {})
+    )
+    process.start()
+    return process
+
+
+def train_with_log(arguments: list[str], log: str | Path, environment: dict[str, str]) -> None:
+    """Run train.py with its output in a file."""
+    os.environ.update(environment)
+    sys.argv = ["train.py", *arguments]
+    with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        import_main("train.py")()

@@ -1,31 +1,33 @@
-"""Set up processes, and resume runs of several processes with the bits of an undisturbed run."""
+"""One process or several: their set-up, ranks that are lost, and engines that compute the same."""
 
+import functools
+import itertools
 import os
-import signal
-import socket
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import small_run, wait_for
-from in_process import train_in_processes
-from interruptions_helpers import (
-    CONSTANT_RATE,
-    completed_steps,
-    current_phase,
-    read_final_tensors,
-    read_records,
-    start_training,
-    worker_pids,
+from faults import Fault, FaultyTraining
+from helpers import small_run
+from in_process import (
+    call,
+    find_free_port,
+    rank_environment,
+    start_in_fork,
+    train_in_processes,
 )
 from torch._dynamo.utils import counters
-from torch.multiprocessing import ProcessExitedException
+from training_runs import CONSTANT_RATE, completed_steps, read_records
 
 from model import build
 from training import checkpoint, distributed
+from training.distributed import World
 from utils import machine
 
 # This prints how many pages the system maps anew in ten steps that allocate the same tensors.
@@ -105,120 +107,6 @@ def test_a_cached_graph_belongs_to_one_autocast():
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
-SETTINGS = {
-    **CONSTANT_RATE,
-    "global_batch_size": 12,
-    "checkpoint_interval": 3,
-    "eval_interval": 4,
-    "statistics_interval": 4,
-}
-MUON = {"optimizer": "muon"}
-RECOMPUTED = {"activation_checkpointing": True}
-# 6 MB of gradients, so that DDP has several buckets, of which the first has 1 MB
-LARGE = {"hidden_size": 192, "num_hidden_layers": 3}
-
-
-def kill_ranks(monkeypatch, ranks: range, fatal_step: int) -> None:
-    """Kill the processes of these ranks when they begin a step."""
-    begin_step = distributed.seed_step
-
-    def seed_step(seed, step, world):
-        if step == fatal_step and world.rank in ranks:
-            os.kill(os.getpid(), signal.SIGKILL)
-        begin_step(seed, step, world)
-
-    monkeypatch.setattr(distributed, "seed_step", seed_step)
-
-
-def slow_case(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
-# (number of processes, engine, steps at which they are killed, settings)
-CASES = [
-    (3, "ddp", (5,), {}),
-    (3, "fsdp", (5,), {"num_hidden_layers": 1}),
-    slow_case(4, "fsdp", (3, 7), {}),
-    slow_case(2, "ddp", (3, 7), {}),
-    slow_case(2, "fsdp", (3, 7), {}),
-    slow_case(3, "fsdp", (3, 7), RECOMPUTED),
-    slow_case(4, "ddp", (3, 7), {}),
-    slow_case(4, "ddp", (5,), LARGE),
-    slow_case(3, "ddp", (3, 7), MUON),
-    slow_case(3, "ddp", (3, 7), RECOMPUTED),
-    slow_case(3, "ddp", (3, 7), {"dtype": "bfloat16"}),
-]
-
-
-@pytest.mark.parametrize(("num_processes", "engine", "fatal_steps", "changes"), CASES)
-def test_killed_processes_end_bit_for_bit_as_undisturbed_ones(
-    corpus, tmp_path, monkeypatch, num_processes, engine, fatal_steps, changes
-):
-    """All processes are killed the first time, and one of them the second time.
-
-    With three or more processes, the order in which gradients are summed must not change.
-    """
-    settings = {
-        **SETTINGS,
-        "micro_batch_size": 6 // num_processes,
-        "max_steps": 8,
-        "engine": engine,
-        **changes,
-    }
-    log = tmp_path / "log"
-    undisturbed = tmp_path / "undisturbed"
-    train_in_processes(num_processes, small_run(corpus, undisturbed, **settings), log)
-    run = tmp_path / "run"
-    arguments = small_run(corpus, run, **settings)
-    for fatal_step, ranks in zip(fatal_steps, (range(num_processes), range(1, 2))):
-        with monkeypatch.context() as patch:
-            kill_ranks(patch, ranks, fatal_step)
-            with pytest.raises(ProcessExitedException):
-                train_in_processes(num_processes, arguments, log)
-        assert completed_steps(run)[-1] == fatal_step - 1
-    train_in_processes(num_processes, arguments, log)
-    assert read_final_tensors(run) == read_final_tensors(undisturbed)
-    assert read_records(run) == read_records(undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "compiled"), [("ddp", False), ("ddp", True), ("fsdp", False)])
-def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, engine, compiled):
-    """A process is killed and torchrun restarts the job; then it is stopped in an evaluation.
-
-    When it is resumed, a compiled model runs the evaluation first, in which nothing would tell
-    torch.compile where to split the graph.
-    """
-    settings = {
-        **SETTINGS,
-        "engine": engine,
-        "compile": compiled,
-        "micro_batch_size": 2,
-        "max_steps": 16,
-        "eval_batches": 100,
-        # 7 MB of gradients, so that DDP splits the compiled graph
-        "num_hidden_layers": 1,
-        "hidden_size": 384,
-    }
-    if engine == "fsdp":
-        settings["save_in_background"] = True
-    undisturbed = tmp_path / "undisturbed"
-    job = start_training(small_run(corpus, undisturbed, **settings), processes=3)
-    assert job.wait(timeout=400) == 0
-    run = tmp_path / "run"
-    arguments = small_run(corpus, run, **settings)
-    job = start_training(arguments, processes=3, launcher=["--max-restarts=1"])
-    wait_for(lambda: len(completed_steps(run)) >= 7, 400)
-    os.kill(worker_pids(job)[1], signal.SIGKILL)
-    wait_for(lambda: len(completed_steps(run)) >= 12 and current_phase(run) == "evaluation", 400)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=60) in (0, 1)
-    assert not checkpoint.read_state(checkpoint.find(run))["evaluated"]
-    assert start_training(arguments, processes=3).wait(timeout=400) == 0
-    assert read_final_tensors(run) == read_final_tensors(undisturbed)
-    assert read_records(run) == read_records(undisturbed)
-
-
 def test_a_gpu_that_this_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(distributed, "NVIDIA_DEVICE", tmp_path)
@@ -233,9 +121,8 @@ def test_a_gpu_that_this_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, m
 @pytest.fixture
 def one_rank(monkeypatch):
     """A process group of one rank, in a job of two."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=0, world_size=1)
+    address = f"tcp://localhost:{find_free_port()}"
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
     monkeypatch.setattr(os, "_exit", sys.exit)
     yield
     dist.destroy_process_group()
@@ -251,6 +138,31 @@ def test_a_lost_rank_is_reported_in_one_line(one_rank, capsys, reason):
     [line] = capsys.readouterr().err.splitlines()
     assert "rank 0 has lost another rank, which hangs, has ended or cannot be reached" in line
     assert f"({reason})" in line
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, monkeypatch, engine):
+    faulty = FaultyTraining([Fault("hang", step=5, rank=1)], tmp_path)
+    monkeypatch.setattr(distributed, "seed_step", faulty.seed_step)
+    arguments = small_run(
+        corpus, tmp_path / "run", engine=engine, micro_batch_size=1, collective_timeout=3
+    )
+    port = find_free_port()
+    ranks = [
+        start_in_fork(arguments, tmp_path / f"log_{rank}", rank_environment(2, rank, port))
+        for rank in range(2)
+    ]
+    ranks[0].join(timeout=60)
+    ranks[1].kill()
+    ranks[1].join()
+    assert ranks[0].exitcode == 1
+    lines = (tmp_path / "log_0").read_text().splitlines()
+    assert re.fullmatch(
+        r"train.py: rank 0 has lost another rank, which hangs, has ended or cannot be reached \(.*"
+        r"Timed out waiting 3000ms.*\); torchrun --max-restarts restarts the job; .*--resume=auto",
+        lines[-1],
+    )
+    assert "Traceback" not in "".join(lines)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("timed out waiting")])
@@ -274,3 +186,105 @@ def test_the_flight_recorder_writes_into_the_run_folder_unless_the_user_chose(
     monkeypatch.delenv(name)
     distributed.enable_flight_recorder(tmp_path)
     assert os.environ[name] == f"{tmp_path}/nccl_trace_rank_"
+
+
+def disagree(rank: int, folder: Path) -> None:
+    """Run one of two ranks with different seeds, and note that it is refused."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    world = World(rank, 2, torch.device("cpu"))
+    distributed.check_agreement(world, {"the data": [1], "the configuration": {"seed": 0}})
+    with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the configuration"):
+        distributed.check_agreement(world, {"the data": [1], "the configuration": {"seed": rank}})
+    (folder / f"refused_{rank}").touch()
+
+
+def test_ranks_that_differ_are_refused(tmp_path):
+    torch.multiprocessing.start_processes(disagree, (tmp_path,), nprocs=2, start_method="fork")
+    assert len(list(tmp_path.glob("refused_*"))) == 2
+
+
+def test_random_numbers_are_a_function_of_seed_step_and_rank():
+    def draw(seed, step, rank):
+        distributed.seed_step(seed, step, World(rank, 4, torch.device("cpu")))
+        return tuple(torch.rand(8).tolist())
+
+    cases = list(itertools.product((0, 1), (1, 2, 3), (0, 1)))
+    numbers = {case: draw(*case) for case in cases}
+    assert len(set(numbers.values())) == len(cases)
+    assert {case: draw(*case) for case in reversed(cases)} == numbers
+
+
+# ---- several engines ----
+
+
+def train(arguments: list[str]) -> None:
+    result = call("train.py", *arguments)
+    assert result.returncode == 0, result.stderr.decode()
+
+
+class ComparedRuns(NamedTuple):
+    run: Path
+    expected: Path
+
+
+@pytest.fixture(scope="module")
+def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
+    """Train five steps with two ddp processes, five with fsdp and five alone; and all alone."""
+    folder = tmp_path_factory.mktemp("engines")
+    make_arguments = functools.partial(
+        small_run,
+        corpus,
+        **{
+            **CONSTANT_RATE,
+            "checkpoint_interval": 100,
+            "statistics_interval": 5,
+            "eval_interval": 5,
+        },
+    )
+    train(make_arguments(folder / "expected", max_steps=15))
+    ddp = make_arguments(folder / "run", micro_batch_size=1, max_steps=5)
+    assert "arning" not in train_in_processes(2, ddp, folder / "log")
+    fsdp = make_arguments(
+        folder / "run",
+        micro_batch_size=1,
+        max_steps=10,
+        engine="fsdp",
+        activation_checkpointing=True,
+    )
+    assert "arning" not in train_in_processes(2, fsdp, folder / "log")
+    train(make_arguments(folder / "run", max_steps=15))
+    return ComparedRuns(folder / "run", folder / "expected")
+
+
+def test_a_run_of_several_engines_has_every_step(run_of_several_engines):
+    assert completed_steps(run_of_several_engines.run) == list(range(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("key", "tolerance"), [("loss", 1e-4), ("grad_norm", 1e-3), ("val_loss", 1e-4)]
+)
+def test_a_run_of_several_engines_has_the_metrics_of_one(run_of_several_engines, key, tolerance):
+    values = [record.get(key) for record in read_records(run_of_several_engines.run)]
+    expected = [record.get(key) for record in read_records(run_of_several_engines.expected)]
+    assert len(values) == len(expected)
+    for value, expected_value in zip(values, expected):
+        assert value == pytest.approx(expected_value, abs=tolerance)
+
+
+def test_a_run_of_several_engines_has_the_statistics_of_one(run_of_several_engines):
+    run_records = read_records(run_of_several_engines.run)
+    expected_records = read_records(run_of_several_engines.expected)
+    assert any("residual" in record for record in run_records)
+    for record, expected in zip(run_records, expected_records, strict=True):
+        for name, values in record.get("residual", {}).items():
+            assert values == pytest.approx(expected["residual"][name], abs=1e-3)
+
+
+def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines):
+    weights, expected = (
+        checkpoint.load_tensors(checkpoint.find(run) / "model.safetensors")
+        for run in run_of_several_engines
+    )
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert torch.allclose(weight, expected[name], atol=1e-4), name

@@ -1,13 +1,21 @@
 """The log of a run: progress lines, records, and what Weights & Biases is told."""
 
+import contextlib
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SMALL, wait_for
+from helpers import SMALL, small_run, wait_for
+from in_process import call
+from training_runs import CONSTANT_RATE
 
 from model import build
-from training import metrics
+from training import checkpoint, metrics
 from training.checkpoint import TrainState
 from training.config import TrainConfig
 from training.distributed import World
@@ -176,6 +184,77 @@ def test_a_failure_of_wandb_loses_no_record(open_log):
     assert [record["loss"] for record in metrics.read(log.path)] == [1.0, 2.0]
 
 
+# ---- metrics.jsonl ----
+
+
+def write_record(log: metrics.RunLog, step: int) -> None:
+    log.state.step = step
+    log.write(loss=1.0)
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Let the kernel refuse to let files of this process grow further, as on a full disk."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard_limit))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
+
+
+def test_metrics_that_do_not_fit_on_the_disk_are_written_later(open_log, capsys):
+    log = open_log()
+    write_record(log, 1)
+    size = log.path.stat().st_size
+    with file_size_limit(size + 5):
+        write_record(log, 2)
+        write_record(log, 3)
+    assert log.path.stat().st_size == size + 5  # a part of the second line
+    write_record(log, 4)
+    assert [record["step"] for record in metrics.read(log.path)] == [1, 2, 3, 4]
+    warning = (
+        "warning: metrics.jsonl cannot be written (File too large); its new lines are kept in memory "
+        "until it can"
+    )
+    assert capsys.readouterr().err.count(warning) == 1  # for both lines
+
+
+def test_metrics_without_a_run_folder_are_written_later(open_log):
+    log = open_log()
+    write_record(log, 4)
+    folder = log.path.parent
+    shutil.rmtree(folder)
+    folder.touch()
+    write_record(log, 5)
+    folder.unlink()
+    log.flush()
+    assert [record["step"] for record in metrics.read(log.path)] == [5]
+
+
+def test_metrics_are_read_up_to_a_line_that_is_not_text(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n\xff\xfe\n{"step": 3}\n')
+    assert [r["step"] for r in metrics.read(path)] == [1, 2]
+
+
+METRICS = [
+    {"step": 2, "val_loss": 1},
+    {"step": 3, "loss": 2},
+    {"step": 3, "val_loss": 3},
+    {"step": 4, "loss": 5},
+]
+
+
+@pytest.mark.parametrize(("evaluated", "num_records"), [(True, 3), (False, 2)])
+def test_metrics_are_truncated_after_a_step_and_its_evaluation(tmp_path, evaluated, num_records):
+    """Drop the evaluation if it will be repeated."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in METRICS))
+    metrics.truncate_after(path, 3, evaluated)
+    assert metrics.read(path) == METRICS[:num_records]
+
+
 # ---- utilization ----
 
 
@@ -238,6 +317,45 @@ def test_nested_records_are_flat_for_wandb():
         "residual/attn.state_rms/00": 1.0,
         "residual/attn.state_rms/01": 2.0,
     }
+
+
+def train(arguments: list[str]) -> None:
+    result = call("train.py", *arguments)
+    assert result.returncode == 0, result.stderr.decode()
+
+
+WANDB = {**CONSTANT_RATE, "wandb_log": True, "wandb_run_name": "named"}
+
+
+@pytest.fixture
+def wandb_run(corpus, tmp_path, monkeypatch) -> Path:
+    """Train a run of two steps that logs to an offline run of Weights & Biases."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    run = tmp_path / "first"
+    train(small_run(corpus, run, **WANDB, max_steps=2))
+    return run
+
+
+def read_wandb_ids(run: Path) -> list[str]:
+    return [checkpoint.read_state(path)["wandb_id"] for path in checkpoint.list_checkpoints(run)]
+
+
+def test_metrics_are_logged_to_wandb(wandb_run):
+    [logged] = wandb_run.glob("wandb/offline-run-*/*.wandb")
+    # wandb's own process may write the file a moment after the run has finished
+    wait_for(lambda: all(key in logged.read_bytes() for key in (b"grad_norm", b"val_loss")))
+
+
+def test_a_resumed_run_is_the_same_for_wandb_and_a_branch_is_another(wandb_run, corpus, tmp_path):
+    branch = tmp_path / "branch"
+    train(small_run(corpus, wandb_run, **WANDB, max_steps=3))
+    train(small_run(corpus, branch, **{**WANDB, "resume": wandb_run}, max_steps=4))
+    [first_id, resumed_id] = read_wandb_ids(wandb_run)
+    [branch_id] = read_wandb_ids(branch)
+    assert first_id == resumed_id
+    assert branch_id != first_id
 
 
 @pytest.mark.parametrize(

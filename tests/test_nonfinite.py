@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import SMALL, small_run
 from in_process import call
-from interruptions_helpers import CONSTANT_RATE, read_records
+from training_runs import CONSTANT_RATE, read_records
 
 from data import shards
 from data.loader import TrainBatches

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from helpers import SMALL, small_run, wait_for
 from in_process import call, train_in_processes
-from interruptions_helpers import CONSTANT_RATE, completed_steps, read_final_tensors, read_records
 from torch.distributed.tensor import DTensor
+from training_runs import CONSTANT_RATE, completed_steps, read_final_tensors, read_records
 
 from data import tokenizer
 from model import build

@@ -2,17 +2,15 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, one_line_error, small_run
+from helpers import small_run
 from in_process import call
 
 from model import MODEL_NAMES
 from training.checkpoint import TrainState
-from training.config import TrainConfig, check_command_line
+from training.config import TrainConfig
 from training.settings import configure, default_out_dir
 
 
@@ -84,43 +82,6 @@ def test_a_width_of_the_heads_that_is_not_the_hidden_size_is_noted(corpus, tmp_p
 
 # ---- mistakes ----
 
-MISTAKES = [
-    ("--learning_ratee=1e-3", "unknown key --learning_ratee, did you mean learning_rate"),
-    ("--learning_rate=fast", "--learning_rate=fast: give a number"),
-    ("--max_steps=0", "max_steps=0: give 1 or more"),
-    ("--model=ddl-gpt-mha-rope", "is not a model variant, did you mean DDL-gpt-mha-rope?"),
-    ("--d_v=4", "unknown key --d_v: the key is ddl_value_channels"),
-    ("--beta_init=1", "unknown key --beta_init: the key is ddl_beta_init"),
-    ("--n_layer=3", "unknown key --n_layer: the key is num_hidden_layers"),
-]
-
-
-@pytest.mark.parametrize(("argument", "message"), MISTAKES)
-def test_a_mistake_in_the_keys_of_a_run_is_found_without_the_models(argument, message):
-    with pytest.raises(ValueError, match="^" + "(?s:.*)" + message.replace("?", r"\?")):
-        check_command_line([argument])
-
-
-def test_that_check_does_not_import_torch():
-    code = (
-        "import sys; from training.config import check_command_line; "
-        "check_command_line(['config/mhc_small.py', '--hc_streams=3', '--learning_rate=1e-3']); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_that_check_lets_every_key_of_every_model_pass(name):
-    _, model_config = configure([f"--model={name}"], note=print)
-    check_command_line([f"--{key}=x" for key in vars(model_config)])
-
-
-def test_a_missing_run_does_not_exist(corpus, tmp_path):
-    arguments = small_run(corpus, tmp_path / "out", resume=tmp_path / "missing")
-    line = one_line_error(call("train.py", *arguments))
-    assert f"{tmp_path / 'missing'} does not exist" in line
-
 
 # ---- the run folder ----
 
@@ -156,17 +117,3 @@ def test_a_relative_dataset_is_remembered_as_an_absolute_path(corpus, tmp_path, 
 @pytest.mark.parametrize("dataset", ["fineweb_edu", "nowhere"])
 def test_names_of_datasets_are_kept(dataset):
     assert configure([f"--dataset={dataset}"])[0].dataset == dataset
-
-
-@pytest.mark.parametrize(
-    ("settings", "value"),
-    [
-        ("device = 'mps'\ndtype = 'bfloat16'\n", "dtype=float32"),
-        ("learning_rate = 0.0\nweight_decay_rate = 0.1\n", "weight_decay_rate=None"),
-    ],
-)
-def test_the_fix_for_a_key_of_a_config_file_is_another_value(tmp_path, settings, value):
-    (tmp_path / "mine.py").write_text(f"model = 'gpt-mha-rope'\n{settings}")
-    with pytest.raises(ValueError, match=f"give .*--{value}"):
-        configure([str(tmp_path / "mine.py")])
-    configure([str(tmp_path / "mine.py"), f"--{value}"])

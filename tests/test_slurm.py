@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, small_run, wait_for
-from interruptions_helpers import CONSTANT_RATE, completed_steps
+from training_runs import CONSTANT_RATE, completed_steps
 
 from training import checkpoint, stopping
 

@@ -1,0 +1,311 @@
+"""Runs that are stopped or starved: how they end, and what they leave behind."""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
+
+import pytest
+from helpers import ROOT, one_line_error, small_run, wait_for
+from in_process import call, start_in_fork
+from training_runs import CONSTANT_RATE, completed_steps
+
+from training import checkpoint, stopping
+
+
+def start_training(
+    arguments: Sequence[str],
+    processes: int = 1,
+    launcher: Sequence[str] = (),
+    log: int | IO = subprocess.DEVNULL,
+) -> subprocess.Popen:
+    """Start train.py in a process of its own, or in several by torchrun.
+
+    launcher: further options of torchrun
+    """
+    torchrun = []
+    if processes > 1:
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={processes}",
+            *launcher,
+        ]
+    return subprocess.Popen(
+        [sys.executable, *torchrun, "train.py", *arguments],
+        cwd=ROOT,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def worker_pids(torchrun: subprocess.Popen) -> list[int]:
+    """Return the process ids of the ranks that torchrun has started."""
+    listed = subprocess.run(
+        ["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True
+    )
+    return [int(number) for number in listed.stdout.split()]
+
+
+def train_to_the_end(arguments: list[str]) -> str:
+    """Run train.py in this process, expect success and return what it prints."""
+    result = call("train.py", *arguments)
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
+
+
+def start_thread_that_waits(condition, action) -> None:
+    """Call action once the condition holds, while a run trains in this process."""
+
+    def wait_and_act():
+        wait_for(condition)
+        action()
+
+    threading.Thread(target=wait_and_act, daemon=True).start()
+
+
+def train_until_signal(arguments: list[str], condition, number=signal.SIGTERM) -> str:
+    """Run train.py in this process, signal it once the condition holds; return what it prints."""
+    start_thread_that_waits(condition, lambda: os.kill(os.getpid(), number))
+    result = call("train.py", *arguments)
+    assert result.returncode == stopping.EXIT_CODE == 75, result.stderr.decode()
+    return result.stdout.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number):
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_DFL)  # the tests may have been started with nohup
+    arguments = small_run(
+        corpus, tmp_path, **CONSTANT_RATE, checkpoint_interval=10_000, max_steps=10_000
+    )
+    printed = train_until_signal(arguments, lambda: len(completed_steps(tmp_path)) > 3, number)
+    assert f"({number.name}); resume with --resume=auto" in printed
+    steps = completed_steps(tmp_path)
+    assert steps == list(range(1, len(steps) + 1))
+    assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] == steps[-1]
+    assert json.loads((tmp_path / "status.json").read_text()) == {
+        "step": steps[-1],
+        "of": 10_000,
+        "ended": "stopped",
+        "reason": number.name,
+    }
+
+    train_to_the_end([*arguments, f"--max_steps={steps[-1] + 2}"])
+    assert completed_steps(tmp_path) == list(range(1, steps[-1] + 3))
+    assert stopping.read_status(tmp_path).ended == "finished"
+
+
+def test_nohup_keeps_a_run_from_stopping_when_the_terminal_closes():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = stopping.Stop(None)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.reason() is None
+
+
+WAIT_FOR_SIGNALS = """
+import time
+from training.stopping import Stop
+
+stop = Stop(None)
+print(stop.reason(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_second_signal_ends_the_process_at_once():
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAIT_FOR_SIGNALS],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"None\n"
+    # the launcher's copy of the same signal does not count as the second
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    time.sleep(stopping.DUPLICATE_SIGNAL_SECONDS)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    assert process.stderr.read() == (
+        b"SIGTERM: the run stops after this step and saves a checkpoint; "
+        b"a second signal ends it at once without saving\n"
+    )
+
+
+def test_max_seconds_stops_a_run(corpus, tmp_path):
+    arguments = small_run(
+        corpus,
+        tmp_path,
+        **CONSTANT_RATE,
+        max_steps=100_000,
+        max_seconds=1.0,
+        checkpoint_interval=100_000,
+    )
+    result = call("train.py", *arguments)
+    assert result.returncode == stopping.EXIT_CODE
+    assert b"(max_seconds=1); resume with --resume=auto" in result.stdout
+    assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] == completed_steps(tmp_path)[-1]
+
+
+def test_max_seconds_leaves_time_for_a_step_and_a_save(monkeypatch):
+    clock = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock.seconds)
+    stop = stopping.Stop(10.0)
+    stop.record_step_seconds(60.0)  # the first step compiles, and does not count
+    assert stop.reason() is None
+    stop.record_step_seconds(2.0)
+    stop.save_seconds = 3.0
+    clock.seconds = 104.9
+    assert stop.reason() is None
+    clock.seconds = 105.0
+    assert stop.reason() == "max_seconds=10"
+
+
+def test_max_seconds_count_from_the_given_time(monkeypatch):
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: 105.0)
+    assert stopping.Stop(10.0, start_time=96.0).reason() is None
+    assert stopping.Stop(10.0, start_time=95.0).reason() == "max_seconds=10"
+
+
+@pytest.mark.parametrize(("local_rank", "num_lines"), [("0", 1), ("3", 0)])
+def test_one_process_of_a_machine_says_that_a_signal_stops_the_run(
+    local_rank, num_lines, monkeypatch, capfd
+):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    stop = stopping.Stop(None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.reason() == "SIGTERM"
+    assert capfd.readouterr().err.count("the run stops after this step") == num_lines
+
+
+def test_a_run_without_max_seconds_has_no_reason_to_stop():
+    assert stopping.Stop(None).reason() is None
+
+
+@pytest.fixture
+def endless_run(corpus, tmp_path) -> Iterator[multiprocessing.Process]:
+    """Start a run in a fork and wait until it trains; its folder is tmp_path / "run"."""
+    run = tmp_path / "run"
+    process = start_in_fork(small_run(corpus, run, **CONSTANT_RATE, max_steps=100_000))
+    wait_for(lambda: len(completed_steps(run)) > 3)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_second_process_in_a_run_folder_is_refused(endless_run, corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run", **CONSTANT_RATE, max_steps=100_000)
+    line = one_line_error(call("train.py", *arguments))
+    assert "another process is training in this folder" in line
+
+
+def test_a_killed_run_has_no_status_of_its_end(endless_run, tmp_path):
+    endless_run.kill()
+    endless_run.join()
+    assert stopping.read_status(tmp_path / "run").ended is None
+
+
+def start_with_torchrun(corpus: Path, run: Path, max_restarts: int) -> subprocess.Popen:
+    """Start a run of two processes, and return torchrun's once it has trained some steps."""
+    arguments = small_run(corpus, run, **CONSTANT_RATE, checkpoint_interval=5, max_steps=10_000)
+    launcher = start_training(arguments, processes=2, launcher=[f"--max-restarts={max_restarts}"])
+    wait_for(lambda: len(completed_steps(run)) > 12)
+    return launcher
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_a_job_without_restarts(corpus, tmp_path):
+    launcher = start_with_torchrun(corpus, tmp_path / "run", max_restarts=0)
+    processes = worker_pids(launcher)
+    assert len(processes) == 2
+    os.kill(processes[0], signal.SIGKILL)
+    assert launcher.wait(timeout=60) == 1
+    assert checkpoint.find(tmp_path / "run")
+
+
+def test_a_full_disk_keeps_the_run_training_and_the_last_checkpoint(corpus, tmp_path):
+    run = tmp_path / "run"
+    log = tmp_path / "log"
+    arguments = small_run(
+        corpus,
+        run,
+        **CONSTANT_RATE,
+        checkpoint_interval=20,
+        keep_last=1,
+        max_steps=100_000,
+        hidden_size=64,
+    )
+    process = start_in_fork(arguments, log=log)
+    wait_for(lambda: checkpoint.list_checkpoints(run))
+    # the kernel refuses to let a file of this process grow beyond 100 kB, as on a full disk
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    wait_for(lambda: log.read_text().count("could not save the checkpoint") >= 2)
+    last_checkpoint = checkpoint.find(run)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=20)
+    assert process.exitcode == 1
+    assert "was not saved; free disk space" in log.read_text()
+    assert stopping.read_status(run).ended == "failed"
+    assert checkpoint.list_checkpoints(run) == [last_checkpoint]
+    assert not list(run.glob("checkpoints/*.tmp"))
+
+    step = checkpoint.read_state(last_checkpoint)["step"]
+    train_to_the_end([*arguments, f"--max_steps={step + 5}"])
+    assert completed_steps(run) == list(range(1, step + 6))
+
+
+def test_a_run_folder_that_is_removed_is_created_again(corpus, tmp_path):
+    run = tmp_path / "run"
+
+    def remove_and_stop():
+        run.rename(tmp_path / "removed")  # atomic: a deletion can fail while the run writes
+        wait_for(lambda: len(completed_steps(run)) > 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    start_thread_that_waits(lambda: len(completed_steps(run)) > 3, remove_and_stop)
+    arguments = small_run(
+        corpus, run, **CONSTANT_RATE, checkpoint_interval=100_000, max_steps=100_000
+    )
+    assert call("train.py", *arguments).returncode == 75
+    assert checkpoint.read_state(checkpoint.find(run))["step"] == completed_steps(run)[-1]
+
+
+def test_output_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
+    with open("/dev/full", "w") as full_disk:
+        process = start_training(
+            small_run(corpus, tmp_path / "run", **CONSTANT_RATE), log=full_disk
+        )
+        assert process.wait(timeout=60) == 0
+    assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
+
+
+@pytest.mark.slow
+def test_restarts_do_not_extend_max_seconds(corpus, tmp_path):
+    log = tmp_path / "log"
+    arguments = small_run(
+        corpus,
+        tmp_path / "run",
+        **CONSTANT_RATE,
+        max_seconds=3.0,
+        checkpoint_interval=10_000,
+        max_steps=100_000,
+    )
+    with open(log, "w") as file:
+        launcher = start_training(arguments, processes=2, launcher=["--max-restarts=2"], log=file)
+        assert launcher.wait(timeout=90) == 0
+    assert log.read_text().count("(max_seconds=3); resume with --resume=auto") == 1
+    assert log.read_text().count("run folder") == 1
