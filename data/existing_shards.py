@@ -19,8 +19,6 @@ UNUSED_OPTIONS = (
     "val_tokens",
     "shard_tokens",
     "overwrite",
-    "vocab_size",
-    "tokenizer_bytes",
 )
 
 

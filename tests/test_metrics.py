@@ -43,7 +43,8 @@ def open_log(tmp_path, model):
 @pytest.fixture
 def offline(monkeypatch):
     """Let wandb log to the run folder, without a login."""
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # it reads its environment variables once in a process
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")

@@ -865,7 +865,6 @@ def test_a_corpus_that_was_prepared_from_documents_is_refused(foreign_folder):
         "--val_tokens=50",
         "--shard_tokens=50",
         "--source=*.parquet",
-        "--vocab_size=5000",
     ],
 )
 def test_an_option_that_existing_shards_do_not_have_is_refused(foreign_folder, tmp_path, option):

@@ -138,11 +138,16 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
                 "another --out_dir"
             )
         return None
+    chosen = None
+    if config.resume != "auto":
+        chosen = checkpoint.find(config.resume, to_resume=True)
+        newest = checkpoint.list_checkpoints(out_dir)[-1:]
+        if not newest or newest[0].resolve() == chosen.resolve():
+            return chosen
     # a damaged checkpoint is skipped for the one before it
     latest = checkpoint.find_latest(out_dir, to_resume=True)
-    chosen = latest
-    if config.resume != "auto" and not is_same_place(config.resume, out_dir, latest):
-        chosen = checkpoint.find(config.resume, to_resume=True)
+    if config.resume == "auto":
+        chosen = latest
     if chosen is None and checkpoint.list_checkpoints(out_dir):
         raise ValueError(
             f"out_dir={out_dir} has no checkpoint that can be resumed; give another --out_dir"
@@ -155,14 +160,6 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
             "give another --out_dir"
         )
     return chosen
-
-
-def is_same_place(resume: str, out_dir: Path, latest: Path | None) -> bool:
-    """Return whether `resume` names the run folder out_dir, or its latest checkpoint."""
-    places = [out_dir.resolve()]
-    if latest is not None:
-        places.append(latest.resolve())
-    return Path(resume).resolve() in places
 
 
 def check_corpus(saved_corpus: dict, corpus: dict, dataset: str, resume_checkpoint: Path) -> None:
