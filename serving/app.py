@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Generator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ try:
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-    from pydantic import BaseModel, ConfigDict, Field
+    from pydantic import ConfigDict, Field, create_model
     from starlette.exceptions import HTTPException
     from starlette.types import Receive, Scope, Send
 except ImportError as error:
@@ -61,25 +62,23 @@ MAX_WAIT = 2.0
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
 
 
-class Request(BaseModel):
-    """The body of POST /generate; an omitted key has the value of the command line.
+# The keys of `Sampling`, which checks their ranges itself.
+SamplingKeys = create_model(
+    "SamplingKeys", **{field.name: (field.type, field.default) for field in fields(Sampling)}
+)
 
-    `Sampling` checks the ranges of its own keys.
-    """
+
+class Request(SamplingKeys):
+    """The body of POST /generate; an omitted key has the value of the command line."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)] = ""
 
-    # The server reads the keys down to `stop` only if a request has them, so their defaults here
-    # never apply. They make the keys optional.
+    # The server reads these and the keys of `Sampling` only if a request has them. Their defaults
+    # never apply, but make them optional.
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 1
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: Annotated[list[StopString], Field(max_length=8)] = []
+    stop: Annotated[list[StopString], Field(max_length=8, default_factory=list)]
 
     # None takes the next seed. JavaScript represents whole numbers exactly up to this limit.
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
@@ -190,7 +189,7 @@ def create_app(
             **request.model_dump(exclude_unset=True),
         }
         # errors are raised before the response begins, so that its status is 400
-        sampling = Sampling(**{name: settings[name] for name in Sampling.__dataclass_fields__})
+        sampling = Sampling(**{name: settings[name] for name in SamplingKeys.model_fields})
         prompt = encode_prompt(tokenizer, request.prompt)
         if len(prompt) > block_size:
             raise ValueError(
