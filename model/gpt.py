@@ -299,11 +299,16 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Initialize every parameter as its rule says, from the seed of torch's global generator.
 
+        On the meta device there is nothing to initialize, but the rules are checked.
+
         Raises:
             ValueError: a parameter has no rule, or two
         """
         self.check_parameters()
         rules = collect_rules(self)
+        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
+        if self.transformer.wte.weight.is_meta:
+            return
         if self.config.init_order == "named":
             for name, parameter in self.named_parameters():
                 start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
@@ -323,7 +328,6 @@ class GPT(nn.Module):
                 else:
                     # it draws no numbers, and its source comes earlier in this order
                     parameter.copy_(self.get_parameter(source_name))
-        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
 
     def check_parameters(self) -> None:
         """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""

@@ -153,7 +153,7 @@ def check_tensors(tensors: Tensors, model: "GPT", context: str) -> None:
 
 
 def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "GPT":
-    """Return the model on the meta device, without initialization.
+    """Return the model on the meta device.
 
     Its size is checked before it is built, because modules take time and memory on the meta device
     as well.
@@ -184,10 +184,9 @@ def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "G
             f"head_dim={model_config.head_dim} exceeds {MAX_ROPE_TABLE:,}, the largest supported "
             "RoPE table"
         )
-    uninitialized = type("Uninitialized", (model_class(name),), {"init_weights": lambda self: None})
     try:
         with torch.device("meta"):
-            return uninitialized(model_config)
+            return model_class(name)(model_config)
     except ValueError as error:
         raise ValueError(f"{context}: {error}") from error
     except (RuntimeError, TypeError, OverflowError) as error:

@@ -218,10 +218,11 @@ def check_fits(config: TrainConfig, model_config: GPTConfig, device: torch.devic
 
 
 def compute_least_memory(config: TrainConfig, model_config: GPTConfig) -> int:
-    """Return what a step needs at least: the exact terms, and some of the activations, in bytes."""
+    """Return what a step needs at least, in bytes: some terms exactly, and some activations."""
     num_shards = count_shards(config, machine.world_size())
-    num_parameters = count_parameters(config.model, model_config)
-    exact = 8 * num_parameters + count_optimizer_state(config, model_config)
+    # weights, gradients, and the moments of AdamW or at least those of Muon, in float32
+    bytes_per_parameter = 12 if config.optimizer == "muon" else 16
+    exact = bytes_per_parameter * count_parameters(config.model, model_config)
     try:
         block = count_saved_bytes(config, model_config, 1, "cpu")
     except Exception:  # as in estimate_activations
