@@ -170,7 +170,9 @@ def read_arguments(argv: list[str]) -> SweepArguments:
                 f"--{key} is set by sweep.py for every cell: omit it; --out=FOLDER is the sweep's "
                 "folder"
             )
-        if "," in text or RANGE.fullmatch(text):
+        if text is None:  # a bare key
+            fixed[key] = "True"
+        elif "," in text or RANGE.fullmatch(text):
             swept[key] = expand_values(key, text)
         else:
             fixed[key] = text

@@ -246,7 +246,7 @@ def test_every_setting_of_nanogpt_is_a_key_or_answered_with_our_key():
 
 def test_a_command_line_is_split_into_files_and_options():
     words = ["a.py", "--steps=3", "--name=x=y", "--fast", "--limit=", "b.py", "--steps=4", "-h"]
-    options = {"steps": "4", "name": "x=y", "fast": "True", "limit": "", "help": "True"}
+    options = {"steps": "4", "name": "x=y", "fast": None, "limit": "", "help": None}
     assert configurator.split_arguments(words) == (["a.py", "b.py"], options)
 
 
@@ -290,7 +290,7 @@ def test_choices_may_be_numbers():
 def test_a_config_file_may_follow_a_bare_key():
     positional, options = configurator.split_arguments(["--fast", "config/small.py"])
     assert positional == ["config/small.py"]
-    assert options == {"fast": "True"}
+    assert options == {"fast": None}
 
 
 def test_an_unknown_key_is_answered_with_the_nearest():
@@ -303,6 +303,12 @@ def test_the_command_line_takes_precedence_over_the_file():
     file_settings = {"steps": 3, "rate": 1, "depth": 5}
     typed = {"steps": "4", "other": "x"}
     assert configurator.read_settings(file_settings, typed, SCHEMA) == {"steps": 4, "rate": 1.0}
+
+
+def test_a_bare_key_means_true_or_needs_a_value():
+    assert configurator.read_settings({}, {"fast": None}, SCHEMA) == {"fast": True}
+    with pytest.raises(ValueError, match=r"^--name needs a value: give --name=\.\.\., text$"):
+        configurator.read_settings({}, {"name": None}, SCHEMA)
 
 
 def test_text_for_a_number_in_a_file_is_refused():

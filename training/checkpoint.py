@@ -57,7 +57,7 @@ class TrainState:
     # of training steps and, at each start, of the step that warms up DDP; over all restarts, without
     # evaluation and saving
     seconds: float = 0.0
-    evaluated: bool = True  # False: `step` is to be evaluated after this was saved
+    evaluated: bool = True  # False: the evaluation of `step` is still to come
     best_val_loss: float | None = None
     skipped: int = 0  # steps skipped because a loss or gradient was not finite
     wandb_id: str | None = None  # of the Weights & Biases run that a resumed run continues

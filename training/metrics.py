@@ -362,7 +362,7 @@ class RunLog:
             bytes_per_token: mean size of a token; None if the corpus is not text
             num_sequences: how many sequences were evaluated
             split_size: number of sequences in the validation split
-            is_full: whether it is the evaluation of the entire split after the last step, whose loss
+            is_full: whether it is the evaluation of all of eval_part after the last step, whose loss
                 cannot be compared with the earlier ones
         """
         loss = scores["loss"]

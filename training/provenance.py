@@ -84,7 +84,7 @@ def describe_commit(repository: Path) -> str:
         The first 12 digits of the commit; "" without git, or without a repository.
     """
     try:
-        commit = run_git(repository, "describe", "--always", "--abbrev=12").strip()
+        commit = run_git(repository, "rev-parse", "--short=12", "HEAD").strip()
         changed_files = run_git(
             repository, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"
         )

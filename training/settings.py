@@ -161,12 +161,9 @@ def default_out_dir(config_file: Path | None, run_settings: dict) -> str:
         ValueError: a checkpoint is resumed that does not lie in a run folder
     """
     resumed = run_settings.get("resume")
-    is_path = resumed not in (None, "auto")
-    if is_path and not (Path(resumed) / "state.json").is_file():
-        return str(resumed)  # a run folder
-    if config_file is not None:
-        return f"runs/{config_file.stem}"
-    if is_path:
+    if resumed not in (None, "auto"):
+        if not (Path(resumed) / "state.json").is_file():
+            return str(resumed)  # a run folder
         # not resolved: checkpoints/ may be a link to other storage
         path = Path(resumed).absolute()
         # <run>/checkpoints/step_00001000 belongs to <run>
@@ -175,6 +172,8 @@ def default_out_dir(config_file: Path | None, run_settings: dict) -> str:
         raise ValueError(
             f"resume={resumed} is not one of a run's checkpoints; give the run folder as --out_dir"
         )
+    if config_file is not None:
+        return f"runs/{config_file.stem}"
     model = run_settings.get("model", TrainConfig.model)
     if "model" not in run_settings and run_settings.get("init_from"):
         model = init_from.read_init_settings(run_settings["init_from"])["model"]
