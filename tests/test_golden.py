@@ -189,8 +189,6 @@ CORPORA = {
     ).split(),
     "python_stdlib": ["python_stdlib", "--tokenizer=bytes"],
     "copy_task": ["copy_task", "--half=5", "--symbols=7", *DRAWN],
-    "k_hop": ["k_hop", "--hops=2", "--positions=12", *DRAWN],
-    "permutations": ["permutations", "--length=4", *DRAWN],
     "recall": ["recall", "--pairs=3", "--positions=16", "--symbols=10", *DRAWN],
     "registers": ["registers", "--registers=3", "--operations=4", *DRAWN],
 }

@@ -14,13 +14,10 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT, one_line_error, small_run
 from in_process import call
-from sympy.combinatorics import Permutation
 
 from data import tasks
 from data.copy_task.prepare import Copies
-from data.k_hop.prepare import Hops
 from data.loader import ValidationBatches
-from data.permutations.prepare import Words, products
 from data.recall.prepare import Recall
 from data.registers.prepare import Registers
 from data.sequences import SequenceLayout
@@ -37,38 +34,6 @@ def solve_recall(ids: list[int], task: Recall) -> list[int]:
     context = ids[: 2 * task.pairs]
     value_of = {key: context[i + 1] for i, key in enumerate(context) if i % 2 == 0}
     return [0] * len(context) + [value_of.get(token, 0) for token in ids[2 * task.pairs :]]
-
-
-def solve_hops(ids: list[int], task: Hops) -> list[int]:
-    """Return the symbol after as many hops as the first token names, 0 in the first half.
-
-    A hop leads to what followed the same symbol the last time.
-    """
-    hops = ids[0] - task.symbols
-    assert task.fewest <= hops <= task.hops
-    half = len(ids) - len(ids) // 2
-    return [0] * half + [follow_hops(ids, position, hops) for position in range(half, len(ids))]
-
-
-def follow_hops(ids: list[int], position: int, hops: int) -> int | None:
-    """Return the symbol at which the hops from a position end, None if a symbol is new."""
-    for _ in range(hops):
-        earlier = [j for j in range(position) if ids[j] == ids[position]]
-        if not earlier:
-            return None
-        position = earlier[-1] + 1
-    return ids[position]
-
-
-def solve_words(ids: list[int], task: Words) -> list[int]:
-    """Return products of permutations as tuples; the later one acts first."""
-    elements = sorted(itertools.permutations(range(task.degree)))
-    product = elements[0]
-    answers = []
-    for token in ids:
-        product = tuple(product[i] for i in elements[token - 1])
-        answers.append(1 + elements.index(product))
-    return answers
 
 
 def solve_registers(ids: list[int], task: Registers) -> list[int]:
@@ -98,16 +63,11 @@ def solve_registers(ids: list[int], task: Registers) -> list[int]:
 
 
 RECALL = Recall(7, 61, 30)
-HOPS = Hops(3, 1, 51, 4)
-WORDS = Words(8, 5)
 REGISTERS = Registers(3, 7, 5, 0.4)
 SOLVED = [
     (RECALL, solve_recall),
-    (HOPS, solve_hops),
-    (WORDS, solve_words),
     (REGISTERS, solve_registers),
     (Recall(2, 8, 8), solve_recall),
-    (Words(6, 2), solve_words),
     (Registers(2, 9, 300, 1.0), solve_registers),
     (Registers(4, 6, 5, 1.0, "swaps"), solve_registers),
 ]
@@ -191,14 +151,9 @@ def test_every_sequence_trains_and_scores_as_many_positions(solved_task):
     task = prepared.task
     num_trained = {
         "recall": lambda: task.pairs,
-        "k_hop": lambda: task.positions // 2,
-        "permutations": lambda: task.positions,
         "registers": lambda: 7 if task.trained == "swaps" else 1,  # six swaps and the question
     }[task.name]()
-    # the first product of permutations is the first token
-    num_scored = num_trained - 1 if task.name == "permutations" else num_trained
-    if task.name == "registers":
-        num_scored = 1
+    num_scored = 1 if task.name == "registers" else num_trained
     layout = SequenceLayout.from_meta(prepared.corpus.meta)
     _, targets = layout.ids_and_targets(prepared.train)
     assert (targets != -1).sum(1).eq(num_trained).all()
@@ -269,51 +224,8 @@ def test_queries_of_recall_have_slots_of_the_power_law(drawn_recall):
         assert_frequencies(np.bincount(slots, minlength=12), probabilities)
 
 
-def test_symbols_of_hops_differ_from_their_neighbors():
-    ids, _ = draw(Hops(1, 1, 40, 4))
-    assert (ids[:, 1:] != ids[:, :-1]).all()
-
-
-def test_symbols_of_hops_are_equally_likely():
-    ids, _ = draw(Hops(1, 1, 40, 4))
-    assert set(np.unique(ids[:, 1:])) == {1, 2, 3, 4}
-    assert_frequencies(np.bincount(ids[:, 1])[1:])
-
-
-def test_labels_of_hops_are_in_the_second_half():
-    _, labels = draw(Hops(1, 1, 40, 4))
-    assert ((labels > 0) == (np.arange(40) >= 20)).all()
-
-
-def test_one_hop_never_ends_at_its_own_symbol():
-    ids, labels = draw(Hops(1, 1, 40, 4))
-    assert (labels[:, 20:] != ids[:, 20:]).all()
-
-
-def test_two_hops_end_at_their_own_symbol_as_often_as_the_docstring_says():
-    ids, labels = draw(Hops(2, 2, 128, 8), 500)
-    assert (labels[:, 64:] == ids[:, 64:]).mean() == pytest.approx(2 / 8, abs=0.02)
-
-
-def test_the_numbers_of_hops_are_equally_likely():
-    ids, _ = draw(Hops(4, 1, 64, 4), 4000)
-    assert_frequencies(np.bincount(ids[:, 0] - 4)[1:])
-
-
-def test_the_best_guess_by_the_last_token_is_as_good_as_the_docstring_says():
-    """Guess by the number of hops and the last token; the other symbols are equally likely."""
-    ids, labels = draw(Hops(4, 1, 64, 4), 4000)
-    hops = ids[:, 0] - 4
-    accuracies = []
-    for number in range(1, 5):
-        own_symbol = (labels[hops == number, 32:] == ids[hops == number, 32:]).mean()
-        accuracies.append(max(own_symbol, (1 - own_symbol) / 3))
-    assert np.mean(accuracies) == pytest.approx(0.37, abs=0.01)
-
-
-@pytest.mark.parametrize("task", [Hops(3, 1, 60, 4), Words(6, 3), Registers()], ids=str)
-def test_labels_are_equally_likely(task):
-    _, labels = draw(task)
+def test_labels_of_registers_are_equally_likely():
+    _, labels = draw(Registers())
     assert_frequencies(np.bincount(labels[:, -1])[1:])
 
 
@@ -348,14 +260,6 @@ def test_registers_without_swaps_are_as_easy_as_the_docstring_says():
         names_asked = (ids[:, position] == task.set_id) & (ids[:, position + 1] == ids[:, -1])
         answers[names_asked] = ids[names_asked, position + 2]
     assert (answers == labels[:, -1]).mean() == pytest.approx(0.50, abs=0.02)
-
-
-def test_products_are_those_of_a_library():
-    elements = sorted(itertools.permutations(range(4)))
-    table = products(4)
-    for p, first in enumerate(elements):
-        for q, second in enumerate(elements):  # sympy's product lets the left one act first
-            assert table[p, q] == (Permutation(second) * Permutation(first)).rank()
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +334,7 @@ def test_the_copy_task_with_other_targets_is_another_preparation(tmp_path):
 
 # ---- seeds and splits ----
 
-DRAWN_TASKS = [RECALL, HOPS, WORDS, REGISTERS, Copies(5)]
+DRAWN_TASKS = [RECALL, REGISTERS, Copies(5)]
 
 
 def read_texts(task, count: int, seed: int, split: str, cursor: dict | None = None) -> list:
@@ -466,8 +370,9 @@ def test_sequences_are_read_from_a_cursor(task):
     assert texts == read_texts(task, 600, 0, "train")[512:]
 
 
-@pytest.mark.parametrize(("task", "count"), [(Words(3, 3), 6**3), (Copies(3, 4), 4**3)], ids=str)
-def test_no_validation_sequence_is_in_training_where_there_are_few(task, count):
+def test_no_validation_sequence_is_in_training_where_there_are_few():
+    task = Copies(3, 4)
+    count = 4**3
     val, train = (
         {text for batch in tasks.Sequences(task, 3000, 0, split).read() for text in batch.texts}
         for split in ("val", "train")
@@ -500,9 +405,6 @@ class UniformModel(torch.nn.Module):
 # the candidates of a model that does not solve the task
 BLIND_CANDIDATES = {
     "recall": lambda ids: [ids[1:14:2]] * len(ids),  # the values of the sequence
-    "k_hop": lambda ids: [[1, 2, 3, 4]] * len(ids),
-    # the first composes nothing
-    "permutations": lambda ids: [[ids[0]]] + [list(range(1, 121))] * (len(ids) - 1),
     "registers": lambda ids: [[1, 2, 3, 4, 5]] * len(ids),  # the values
 }
 
@@ -520,7 +422,7 @@ def evaluate_candidates(prepared: PreparedTask, candidates) -> dict:
     )
 
 
-@pytest.mark.parametrize(("task", "solve"), SOLVED[:4], ids=BLIND_CANDIDATES)
+@pytest.mark.parametrize(("task", "solve"), SOLVED[:2], ids=BLIND_CANDIDATES)
 def test_the_optimum_is_that_of_meta_json(tmp_path, task, solve):
     prepared = prepare(tmp_path, task, "--sequences=10", "--val_sequences=40")
     scores = evaluate_candidates(prepared, lambda ids: [[answer] for answer in solve(ids, task)])
@@ -529,7 +431,7 @@ def test_the_optimum_is_that_of_meta_json(tmp_path, task, solve):
     assert scores == {"accuracy": 1.0, "exact_match": 1.0}
 
 
-@pytest.mark.parametrize("task", [RECALL, HOPS, WORDS, REGISTERS], ids=BLIND_CANDIDATES)
+@pytest.mark.parametrize("task", [RECALL, REGISTERS], ids=BLIND_CANDIDATES)
 def test_chance_is_that_of_meta_json(tmp_path, task):
     candidates = BLIND_CANDIDATES[task.name]
     prepared = prepare(tmp_path, task, "--sequences=10", "--val_sequences=40")
@@ -544,9 +446,7 @@ def test_chance_is_that_of_meta_json(tmp_path, task):
 
 BOUNDS = {
     "recall": "pairs=1 positions=7 symbols=2 sequences=0 val_sequences=0 seed=-1",
-    "k_hop": "fewest=0 symbols=2",
-    "permutations": "length=1 degree=7 shard_tokens=0",
-    "copy_task": "half=0 symbols=65",
+    "copy_task": "half=0 symbols=65 shard_tokens=0",
     "registers": "registers=1 operations=-1 values=1 swap_probability=-1.0",
 }
 MISTAKES = [
@@ -558,8 +458,6 @@ MISTAKES = [
     ("recall", "--pairs=17", "--positions=48 is too few for 17 pairs and their queries; give 68"),
     ("recall", "--symbols=14", "--symbols=14 is too few for 8 pairs of a key and a value; give 16"),
     ("recall", "--symbols=33", "--symbols=33 is odd"),
-    ("k_hop", "--hops=20", "hardly ever have so many hops"),
-    ("k_hop", "--fewest=5", "--fewest=5 is more than --hops=4; give 1 to 4"),
     ("recall", "--tokenizer=bytes", "unknown key --tokenizer"),
 ]
 
@@ -585,20 +483,12 @@ def test_mistakes_end_in_one_line_with_nothing_written(
     assert_refused(task, options, message, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("permutations", "--degree=2 --length=2", "too few different sequences for both splits"),
-        ("copy_task", "--half=1 --symbols=2", "for both splits; give a larger half"),
-    ],
-)
-def test_too_few_sequences_for_both_splits_are_refused(
-    tmp_path, monkeypatch, task, options, message
-):
+def test_too_few_sequences_for_both_splits_are_refused(tmp_path, monkeypatch):
     """With this VAL_DIVISOR, hardly any sequence belongs to the validation split."""
     monkeypatch.setattr(tasks, "MAX_DRAWS", 20)
     monkeypatch.setattr(tasks, "VAL_DIVISOR", 2**40)
-    assert_refused(task, options, message, tmp_path / "out")
+    message = "there are too few different sequences for both splits; give a larger half"
+    assert_refused("copy_task", "--half=1 --symbols=2", message, tmp_path / "out")
 
 
 # ---- a run on a task ----
@@ -695,8 +585,6 @@ def test_a_prompt_that_is_no_token_is_refused(run, prompt):
 
 DIFFICULTIES = {
     "recall": "--positions=50",
-    "k_hop": "--positions=50",
-    "permutations": "--length=3",
     "registers": "--operations=3",
 }
 
