@@ -93,8 +93,11 @@ def make_batches(requests: list[Request], max_requests: int, max_length: int) ->
 
     # Groups without a suffix need a single forward pass, and get batches of their own.
     batches: list[list[Group]] = []
-    groups.sort(key=lambda group: (group.suffix_len > 0, len(group.prefix), group.suffix_len))
-    for group in reversed(groups):
+    groups.sort(
+        key=lambda group: (group.suffix_len > 0, len(group.prefix), group.suffix_len),
+        reverse=True,
+    )
+    for group in groups:
         has_suffix = group.suffix_len > 0
         if (
             batches
@@ -339,7 +342,8 @@ class LanguageModel(TemplateLM):
             settings = normalize_gen_kwargs(requests[indices[0]].args[1])
             stop = [text for text in settings.pop("until") if text]
             max_new_tokens = settings.pop("max_gen_toks")
-            settings.pop("do_sample")  # without it, lm-eval sets the temperature to 0
+            if not settings.pop("do_sample"):
+                settings["temperature"] = 0.0
             max_context = self.max_length - max_new_tokens
             if max_context < 1:
                 raise ValueError(
