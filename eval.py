@@ -30,7 +30,7 @@ if __name__ == "__main__":
 # isort: split
 from configurator import argument, option, read_command_line
 from evaluation import comparison, published, subjects, tasks
-from evaluation.runner import evaluate_tasks, evaluate_validation, make_autocast, read_other_records
+from evaluation.runner import evaluate_tasks, evaluate_validation, read_other_records
 from evaluation.tasks import DEFAULT_RETRY_MINUTES
 from model import kernels
 from model.decoding import round_matrices
@@ -132,16 +132,13 @@ def parse_tasks(args: SimpleNamespace) -> list[str]:
     Raises:
         ValueError: there is none, and no --val
     """
-    if not evaluates_tasks(args.tasks, args.val):
-        if not args.val:
-            raise ValueError("--tasks names no task; give at least one task, or --val")
-        return []
     names: list[str] = []
-    for name in (args.tasks or "paper").replace(" ", "").split(","):
-        if name == "paper":
-            names.extend(tasks.PAPER_METRICS)
-        elif name:
-            names.append(name)
+    if evaluates_tasks(args.tasks, args.val):
+        for name in (args.tasks or "paper").replace(" ", "").split(","):
+            if name == "paper":
+                names.extend(tasks.PAPER_METRICS)
+            elif name:
+                names.append(name)
     if not names and not args.val:
         raise ValueError("--tasks names no task; give at least one task, or --val")
     return list(dict.fromkeys(names))
@@ -196,6 +193,9 @@ def main() -> None:
             loaded_tasks, missing_tasks = tasks.load_tasks(
                 task_names, args.include_path, world, args.retry_minutes
             )
+            for task in loaded_tasks:
+                for num_shots in shots:
+                    tasks.set_num_shots(task, num_shots)
         # processes with different tasks would wait for each other forever
         distributed.check_agreement(
             world,
@@ -231,32 +231,24 @@ def main() -> None:
                 round_matrices(model)
             papers[subject.identity] = published.find(model_name, model.config, subject.state)
             if corpora:
-                records.append(
-                    evaluate_validation(subject, model, corpora[index], world, settings, out)
+                record = evaluate_validation(
+                    subject, model, corpora[index], world=world, settings=settings, out=out
                 )
+                records.append(record)
             if loaded_tasks:
-                from evaluation.language_model import LanguageModel  # needs lm-eval
-
-                language_model = LanguageModel(
-                    model,
-                    tokenizer,
-                    world,
-                    settings["batch_size"],
-                    autocast=make_autocast(world, settings),
-                    add_bos_token=args.add_bos_token,
-                )
                 for num_shots in shots:
-                    records.append(
-                        evaluate_tasks(
-                            subject,
-                            language_model,
-                            loaded_tasks,
-                            num_shots,
-                            task_settings,
-                            out,
-                            args.log_samples,
-                        )
+                    record = evaluate_tasks(
+                        subject,
+                        model,
+                        tokenizer,
+                        loaded_tasks,
+                        num_shots=num_shots,
+                        world=world,
+                        settings=task_settings,
+                        out=out,
+                        log_samples=args.log_samples,
                     )
+                    records.append(record)
 
         if world.is_main:
             report(records, papers, out)

@@ -10,13 +10,13 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from data.loader import ValidationBatches
 from data.sequences import SequenceLayout
 from data.shards import Corpus
+from data.tokenizer import Tokenizer
 from evaluation import comparison, tasks
 from evaluation.subjects import Subject
 from evaluation.tasks import LoadedTask
@@ -27,9 +27,6 @@ from training.provenance import collect_provenance
 from training.validation import evaluate
 from utils import files, units
 
-if TYPE_CHECKING:
-    from evaluation.language_model import LanguageModel  # needs lm-eval
-
 MAX_VALIDATION_TOKENS = 2**14  # number of tokens per forward pass on the validation split
 # What a record has of lm-eval's results, by name of a task or group.
 LM_EVAL_KEYS = ("results", "versions", "n-shot", "n-samples")
@@ -39,6 +36,7 @@ def evaluate_validation(
     subject: Subject,
     model: GPT,
     corpus: Corpus,
+    *,
     world: World,
     settings: dict,
     out: Path,
@@ -94,9 +92,12 @@ def evaluate_validation(
 
 def evaluate_tasks(
     subject: Subject,
-    language_model: "LanguageModel",
+    model: GPT,
+    tokenizer: Tokenizer,
     loaded_tasks: list[LoadedTask],
+    *,
     num_shots: int,
+    world: World,
     settings: dict,
     out: Path,
     log_samples: bool,
@@ -110,10 +111,19 @@ def evaluate_tasks(
         log_samples: also write every item with its results
 
     Raises:
-        ValueError: a task has too few documents, or a request that the model cannot answer
+        ValueError: a task has a request that the model cannot answer
     """
     evaluator = tasks.import_lm_eval().evaluator
-    world = language_model.world
+    from evaluation.language_model import LanguageModel  # needs lm-eval
+
+    language_model = LanguageModel(
+        model,
+        tokenizer,
+        world,
+        settings["batch_size"],
+        autocast=make_autocast(world, settings),
+        add_bos_token=settings["add_bos_token"],
+    )
     record = {
         "weights": subject.identity,
         "label": subject.label,

@@ -225,3 +225,6 @@ def test_the_papers_eight_tasks_are_evaluated_and_averaged(hub, saved, tmp_path)
     [record] = read_records(tmp_path)
     assert record["shown"].keys() == PAPER_METRICS.keys()
     assert "average of the eight" in result.stdout.decode()
+    hub.faults = []
+    assert evaluate(hub, saved, tmp_path, "--tasks=paper", "--shots=2").returncode == 0
+    assert read_records(tmp_path) == [record]  # nothing was evaluated again
