@@ -28,8 +28,9 @@ from training.validation import evaluate
 from utils import files, units
 
 MAX_VALIDATION_TOKENS = 2**14  # number of tokens per forward pass on the validation split
-# What a record has of lm-eval's results, by name of a task or group.
+# What a record has by name of a task or group: of lm-eval's results, and in addition.
 LM_EVAL_KEYS = ("results", "versions", "n-shot", "n-samples")
+RESULT_KEYS = (*LM_EVAL_KEYS, "tasks", "configs", "shown", "samples", "seconds")
 
 
 def evaluate_validation(
@@ -133,17 +134,14 @@ def evaluate_tasks(
     }
     path = get_path(out, record)
     stored_record = read_record(path, world)
-    record = {**stored_record, **record}
-    for key in (*LM_EVAL_KEYS, "tasks", "configs", "shown", "samples", "seconds"):
-        record.setdefault(key, {})
+    new_results: dict[str, dict] = {key: {} for key in RESULT_KEYS}
     date = datetime.datetime.now().isoformat().replace(":", "-")  # as in lm-eval's file names
-    was_evaluated = False
     for task in loaded_tasks:
+        tasks.set_num_shots(task, num_shots)
+        if is_stored(stored_record, task, log_samples):
+            continue
+        start = time.perf_counter()
         try:
-            tasks.set_num_shots(task, num_shots)
-            if is_stored(record, task, log_samples):
-                continue
-            start = time.perf_counter()
             results = evaluator.evaluate(
                 lm=language_model,
                 task_dict=task.content,
@@ -156,19 +154,19 @@ def evaluate_tasks(
             raise ValueError(
                 f"task {task.name}, {num_shots}-shot, of {subject.label}: {error}"
             ) from error
-        was_evaluated = True
+        seconds = time.perf_counter() - start
         shown = tasks.choose_metrics(task, results["results"])
         for key in LM_EVAL_KEYS:
-            record[key].update(results[key])
-        record["tasks"][task.name] = list(task.tasks)
-        record["shown"].update(shown)
-        record["seconds"][task.name] = time.perf_counter() - start
+            new_results[key].update(results[key])
+        new_results["tasks"][task.name] = list(task.tasks)
+        new_results["shown"].update(shown)
+        new_results["seconds"][task.name] = seconds
         for name, each_task in task.tasks.items():
-            record["configs"][name] = tasks.describe_config(each_task)
+            new_results["configs"][name] = tasks.describe_config(each_task)
             if log_samples:
-                record["samples"][name] = f"samples_{name}_{date}.jsonl"
+                new_results["samples"][name] = f"samples_{name}_{date}.jsonl"
                 if world.is_main:
-                    write_samples(out / record["samples"][name], results["samples"][name])
+                    write_samples(out / new_results["samples"][name], results["samples"][name])
         notes = [*tasks.describe_leaks(task), *language_model.pop_notes()]
         if world.is_main:
             for note in notes:
@@ -176,9 +174,14 @@ def evaluate_tasks(
             metrics_in_words = "; ".join(
                 f"{name} {metric.name} {metric.value:.2f}" for name, metric in shown.items()
             )
-            line = f"{num_shots}-shot {metrics_in_words}"
-            print_result(subject, line, record["seconds"][task.name])
-    if was_evaluated and world.is_main:
+            print_result(subject, f"{num_shots}-shot {metrics_in_words}", seconds)
+    if new_results["tasks"]:
+        # another command may have added other tasks meanwhile
+        stored_record = read_record(path, world)
+    record = {**stored_record, **record}
+    for key in RESULT_KEYS:
+        record[key] = {**stored_record.get(key, {}), **new_results[key]}
+    if new_results["tasks"] and world.is_main:
         record["lm_eval_version"] = importlib.metadata.version("lm_eval")
         write_record(path, record)
     return record
@@ -186,7 +189,7 @@ def evaluate_tasks(
 
 def is_stored(record: dict, task: LoadedTask, log_samples: bool) -> bool:
     """Return whether a record has the results of a task with the same settings, and its samples."""
-    if task.name not in record["tasks"]:
+    if task.name not in record.get("tasks", {}):
         return False
     for name, each_task in task.tasks.items():
         if record["configs"].get(name) != tasks.describe_config(each_task):
@@ -252,7 +255,7 @@ def read_other_records(out: Path, records: list[dict]) -> list[dict]:
 
 def write_record(path: Path, record: dict) -> None:
     """Write a record with its provenance."""
-    text = json.dumps({**record, **collect_provenance()}, indent=1, default=str)
+    text = json.dumps({**record, **collect_provenance()}, indent=1)
     files.write_text(path, text + "\n")
 
 

@@ -824,6 +824,22 @@ def test_another_task_is_added_to_the_results(evaluation):
     assert all(table.count(f"{name} (acc_norm)") == 1 for name in ("letters", "questions", "gaps"))
 
 
+def test_what_another_command_stores_meanwhile_stays(evaluation, monkeypatch):
+    [path] = evaluation.out.glob("results_*.json")
+    evaluate = lm_eval.evaluator.evaluate
+
+    def evaluate_while_another_command_writes(lm, task_dict, **options):
+        record = json.loads(path.read_text())
+        record["results"]["other"] = {"acc,none": 1.0}
+        path.write_text(json.dumps(record))
+        return evaluate(lm, task_dict, **options)
+
+    monkeypatch.setattr(lm_eval.evaluator, "evaluate", evaluate_while_another_command_writes)
+    evaluation.repeat("--tasks=letters")
+    record = json.loads(path.read_text())
+    assert record["results"].keys() == {"questions", "gaps", "other", "letters"}
+
+
 @pytest.mark.parametrize(
     ("options", "tasks_evaluated"),
     [
