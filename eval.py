@@ -8,12 +8,12 @@
 
 If the paper reports results for the variant and size of a model, the tables show them below the
 model's own results, with a line that lists the settings in which the run differs from the paper's
-recipe. Each result is saved to results.json as soon as it is computed; rerun the command to resume
-an interrupted evaluation.
+recipe. Results are saved as JSON when a model is done with a number of shots. If an evaluation is
+interrupted, rerun the command: it evaluates only what is not saved.
 
-The exit code is 0 if everything was evaluated, 2 for a mistake in the command, and 3 if some tasks
-could not be evaluated; stderr then has one line for each of them. (torchrun exits with code 1
-instead of 2 or 3.)
+The exit code is 0 if everything was evaluated, 2 for a mistake in the command or in a task, and 3 if
+some tasks could not be loaded; stderr then has one line for each of them. (torchrun exits with code
+1 instead of 2 or 3.)
 """
 
 import sys
@@ -30,13 +30,12 @@ if __name__ == "__main__":
 # isort: split
 from configurator import argument, option, read_command_line
 from evaluation import comparison, published, subjects, tasks
-from evaluation.runner import Evaluation, read_entries
+from evaluation.runner import evaluate_tasks, evaluate_validation, read_other_records
 from evaluation.tasks import DEFAULT_RETRY_MINUTES
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed
 from utils import files
-from utils.tables import Table
 
 TABLE_FORMATS = {
     "md": comparison.format_markdown,
@@ -105,8 +104,7 @@ class Options:
     )
     retry_minutes: float = option(
         DEFAULT_RETRY_MINUTES,
-        "number of minutes to keep retrying for each task if the Hugging Face Hub stops responding; "
-        "if it cannot be reached at the start, nothing is retried, and only cached datasets are used",
+        "number of minutes to keep retrying for each task if the Hugging Face Hub does not respond",
         low=0,
         counts_with=OF_TASKS,
     )
@@ -123,7 +121,7 @@ class Options:
     )
     out: str | None = option(
         None,
-        "folder for results.json and the tables (default: eval/ in the run folder; for several runs, "
+        "folder for the results and the tables (default: eval/ in the run folder; for several runs, "
         "eval_A+B/ beside the runs A and B)",
     )
 
@@ -134,16 +132,13 @@ def parse_tasks(args: SimpleNamespace) -> list[str]:
     Raises:
         ValueError: there is none, and no --val
     """
-    if not evaluates_tasks(args.tasks, args.val):
-        if not args.val:
-            raise ValueError("--tasks names no task; give at least one task, or --val")
-        return []
     names: list[str] = []
-    for name in (args.tasks or "paper").replace(" ", "").split(","):
-        if name == "paper":
-            names.extend(tasks.PAPER_METRICS)
-        elif name:
-            names.append(name)
+    if evaluates_tasks(args.tasks, args.val):
+        for name in (args.tasks or "paper").replace(" ", "").split(","):
+            if name == "paper":
+                names.extend(tasks.PAPER_METRICS)
+            elif name:
+                names.append(name)
     if not names and not args.val:
         raise ValueError("--tasks names no task; give at least one task, or --val")
     return list(dict.fromkeys(names))
@@ -157,95 +152,18 @@ def parse_shots(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, numbers)))
 
 
-def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[dict]:
-    """Return the entries of this call, followed by the stored ones that fill other table cells.
-
-    Only entries of the same models are added, and of each cell the latest one.
-    """
-    # a stored entry may have been computed under another label
-    labels = {entry["weights"]: entry["label"] for entry in entries}
-    by_cell = {
-        get_table_cell(entry): {**entry, "label": labels[entry["weights"]]}
-        for entry in stored_entries
-        if entry["weights"] in labels
-    }
-    for entry in entries:
-        by_cell.pop(get_table_cell(entry), None)
-    return [*entries, *by_cell.values()]
-
-
-def get_table_cell(entry: dict) -> tuple[str, str, str]:
-    """Return the row, column and table of an entry, by which a later result replaces it."""
-    return entry["weights"], entry["task"], comparison.make_title(entry)
-
-
-def make_tables(entries: list[dict], papers: dict[str, published.Published]) -> list[Table]:
-    """Return a table for each title, those of validation splits last.
-
-    Args:
-        papers: the paper's results for each model, by the digest of its weights
-    """
-    entries_by_title: dict[str, list[dict]] = {}
-    validation_rows: dict[str, list[comparison.Row]] = {}
-    for entry in entries:
-        if entry["task"] == "validation":
-            label = entry["label"]
-            paper, remark = papers[entry["weights"]].beside_validation(label, entry)
-            row = comparison.make_validation_row(label, entry["record"], paper, remark)
-            validation_rows.setdefault(comparison.make_title(entry), []).append(row)
-        else:
-            entries_by_title.setdefault(comparison.make_title(entry), []).append(entry)
-    results = [
-        make_task_table(title, entries_of_title, papers)
-        for title, entries_of_title in entries_by_title.items()
-    ]
-    for title, rows in validation_rows.items():
-        results.append(comparison.make_validation_table(title, rows))
-    return results
-
-
-def make_task_table(
-    title: str, entries: list[dict], papers: dict[str, published.Published]
-) -> Table:
-    """Return the table of all entries with this title: a row for each model."""
-    metrics: dict[str, str] = {}
-    labels: dict[str, str] = {}
-    values_by_weights: dict[str, dict[str, comparison.Value]] = {}
-    for entry in entries:
-        labels[entry["weights"]] = entry["label"]
-        values = values_by_weights.setdefault(entry["weights"], {})
-        for name, (metric, value, error) in entry["shown"].items():
-            # the file of a task may set its own number of shots
-            own_shots = entry["n-shot"].get(name, entry["shots"])
-            metrics[name] = metric
-            if own_shots != entry["shots"]:
-                metrics[name] = f"{metric}, {own_shots}-shot"
-            values[name] = comparison.Value(value, error)
-    rows = []
-    for weights, values in values_by_weights.items():
-        # entries with the same title have the same number of shots
-        paper, remark = papers[weights].beside(labels[weights], entries[0]["shots"])
-        rows.append(comparison.make_task_row(labels[weights], values, paper, remark))
-    return comparison.make_task_table(title, metrics, rows)
-
-
-def report(
-    entries: list[dict],
-    stored_entries: list[dict],
-    papers: dict[str, published.Published],
-    out: Path,
-) -> None:
-    """Print the tables of this call, and write those of everything that is stored to files."""
-    if not entries:
+def report(records: list[dict], papers: dict[str, published.Published], out: Path) -> None:
+    """Print the tables of these records, and write those of everything that is stored to files."""
+    if not records:
         print(f"nothing was evaluated; {out} is unchanged")
         return
-    all_entries = add_stored_entries(entries, stored_entries)
+    other_records = read_other_records(out, records)
+    tables = comparison.make_tables([*records, *other_records], papers)
     for suffix, format_tables in TABLE_FORMATS.items():
-        files.write_text(out / f"table.{suffix}", format_tables(make_tables(all_entries, papers)))
-    print(comparison.format_for_terminal(make_tables(entries, papers)))
-    num_earlier = len(all_entries) - len(entries)
-    if num_earlier > 0:
-        print(f"\nwritten to {out}, where the tables include {num_earlier} earlier results")
+        files.write_text(out / f"table.{suffix}", format_tables(tables))
+    print(comparison.format_for_terminal(comparison.make_tables(records, papers)))
+    if other_records:
+        print(f"\nwritten to {out}, where the tables include earlier results of these models")
     else:
         print(f"\nwritten to {out}")
 
@@ -254,11 +172,11 @@ def main() -> None:
     args = read_command_line(__doc__, Options)
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
         # Mistakes in the command are reported before any work is done.
-        args.tasks = parse_tasks(args)
-        args.shots = parse_shots(args.shots)
+        task_names = parse_tasks(args)
+        shots = parse_shots(args.shots)
         device = distributed.pick_device(args.device)
         chosen_models = subjects.find_all(args.runs)
-        if args.tasks:
+        if task_names:
             for subject in chosen_models:
                 subjects.check_has_text(subject)
         corpora = []
@@ -271,10 +189,13 @@ def main() -> None:
         world = distributed.start(device)
         loaded_tasks: list[tasks.LoadedTask] = []
         missing_tasks: list[str] = []
-        if args.tasks:
-            loaded_tasks, missing_tasks = tasks.load_all(
-                args.tasks, args.include_path, world, args.retry_minutes
+        if task_names:
+            loaded_tasks, missing_tasks = tasks.load_tasks(
+                task_names, args.include_path, world, args.retry_minutes
             )
+            for task in loaded_tasks:
+                for num_shots in shots:
+                    tasks.set_num_shots(task, num_shots)
         # processes with different tasks would wait for each other forever
         distributed.check_agreement(
             world,
@@ -290,38 +211,51 @@ def main() -> None:
             out.mkdir(parents=True, exist_ok=True)
 
         # Evaluate one model after the other, on the validation split and then on the tasks.
-        evaluation = Evaluation(
-            world,
-            out,
-            dtype=args.dtype,
-            batch_size=args.batch_size,
-            shots=args.shots,
-            add_bos_token=args.add_bos_token,
-            limit=args.limit,
-            log_samples=args.log_samples,
-        )
-        entries: list[dict] = []
+        is_bfloat16 = distributed.computes_in_bfloat16(args.dtype, device)
+        settings = {
+            "dtype": "bfloat16" if is_bfloat16 else "float32",
+            "batch_size": args.batch_size or (512 if device.type == "cuda" else 64),
+        }
+        task_settings = {
+            **settings,
+            "add_bos_token": args.add_bos_token,
+            "limit": args.limit,
+        }
+        records: list[dict] = []
         papers: dict[str, published.Published] = {}
         for index, subject in enumerate(chosen_models):
             model, tokenizer, model_name = subject.load(device)
             kernels.use(model, "auto", device)
             # autocast would otherwise round the same weights again in every forward pass
-            if evaluation.is_bfloat16:
+            if is_bfloat16:
                 round_matrices(model)
             papers[subject.identity] = published.find(model_name, model.config, subject.state)
             if corpora:
-                entries.append(evaluation.evaluate_validation(subject, model, corpora[index]))
+                record = evaluate_validation(
+                    subject, model, corpora[index], world=world, settings=settings, out=out
+                )
+                records.append(record)
             if loaded_tasks:
-                entries.extend(evaluation.evaluate_tasks(subject, model, tokenizer, loaded_tasks))
+                for num_shots in shots:
+                    record = evaluate_tasks(
+                        subject,
+                        model,
+                        tokenizer,
+                        loaded_tasks,
+                        num_shots=num_shots,
+                        world=world,
+                        settings=task_settings,
+                        out=out,
+                        log_samples=args.log_samples,
+                    )
+                    records.append(record)
 
-        failures = [*missing_tasks, *evaluation.failures]
         if world.is_main:
-            # with the entries that other calls have stored meanwhile
-            report(entries, read_entries(out), papers, out)
-            for failure in failures:
-                print(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
+            report(records, papers, out)
+            for message in missing_tasks:
+                print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     distributed.stop(world)
-    sys.exit(3 if failures else 0)
+    sys.exit(3 if missing_tasks else 0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from evaluation.published import Published
 from evaluation.tasks import PAPER_METRICS
 from utils import tables
 from utils.tables import Table
@@ -104,22 +105,57 @@ def make_table(
     )
 
 
-def make_title(entry: dict) -> str:
-    """Return the title of an entry's table: the number of shots, and what else affects results.
+def make_title(record: dict) -> str:
+    """Return the title of a record's table: the number of shots, and what else affects results.
 
-    For an entry of a validation split it is the dataset and the dtype.
+    For a record of a validation split it is the dataset and the dtype.
     """
-    settings = entry["settings"]
-    if entry["task"] == "validation":
-        # entries of earlier versions do not have the dataset
-        parts = ["validation", entry.get("dataset"), settings["dtype"]]
-        return ", ".join(part for part in parts if part is not None)
-    parts = [f"{entry['shots']}-shot", settings["dtype"]]
+    settings = record["settings"]
+    if record["shots"] is None:
+        return f"validation, {record['dataset']}, {settings['dtype']}"
+    parts = [f"{record['shots']}-shot", settings["dtype"]]
     if settings["add_bos_token"]:
         parts.append("texts begin with end-of-text")
     if settings["limit"]:
         parts.append(f"only the first {settings['limit']} items")
     return ", ".join(parts)
+
+
+def make_tables(records: list[dict], papers: dict[str, Published]) -> list[Table]:
+    """Return a table for each title with a row for each record, those of validation splits last.
+
+    Args:
+        papers: the paper's results for each model, by the digest of its weights
+    """
+    records_by_title: dict[str, list[dict]] = {}
+    for record in sorted(records, key=lambda record: record["shots"] is None):
+        records_by_title.setdefault(make_title(record), []).append(record)
+    results = []
+    for title, records_of_title in records_by_title.items():
+        metrics: dict[str, str] = {}
+        rows = []
+        for record in records_of_title:
+            label = record["label"]
+            published = papers[record["weights"]]
+            if record["shots"] is None:
+                paper, remark = published.beside_validation(label, record)
+                rows.append(make_validation_row(label, record["record"], paper, remark))
+                continue
+            values = {}
+            for name, (metric, value, error) in record["shown"].items():
+                # the file of a task may set its own number of shots
+                own_shots = record["n-shot"].get(name, record["shots"])
+                metrics[name] = metric
+                if own_shots != record["shots"]:
+                    metrics[name] = f"{metric}, {own_shots}-shot"
+                values[name] = Value(value, error)
+            paper, remark = published.beside(label, record["shots"])
+            rows.append(make_task_row(label, values, paper, remark))
+        if metrics:
+            results.append(make_task_table(title, metrics, rows))
+        else:
+            results.append(make_validation_table(title, rows))
+    return results
 
 
 def compute_average(values: dict[str, Value]) -> dict[str, Value]:
@@ -153,7 +189,9 @@ def make_task_table(title: str, metrics: dict[str, str], rows: list[Row]) -> Tab
         metrics: the metric that is shown of each task
         rows: as `make_task_row` returns them
     """
-    columns = {task: f"{task} ({metric})" for task, metric in metrics.items()}
+    # the paper's tasks first, in its order
+    tasks = [*(task for task in PAPER_METRICS if task in metrics), *metrics]
+    columns = {task: f"{task} ({metrics[task]})" for task in tasks}
     if PAPER_METRICS.keys() <= columns.keys():
         columns["average"] = "average of the eight"
     return make_table("accuracy", title, columns, rows)

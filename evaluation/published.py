@@ -95,17 +95,17 @@ class Published:
             sentences.append(f"It is not known how {label} was trained.")
         return row, " ".join(sentences)
 
-    def beside_validation(self, label: str, entry: dict) -> tuple[dict[str, float], str]:
-        """Return what `beside` does for an entry of the validation split in results.json."""
-        if self.corpus is not None:
-            if is_same_corpus(self.corpus, entry["settings"]["corpus"]):
-                return self.beside(label, "")
-            return self.beside(label, "", "validated on a corpus other than the training corpus")
-        # entries of earlier versions do not have it
-        dataset = entry.get("dataset", self.recipe_dataset)
-        if dataset == self.recipe_dataset:
-            return self.beside(label, "")
-        return self.beside(label, "", f"validated on {dataset} (paper: {self.recipe_dataset})")
+    def beside_validation(self, label: str, record: dict) -> tuple[dict[str, float], str]:
+        """Return what `beside` does for a record of the validation split (runner.py)."""
+        differences = []
+        if self.corpus is None:
+            if record["dataset"] != self.recipe_dataset:
+                differences.append(
+                    f"validated on {record['dataset']} (paper: {self.recipe_dataset})"
+                )
+        elif not is_same_corpus(self.corpus, record["settings"]["corpus"]):
+            differences.append("validated on a corpus other than the training corpus")
+        return self.beside(label, "", *differences)
 
 
 @cache

@@ -1,25 +1,20 @@
-"""Find, load and evaluate tasks of lm-evaluation-harness, such as the paper's eight."""
+"""Find and load tasks of lm-evaluation-harness, such as the paper's eight, and read their results."""
 
 import functools
-import hashlib
 import json
 import logging
 import os
 import random
 import re
 import sys
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
 import numpy as np
 import torch
 
-from data import hub
 from data.hub import RetriesExhausted, retry
 from training import distributed
 from training.distributed import World
@@ -27,11 +22,6 @@ from utils import errors, machine
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
-
-    from evaluation.language_model import LanguageModel
-
-# in which lm-eval does not look for task files
-SKIPPED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}
 
 # The metric that the paper reports for each task, in the order of its tables.
 PAPER_METRICS = {
@@ -51,8 +41,6 @@ PERCENT_METRICS = (*PREFERRED_METRICS, "acc_bytes", "acc_mutual_info", "em", "mc
 # Tasks that already report percent; their values may be below 1.
 TASKS_IN_PERCENT = ("squadv2",)
 DEFAULT_RETRY_MINUTES = 10.0
-# What a mistake in the templates or functions of a task file raises.
-TEMPLATE_ERRORS = (jinja2.TemplateError, AttributeError, LookupError, NameError, TypeError)
 FEWSHOT_SEED = 1234  # lm-eval's default
 
 
@@ -75,7 +63,7 @@ class LoadedTask:
 
 
 class Metric(NamedTuple):
-    """A metric of a task, as a table shows it. It is stored as a list in results.json."""
+    """A metric of a task, as a table shows it. It is stored as a list."""
 
     name: str
     value: float
@@ -91,45 +79,26 @@ def import_lm_eval() -> ModuleType:
     Raises:
         ValueError: the package is not installed
     """
-    for module in ("api.task", "evaluator", "tasks"):
-        errors.import_optional(f"lm_eval.{module}", "evaluation on tasks")
+    errors.import_optional("lm_eval.evaluator", "evaluation on tasks")
     import datasets
     import lm_eval
     from tqdm import tqdm
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    # The progress bar of the contexts has no option to hide it. It is shown on a terminal, and by
-    # the first process.
-    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True if machine.rank() else None)
+
+    def show_progress(*args: object, **options: object) -> tqdm:
+        return tqdm(*args, **{**options, "disable": True if machine.rank() else None})
+
+    # lm-eval's progress bars are shown on a terminal, and by the first process
+    lm_eval.api.task.tqdm = show_progress
+    lm_eval.api.model.tqdm = show_progress
     # lm-eval warns about every default that a task file omits
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return lm_eval
 
 
-def go_offline_without_a_hub() -> bool:
-    """Try to reach the Hugging Face Hub once; if it cannot be reached, use cached datasets only.
-
-    Otherwise `datasets` would try for 23 seconds for each task. It must be called before `datasets`
-    is imported, which then reads the environment variable.
-
-    Returns:
-        Whether the Hub cannot be reached; False if the user has forbidden to try.
-    """
-    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE"):
-        return False
-    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        urllib.request.urlopen(address, timeout=5).close()
-    except (urllib.error.HTTPError, ConnectionResetError):
-        pass  # the hub responds; its failure may be temporary
-    except (OSError, ValueError):
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        return True
-    return False
-
-
-def load_all(
+def load_tasks(
     names: list[str],
     include_path: str | None,
     world: World,
@@ -149,27 +118,20 @@ def load_all(
     Raises:
         ValueError: there is no such task or folder, or lm-eval is not installed
     """
-    is_hub_missing = go_offline_without_a_hub()
+    manager = make_task_manager(names, include_path)
+    if world.world_size == 1:
+        return load(names, manager, retry_minutes)
     # a download may take longer than the timeout of the usual group
-    group = distributed.patient_group() if world.world_size > 1 else None
-    loaded: list[LoadedTask] = []
+    group = distributed.patient_group()
     messages: list[str] = []
+    loaded_names = [names]
     if world.is_main:
-        task_manager = make_task_manager(names, include_path)
-        if is_hub_missing:
-            print(
-                "note: the Hugging Face Hub cannot be reached, so only datasets in the local cache "
-                "are used",
-                file=sys.stderr,
-            )
-        loaded, messages = load(names, task_manager, retry_minutes)
-    if group is not None:
+        loaded, messages = load(names, manager, retry_minutes)
         loaded_names = [[task.name for task in loaded]]
-        torch.distributed.broadcast_object_list(loaded_names, group=group)
-        if not world.is_main:
-            task_manager = make_task_manager(names, include_path)
-            loaded, messages = load(loaded_names[0], task_manager, retry_minutes)
-        torch.distributed.barrier(group)
+    torch.distributed.broadcast_object_list(loaded_names, group=group)
+    if not world.is_main:
+        loaded, messages = load(loaded_names[0], manager, retry_minutes)
+    torch.distributed.barrier(group)
     return loaded, messages
 
 
@@ -204,13 +166,11 @@ def make_task_manager(names: list[str], include_path: str | None) -> "TaskManage
 def describe_damaged_file(folder: str) -> str:
     """Return the end of an error message: which task file cannot be parsed, "" if all can be.
 
-    lm-eval silently skips such a file, and all files in some folders.
+    lm-eval silently skips such a file.
     """
     from lm_eval.tasks._yaml_loader import load_yaml
 
     for file in sorted(Path(folder).rglob("*.yaml")):
-        if SKIPPED_FOLDERS & set(file.parts):
-            continue
         try:
             load_yaml(file, resolve_func=False)
         except Exception as error:  # those of the YAML parser, and of files that are included
@@ -232,65 +192,16 @@ def load(
         try:
             load_task = functools.partial(manager.load, [name])
             content = retry(load_task, f"task {name}", retry_minutes)
-        # the hub, the network, the disk and the dataset raise many types of errors
+        # the hub, the network, the disk, the dataset and the task's code raise many types of errors
         except Exception as error:
-            messages.append(describe_missing(name, manager, error))
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            messages.append(f"task {name} is skipped, because it cannot be loaded ({cause})")
             if isinstance(error, RetriesExhausted):
                 retry_minutes = 0  # do not wait as long again for each of the others
             continue
         own_shots = {key: task.get_config("num_fewshot") for key, task in content["tasks"].items()}
         loaded.append(LoadedTask(name, content, own_shots))
     return loaded, messages
-
-
-def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str:
-    """Say which task is skipped, why, and what to do about it, in one line."""
-    cause = " ".join(f"{type(error).__name__}: {error}".split())
-    short_cause = cause if len(cause) <= 160 else f"{cause[:157]}..."
-    # lm-eval renders the first item when it loads a task
-    if isinstance(error, TEMPLATE_ERRORS):
-        return (
-            f"task {name} is skipped: its file does not fit its dataset ({short_cause}); correct it"
-        )
-    # the end of the following two may say what to do, so they are not shortened
-    if isinstance(error, ImportError):
-        return f"task {name} is skipped: its code cannot be imported ({cause})"
-    is_retried = isinstance(error, RetriesExhausted)
-    if not (is_retried or is_not_found(error) or is_connection_error(error)):
-        return f"task {name} is skipped: it cannot be loaded ({cause})"
-    config = getattr(manager.task_index.get(name), "cfg", None) or {}
-    dataset = " ".join(
-        str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key)
-    )
-    advice = "connect to the Hugging Face Hub once, or set HF_HOME to a folder that has the dataset"
-    if is_retried:
-        advice = "rerun the same command later; it evaluates only what is missing"
-    elif is_not_found(error):
-        advice = (
-            "the Hub has no such dataset, or it is private or gated; accept its terms, and run "
-            "`hf auth login`"
-        )
-    return (
-        f"task {name} is skipped: its dataset {dataset or '(unknown)'} cannot be loaded "
-        f"({short_cause}); {advice}"
-    )
-
-
-def is_connection_error(error: Exception) -> bool:
-    """Return whether a connection failed, or was not allowed although the cache lacks the dataset."""
-    # `datasets` reports the latter in the text alone if it has cached a part of the dataset
-    is_missing = "Couldn't find cache for" in str(error)
-    return is_missing or any(hub.is_connection_error(cause) for cause in hub.causes(error))
-
-
-def is_not_found(error: Exception) -> bool:
-    """Return whether the Hub has no such dataset, or hides it from this account."""
-    from datasets.exceptions import DatasetNotFoundError
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    # the error for a gated repository is a subclass of the second one
-    error_types = (DatasetNotFoundError, RepositoryNotFoundError)
-    return any(isinstance(cause, error_types) for cause in hub.causes(error))
 
 
 # ---- evaluation ----
@@ -343,80 +254,27 @@ def describe_leaks(task: LoadedTask) -> list[str]:
     return notes
 
 
-def evaluate(
-    language_model: "LanguageModel",
-    task: LoadedTask,
-    num_shots: int,
-    *,
-    log_samples: bool,
-    limit: int | None,
-    standard_errors: bool,
-) -> dict:
-    """Return lm-eval's results of a task.
-
-    Args:
-        log_samples: also return the result of every item
-        limit: evaluate only this many items; None evaluates all
-        standard_errors: estimate standard errors, which takes time if it needs bootstrapping
-    """
-    set_num_shots(task, num_shots)
-    return import_lm_eval().evaluator.evaluate(
-        lm=language_model,
-        task_dict=task.content,
-        log_samples=log_samples,
-        limit=limit,
-        bootstrap_iters=100_000 if standard_errors else 0,
-    )
-
-
-def compute_digest(task: LoadedTask) -> str:
-    """Return a SHA-256 digest of the task settings, the prompts and the reference answers."""
-    sha256 = hashlib.sha256()
-    for name, each_task in sorted(task.tasks.items()):
-        sha256.update(f"{name} {each_task.VERSION}".encode())
-        settings = each_task.config.to_dict(keep_callable=True)
-        sha256.update(json.dumps(settings, sort_keys=True, default=describe_setting).encode())
-        for request in each_task.instances:
-            content = [request.doc, request.args]
-            sha256.update(json.dumps(content, sort_keys=True, default=str).encode())
-    return sha256.hexdigest()
-
-
-def describe_setting(value: object) -> str:
-    """Return a setting as text that is the same in every process; for a function, its code."""
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        constants = [
-            constant for constant in code.co_consts if isinstance(constant, str | int | float)
-        ]
-        return f"{value.__qualname__} {code.co_code.hex()} {code.co_names} {constants}"
+def describe_config(task: Any) -> dict:
+    """Return the settings of one of lm-eval's tasks as JSON, equal in every process."""
+    text = json.dumps(task.dump_config(), default=str)
     # the address of an object differs between processes
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    return json.loads(re.sub(r" at 0x[0-9a-f]+", "", text))
 
 
 # ---- results ----
 
 
-def summarize(task: LoadedTask, results: dict) -> dict:
-    """Return what results.json stores of lm-eval's results.
+def choose_metrics(task: LoadedTask, results: dict[str, dict]) -> dict[str, Metric]:
+    """Return the metric that tables show by name: of a group, or else of each of its tasks.
 
-    "shown" has the metric that tables show, by name. For a group it is the group's own, if it has
-    one, and otherwise those of its tasks.
+    Args:
+        results: lm-eval's results by name of a task or group
     """
-    metrics = results["results"]
-    names = [name for name in metrics if name in task.tasks]
-    if read_metrics(metrics.get(task.name, {})):
+    names = [name for name in results if name in task.tasks]
+    if read_metrics(results.get(task.name, {})):
         names = [task.name]
     return {
-        "shown": {
-            name: choose_metric(name, metrics[name])
-            for name in names
-            if read_metrics(metrics[name])
-        },
-        "results": metrics,
-        "versions": results["versions"],
-        "n-shot": results["n-shot"],
-        "n-samples": results["n-samples"],
+        name: choose_metric(name, results[name]) for name in names if read_metrics(results[name])
     }
 
 

@@ -51,14 +51,13 @@ HIDDEN_SETTINGS = {
     "tensorboard",
     "max_epochs",
 }
-# the keys of an entry of eval.py that reports need
+# the keys of a record of eval.py that reports need
 ACCURACY_KEYS = (
-    "task",
     "shots",
     "settings",
     "shown",
-    "averaged",
     "weights",
+    "dataset",
     "record",
     "tokens",
     "commit",
@@ -92,7 +91,7 @@ class Run:
     `statistics_interval` writes. totals: the last tokens, flops and seconds, the median
     `tokens_per_second` and the maximum `memory` of all steps. first_seconds: the duration of the
     first step, which includes compilation. published: the paper's results for the model. accuracy:
-    the entries of eval.py for the newest checkpoint.
+    the records of eval.py for the newest checkpoint.
 
     A run from a row of runs.csv has no training curve, and only the last evaluation.
     """
@@ -497,35 +496,33 @@ def find_published_results(state: dict[str, Any]) -> Published | None:
 
 
 def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> list[dict]:
-    """Return the entries of eval.py for a checkpoint.
+    """Return the records of eval.py for a checkpoint (evaluation/runner.py).
 
     They are in eval/ in the folder of the run, and in the folders beside the run in which it was
-    evaluated with others, eval_*/ (once eval/). Newer entries come later. A note is appended for each
-    results file that cannot be read.
+    evaluated with others, eval_*/. Newer records come later. A note is appended for each results
+    file that cannot be read.
     """
     checksums_file = checkpoint_folder / checkpoint.CHECKSUMS
     weights = None
     if checksums_file.is_file():
         weights = hashlib.sha256(checksums_file.read_bytes()).hexdigest()
     results_files = [
-        *folder.glob("eval/results.json"),
-        *sorted(folder.resolve().parent.glob("eval_*/results.json")),
+        *sorted(folder.glob("eval/results_*.json")),
+        *sorted(folder.resolve().parent.glob("eval_*/results_*.json")),
         # of runs of several sweeps
-        *sorted(folder.resolve().parent.parent.glob("eval_*/results.json")),
-        *folder.resolve().parent.glob("eval/results.json"),
+        *sorted(folder.resolve().parent.parent.glob("eval_*/results_*.json")),
     ]
     accuracy = []
     for path in results_files:
         try:
-            entries = files.read_json(path).get("entries", [])
-            matching_entries = [entry for entry in entries if entry.get("weights") == weights]
-        except (ValueError, AttributeError) as error:
+            record = files.read_json(path)
+        except ValueError as error:
             notes.append(f"{path} is left out: {error}")
             continue
-        for entry in matching_entries:
-            accuracy.append({key: entry[key] for key in ACCURACY_KEYS if key in entry})
+        if record.get("weights") == weights:
+            accuracy.append({key: record[key] for key in ACCURACY_KEYS if key in record})
     # a task that was evaluated twice has the newer result in a report
-    return sorted(accuracy, key=lambda entry: entry.get("date", ""))
+    return sorted(accuracy, key=lambda record: record.get("date", ""))
 
 
 # ---- runs.csv ----

@@ -415,21 +415,21 @@ def make_machine_note(groups: list[Group]) -> str:
 
 def make_accuracy_tables(groups: list[Group]) -> list[Table]:
     """Make a table of the results of eval.py for each number of examples; none without results."""
-    entries = []
+    records = []
     for group in groups:
         for run in group.runs:
-            entries += [entry for entry in run.accuracy if entry["task"] != "validation"]
-    if not entries:
+            records += [record for record in run.accuracy if record["shots"] is not None]
+    if not records:
         return []
     from evaluation import comparison  # the import takes a second
 
-    shots_by_title = {comparison.make_title(entry): entry["shots"] for entry in entries}
+    shots_by_title = {comparison.make_title(record): record["shots"] for record in records}
     titles = sorted(shots_by_title, key=lambda title: (shots_by_title[title], title))
     return [make_accuracy_table(groups, title, shots_by_title[title]) for title in titles]
 
 
 def make_accuracy_table(groups: list[Group], title: str, shots: int) -> Table:
-    """Make the table of all results of eval.py whose entries have this title."""
+    """Make the table of all results of eval.py whose records have this title."""
     from evaluation import comparison
 
     metric_by_task: dict[str, str] = {}
@@ -500,13 +500,13 @@ def make_accuracy_table(groups: list[Group], title: str, shots: int) -> Table:
 
 
 def select_task_results(run: Run, title: str) -> dict[str, tuple[str, float, float]]:
-    """Return (metric, value in percent, standard error) by task, of the entries with this title."""
+    """Return (metric, value in percent, standard error) by task, of the records with this title."""
     from evaluation.comparison import make_title
 
     results = {}
-    for entry in run.accuracy:
-        if entry["task"] != "validation" and make_title(entry) == title:
-            results.update(entry["shown"])
+    for record in run.accuracy:
+        if record["shots"] is not None and make_title(record) == title:
+            results.update(record["shown"])
     return results
 
 

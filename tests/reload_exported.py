@@ -216,22 +216,18 @@ def examine_in_bfloat16(
             text = generate(model, ids[:2], do_sample=False, use_cache=use_cache)
             tensors[f"text_{use_cache}"] = text
         tensors["padded_text"] = generate(model, padded, attention_mask=mask, do_sample=False)
-    scores = [score for score, _ in loglikelihoods(folder, pairs, "bfloat16")]
-    tensors["scores"] = torch.tensor(scores)
+    tensors["scores"] = torch.tensor(compute_loglikelihoods(folder, pairs))
     return tensors
 
 
-def loglikelihoods(
-    folder: str, pairs: list[list[str]], dtype: str = "float32"
-) -> list[tuple[float, bool]]:
-    """Return lm-eval's score of each (context, continuation), and whether it is the most likely."""
+def compute_loglikelihoods(folder: str, pairs: list[list[str]]) -> list[float]:
+    """Return lm-eval's score of each (context, continuation), computed in bfloat16."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(pretrained=folder, trust_remote_code=True, device="cpu", batch_size=2, dtype=dtype)
+    model = HFLM(folder, trust_remote_code=True, device="cpu", batch_size=2, dtype="bfloat16")
     requests = [Instance("loglikelihood", {}, tuple(pair), i) for i, pair in enumerate(pairs)]
-    results = model.loglikelihood(requests, disable_tqdm=True)
-    return [(float(score), bool(greedy)) for score, greedy in results]
+    return [float(score) for score, _ in model.loglikelihood(requests, disable_tqdm=True)]
 
 
 def main() -> None:
@@ -251,7 +247,6 @@ def main() -> None:
         "refusals": error_messages(job["folders"][0]),
         "missing": error_message(lambda: load(job["lacking"])),
         "tokenizer": examine_tokenizer(job["text_folder"], job["texts"]),
-        "loglikelihood": loglikelihoods(job["text_folder"], job["pairs"]),
         "bfloat16": str(load(job["bfloat16"][0]).dtype),
     }
     job_path.with_suffix(".summary").write_text(json.dumps(summary))

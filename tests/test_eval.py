@@ -2,8 +2,6 @@
 
 import csv
 import dataclasses
-import errno
-import fcntl
 import io
 import json
 import math
@@ -17,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import one_line_error, run_script, small_run, write_checksums
+from helpers import one_line_error, small_run, write_checksums
 from in_process import call, call_in_processes
 
 from data import shards, tokenizer
 from data.shards import open_corpus
 from model import MODEL_NAMES, build
 from model.causality import move_parameters
-from model.decoding import Decoder
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
@@ -35,12 +32,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import export
-from evaluation import batches, comparison, published, runner, subjects, tasks
-from evaluation.language_model import LanguageModel, read_generation_settings
+from evaluation import comparison, published, subjects, tasks
+from evaluation.language_model import LanguageModel, make_batches
 from training import checkpoint
 from training.distributed import World
 from training.model_folder import load_model
-from utils import machine
 
 ALONE = World(0, 1, torch.device("cpu"))
 CHOICES = list(lm_eval_tasks.FORMATS)
@@ -152,15 +148,14 @@ def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
     loaded_model, loaded_encoding, _ = subjects.find(str(saved)).load("cpu")
     own = language_model(loaded_model, 16, loaded_encoding)
     names = [*CHOICES, "texts", "continued"]
-    loaded, missing = tasks.load_all(names, str(folder), ALONE)
+    loaded, missing = tasks.load_tasks(names, str(folder), ALONE)
     assert not missing
     chosen = {name: [] for name in CHOICES}
     for shots in (0, 1):
         expected = evaluate_with_lm_eval(hf_model, names, folder, shots)
         for task in loaded:
-            evaluated = tasks.evaluate(
-                own, task, shots, log_samples=True, limit=None, standard_errors=True
-            )
+            tasks.set_num_shots(task, shots)
+            evaluated = lm_eval.evaluator.evaluate(own, task.content)
             own_samples = evaluated["samples"][task.name]
             expected_samples = expected["samples"][task.name]
             for own_sample, expected_sample in zip(own_samples, expected_samples, strict=True):
@@ -202,7 +197,6 @@ def generate_greedily(model, context: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize(
     ("batch_size", "max_logits"),
     [
-        (1, 2**26),
         (3, 2**26),
         (100, 3 * 328),  # the logits of three positions at once
     ],
@@ -283,21 +277,10 @@ FOUR_CHOICES = (2, 3, 4, 5)
             id="choices_of_one_token",
         ),
         pytest.param(
-            [([choice], [1, 2, 3]) for choice in FOUR_CHOICES],
-            [(4, 3)],
-            id="nothing_in_common",
-        ),
-        pytest.param(
             # after the question, nothing is left of the first request
             [(QUESTION, [2]), (QUESTION, [3, 4, 5])],
             [(1, 50), (1, 2)],
             id="one_choice_of_one_token",
-        ),
-        pytest.param(
-            # the second question needs one pass, and takes no part in the two of the first
-            [(QUESTION, [2, 2]), (QUESTION, [3, 3]), ([9] * 30, [2]), ([9] * 30, [3])],
-            [(1, 50), (2, 1), (1, 30)],
-            id="two_questions",
         ),
         pytest.param(
             # if the last request shared ten tokens, the other three would have to read forty more
@@ -328,59 +311,37 @@ def test_a_common_context_is_read_once(requests, expected):
     assert passes == expected
 
 
-@pytest.fixture(scope="module")
-def requests_in_batches():
-    """Return random requests, and the batches of at most 7 requests and 48 tokens of them."""
+def test_batches_hold_every_request_once_and_keep_to_their_size():
     generator = np.random.default_rng(0)
-    pairs = []
+    requests = []
+    own = language_model(build("gpt-mha-rope", **{**TINY, "block_size": 48}))
     for _ in range(60):
         context = generator.integers(0, 9, generator.integers(1, 60)).tolist()
         for _ in range(generator.integers(1, 6)):
             continuation = generator.integers(0, 9, generator.integers(1, 9)).tolist()
-            pairs.append((context, continuation))
-    # each of these continuations begins the one before
-    for continuation in ([1, 2, 3, 4], [1, 2, 3], [1]):
-        pairs.append(([5] * 9, continuation))
-    requests = [
-        batches.truncate_request(index, context, continuation, 48)
-        for index, (context, continuation) in enumerate(pairs)
-    ]
-    groups = batches.group_requests(requests, 7)
-    return requests, batches.batch_groups(groups, 7, 48)
-
-
-def test_batches_hold_every_request_once(requests_in_batches):
-    requests, batched = requests_in_batches
-    indices = [request.index for batch in batched for group in batch for request in group.requests]
+            requests.append((None, context, continuation))
+    batches = make_batches(own.truncate(requests), 7, 48)
+    groups = [group for batch in batches for group in batch]
+    indices = [request.index for group in groups for request in group.requests]
     assert sorted(indices) == list(range(len(requests)))
-
-
-def test_batches_keep_to_their_size(requests_in_batches):
-    _, batched = requests_in_batches
-    assert max(len(batch) for batch in batched) > 1
-    for batch in batched:
+    assert max(len(batch) for batch in batches) > 1
+    for batch in batches:
         assert sum(len(group.requests) for group in batch) <= 7
-        max_prefix_len = max(group.prefix_len for group in batch)
-        max_suffix_len = max(group.suffix_len for group in batch)
-        assert max_prefix_len + max_suffix_len <= 48
-
-
-def test_the_requests_of_a_group_have_its_prefix(requests_in_batches):
-    _, batched = requests_in_batches
-    for group in [group for batch in batched for group in batch]:
-        prefixes = {tuple(request.tokens[: group.prefix_len]) for request in group.requests}
-        assert len(prefixes) == 1
-        assert all(1 <= group.prefix_len <= request.num_read for request in group.requests)
+        max_prefix_len = max(len(group.prefix) for group in batch)
+        assert max_prefix_len + max(group.suffix_len for group in batch) <= 48
+    for group in groups:
+        for request in group.requests:
+            assert request.tokens[: len(group.prefix)] == group.prefix != []
 
 
 def test_a_beginning_that_all_share_does_not_make_one_batch(monkeypatch):
-    requests = [batches.truncate_request(n, [*range(20), n], [7], 48) for n in range(50)]
-    groups = batches.group_requests(requests, 16)
-    assert [len(group.requests) for group in groups] == [16, 16, 16, 2]
-    monkeypatch.setattr(batches, "MAX_BATCH_TOKENS", 100)
-    groups = batches.group_requests(requests, 16)
-    assert {len(group.requests) for group in groups[:-1]} == {100 // 21}
-    assert {group.prefix_len for group in groups} == {20}
+    own = language_model(build("gpt-mha-rope", **{**TINY, "block_size": 48}))
+    requests = own.truncate([(None, [*range(20), number], [7]) for number in range(50)])
+    batches = make_batches(requests, 16, 48)
+    assert [len(group.requests) for [group] in batches] == [16, 16, 16, 2]
+    monkeypatch.setattr("evaluation.language_model.MAX_BATCH_TOKENS", 100)
+    batches = make_batches(requests, 16, 48)
+    assert {len(group.requests) for [group] in batches[:-1]} == {100 // 21}
 
 
 # ---- requests that do not fit, and shots that there are not ----
@@ -390,15 +351,6 @@ def score(own, *pairs):
     """Return the log-likelihoods of continuations of contexts."""
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     return [nats for nats, _ in own.loglikelihood(requests)]
-
-
-def test_requests_that_are_cut_are_counted():
-    own = language_model(build("gpt-mha-rope", **TINY))
-    score(own, ("a" * 96, "b"), ("a" * 97, "b"), ("a" * 9, "b"), ("a" * 400, "b"))
-    settings = {"until": ["\n"], "max_gen_toks": 6}
-    own.generate_until([generation_request("a" * length, settings) for length in (90, 91)])
-    assert own.pop_notes() == ["3 of 6 requests were cut on the left to block_size=96"]
-    assert own.pop_notes() == []
 
 
 def test_a_continuation_within_a_token_of_its_context_is_scored_by_itself():
@@ -439,7 +391,7 @@ def load_choices(tmp_path):
             *settings,
         ]
         (tmp_path / "mine.yaml").write_text("\n".join(lines))
-        [loaded], _ = tasks.load_all(["mine"], str(tmp_path), ALONE)
+        [loaded], _ = tasks.load_tasks(["mine"], str(tmp_path), ALONE)
         return loaded
 
     return load
@@ -519,133 +471,17 @@ def test_add_bos_token_puts_one_end_of_text_first():
     assert own.tok_encode("<|endoftext|>ab") == [256, 97, 98]
 
 
-def test_add_special_tokens_overrides_add_bos_token():
-    own = language_model(build("gpt-mha-rope", **TINY), add_bos_token=True)
-    assert own.tok_encode("ab", add_special_tokens=False) == [97, 98]
-
-
 def test_end_of_text_within_a_text_is_one_token():
     own = language_model(build("gpt-mha-rope", **TINY))
     assert own.tok_encode("ab<|endoftext|>") == [97, 98, 256]
 
 
-def generate_naively(model, encoding, context: str, count: int) -> str:
-    """Generate greedily after the end of a context; read the whole text anew for each token."""
-    max_context = model.config.block_size - count
-    new = []
-    tokens = encoding.encode(context, allowed_special="all")[-max_context:] or [256]
-    for _ in range(count):
-        new.append(model(torch.tensor([tokens + new]))[0][0, -1, :257].argmax().item())
-    return encoding.decode(new[: new.index(256)] if 256 in new else new)
-
-
-def build_generating_model():
-    model = move_parameters(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40}))
-    return model.double().eval()
-
-
-def generation_request(context, settings):
-    return lm_eval.api.instance.Instance("generate_until", {}, (context, settings), 0)
-
-
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_generated_text_is_the_likeliest_up_to_a_stop_string(batch_size):
-    model = build_generating_model()
-    encoding = tokenizer.byte_tokenizer()
-    contexts = [
-        "",
-        "a",
-        "Question: why?\nAnswer:",
-        "much longer " * 9,
-        "b<|endoftext|>c",
-        "Ünder",
-        "x y",
-        "?",
-        "1",
-    ]
-    with torch.no_grad():
-        # letters become more likely than bytes that are no text
-        model.transformer.wte.weight[128:] *= 0.3
-        texts = [generate_naively(model, encoding, context, 12) for context in contexts]
-    stops = [texts[1][4:6], texts[2][2], "never there"]
-    requests = []
-    for context in contexts:
-        requests.append(generation_request(context, {"until": stops, "max_gen_toks": 12}))
-        requests.append(generation_request(context, {"until": stops[2], "max_gen_toks": 12}))
-    generated = language_model(model, batch_size, encoding).generate_until(requests)
-    stopped_texts = generated[::2]
-    assert generated[1::2] == texts
-    expected = [min((text.split(stop)[0] for stop in stops), key=len) for text in texts]
-    assert stopped_texts == expected
-    num_stopped = sum(stopped != text for stopped, text in zip(stopped_texts, texts))
-    assert 0 < num_stopped < len(texts)
-
-
-def test_an_error_of_one_process_ends_the_task_in_all(monkeypatch):
-    """Otherwise the others would wait for its texts, or take those of the next task."""
-
-    def gather_from_other_rank(results, result):
-        results[:] = [result, ({}, "the logits of the model are not finite")]
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather_from_other_rank)
-    model = build_generating_model()
-    model_of_two = language_model(model)
-    model_of_two.world = World(0, 2, torch.device("cpu"))
-    requests = [generation_request(context, {"max_gen_toks": 2}) for context in ("a", "b")]
-    with pytest.raises(ValueError, match="the logits of the model are not finite"):
-        model_of_two.generate_until(requests)
-
-
 def test_a_task_that_generates_more_than_block_size_is_refused():
-    request = generation_request("a", {"until": "x"})
-    message = r"generates up to 256 tokens, .* block_size is 40; set max_gen_toks below 40 in"
+    own = language_model(build("gpt-mha-rope", **{**TINY, "block_size": 40}))
+    request = Instance("generate_until", {}, ("a", {"until": "x"}), 0)
+    message = r"generates up to 256 tokens, .* block_size is 40; set max_gen_toks"
     with pytest.raises(ValueError, match=message):
-        language_model(build_generating_model()).generate_until([request])
-
-
-def test_many_batches_share_one_compiled_decoder(monkeypatch):
-    """The decoder has the size of the largest batch, and generates what each batch's own does."""
-    model = build_generating_model()
-    requests = [
-        generation_request(context, {"max_gen_toks": 5})
-        for context in ("a", "Question: why?", "x y z", "", "much longer " * 5)
-    ]
-    texts = language_model(model, 2).generate_until(requests)
-    sizes = []
-
-    def make_decoder(model, batch_size, length, compiled=False):
-        sizes.append((batch_size, length, compiled))
-        return Decoder(model, batch_size, length)  # compiling it takes seconds
-
-    monkeypatch.setattr("evaluation.language_model.Decoder", make_decoder)
-    monkeypatch.setattr(machine, "MIN_STEPS_TO_COMPILE", 15)  # of three batches
-    shared_texts = language_model(model, 2).generate_until(requests)
-    assert sizes == [(2, 40, True)]
-    assert shared_texts == texts
-
-
-def test_settings_of_sampling_are_read():
-    sampling, stop, max_new_tokens = read_generation_settings(
-        {"until": "x", "do_sample": True, "temperature": 0.7, "top_p": 0.9}
-    )
-    assert sampling.temperature == 0.7
-    assert sampling.top_p == 0.9
-    assert stop == ["x"]
-    assert max_new_tokens == 256
-
-
-def test_generation_without_do_sample_is_greedy():
-    settings = {"do_sample": False, "temperature": 0.7, "max_gen_toks": 3}
-    assert read_generation_settings(settings)[0].temperature == 0
-
-
-def test_an_empty_stop_string_is_ignored():
-    assert read_generation_settings({"until": [""], "top_k": 0})[1] == []
-
-
-def test_unsupported_generation_settings_are_refused():
-    with pytest.raises(ValueError, match="num_beams is not supported"):
-        read_generation_settings({"num_beams": 4})
+        own.generate_until([request])
 
 
 # ---- the command ----
@@ -680,30 +516,32 @@ def run_eval(*arguments) -> EvalResult:
     return EvalResult(result.returncode, result.stdout.decode(), result.stderr.decode())
 
 
-def read_entries(out) -> dict:
-    stored = json.loads((out / "results.json").read_text())["entries"]
-    return {(entry["task"], entry["shots"]): entry for entry in stored}
+def read_records(out) -> dict:
+    """Return the results in a folder by title."""
+    records = [json.loads(path.read_text()) for path in sorted(out.glob("results_*.json"))]
+    return {comparison.make_title(record): record for record in records}
 
 
 @pytest.fixture(scope="module")
 def validation(run, tmp_path_factory):
-    """Evaluate the run on its validation split; return the entry of the results and the output."""
+    """Evaluate the run on its validation split; return the record and the output."""
     out = tmp_path_factory.mktemp("validation")
     code, output, error = run_eval(run, "--val", f"--out={out}")
     assert code == 0, error
-    return read_entries(out)["validation", None], output
+    [record] = read_records(out).values()
+    return record, output
 
 
 @pytest.mark.parametrize("key", ["val_loss", "val_perplexity", "val_bits_per_byte"])
 def test_the_validation_split_is_measured_as_in_training(run, validation, key):
-    entry, output = validation
+    record, output = validation
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert entry["record"][key] == pytest.approx(last[key], rel=1e-6)
-    assert f"{entry['record'][key]:.4f}" in output
+    assert record["record"][key] == pytest.approx(last[key], rel=1e-6)
+    assert f"{record['record'][key]:.4f}" in output
 
 
 def test_the_whole_validation_split_is_evaluated(run, corpus, validation):
-    entry, _ = validation
+    record, _ = validation
     model, _, _ = load_model(run, "cpu")
     tokens = torch.from_numpy(open_corpus(str(corpus)).val[0].astype(np.int64))
     nats = 0.0
@@ -713,9 +551,9 @@ def test_the_whole_validation_split_is_evaluated(run, corpus, validation):
             logits = model(sequence[None, :-1])[0][0]
             nats += F.cross_entropy(logits, sequence[1:], reduction="sum").item()
     mean_nats = nats / (len(tokens) - 1)
-    assert entry["tokens"] == len(tokens) - 1
-    assert entry["record"]["val_loss"] == pytest.approx(mean_nats, rel=1e-5)
-    assert entry["record"]["val_bits_per_byte"] == pytest.approx(mean_nats / math.log(2), rel=1e-5)
+    assert record["tokens"] == len(tokens) - 1
+    assert record["record"]["val_loss"] == pytest.approx(mean_nats, rel=1e-5)
+    assert record["record"]["val_bits_per_byte"] == pytest.approx(mean_nats / math.log(2), rel=1e-5)
 
 
 def test_a_checkpoint_whose_optimizer_was_deleted_keeps_its_results(run, tmp_path):
@@ -759,16 +597,9 @@ def test_a_corpus_that_has_moved_is_named_with_the_checkpoint_that_it_comes_from
         subjects.open_corpus_of(subject, "")
 
 
-def test_a_corpus_that_was_replaced_is_evaluated_by_its_name(
-    run_on_replaced_corpus, corpus, tmp_path
-):
-    result = run_eval(run_on_replaced_corpus, f"--val={corpus}", f"--out={tmp_path / 'out'}")
-    assert result.code == 0, result.error
-
-
 def test_a_result_names_its_circumstances(validation):
-    entry, _ = validation
-    assert all(entry[key] for key in ("commit", "date", "machine", "command"))
+    record, _ = validation
+    assert all(record[key] for key in ("commit", "date", "machine", "command"))
 
 
 def test_a_model_that_is_not_in_the_paper_is_compared_with_nothing(validation):
@@ -777,43 +608,40 @@ def test_a_model_that_is_not_in_the_paper_is_compared_with_nothing(validation):
     assert "| published" not in output
 
 
-def test_a_kept_result_has_the_name_that_its_run_has_now(run, validation, tmp_path):
-    entry, _ = validation
-    moved_run = tmp_path / "moved"
-    shutil.copytree(run, moved_run)
-    (moved_run / "eval").mkdir()
-    text = json.dumps({"entries": [entry]})
-    (moved_run / "eval" / "results.json").write_text(text)
-    code, output, error = run_eval(moved_run, "--val")
-    assert code == 0, error
-    assert "moved, step 6" in output
-    assert "tiny, step 6" not in output
-    assert (moved_run / "eval" / "results.json").read_text() == text  # nothing was computed
-
-
-def test_each_corpus_has_a_table(run, corpus, tmp_path):
+def test_each_corpus_and_dtype_has_a_table(run, corpus, tmp_path):
     other_corpus = tmp_path / "other_corpus"
     shutil.copytree(corpus, other_corpus)
     [shard] = other_corpus.glob("*val*.bin")
     tokens = open_corpus(str(other_corpus)).val[0]
     shards.write_shard(shard, np.array(tokens[: len(tokens) // 2]))
     out = tmp_path / "out"
-    for name in (corpus, other_corpus):
-        code, _, error = run_eval(run, f"--val={name}", f"--out={out}")
+    for arguments in (
+        [f"--val={corpus}"],
+        [f"--val={other_corpus}"],
+        ["--val", "--dtype=bfloat16"],
+    ):
+        code, _, error = run_eval(run, *arguments, f"--out={out}")
         assert code == 0, error
+    name = Path(corpus).name
+    records = read_records(out)
+    losses = {title: record["record"]["val_loss"] for title, record in records.items()}
+    assert losses.keys() == {
+        f"validation, {name}, bfloat16",
+        f"validation, {name}, float32",
+        "validation, other_corpus, float32",
+    }
+    rounded, loss, other_loss = losses.values()
+    assert rounded == pytest.approx(loss, rel=0.02)
+    assert len({rounded, loss, other_loss}) == 3
     table = (out / "table.md").read_text()
-    assert f"### validation, {Path(corpus).name}, float32\n" in table
-    assert "### validation, other_corpus, float32\n" in table
-    first_loss, other_loss = re.findall(r"^\| tiny, step 6 \| ([\d.]+)", table, flags=re.MULTILINE)
-    assert first_loss != other_loss
+    assert all(f"### {title}\n" in table for title in losses)
 
 
 def test_two_processes_write_what_one_writes(run, folder, tmp_path):
-    task_names = [*CHOICES, "texts", "continued"]
     arguments = [
         run,
         "--shots=1",
-        f"--tasks={','.join(task_names)}",
+        f"--tasks={','.join([*CHOICES, 'texts', 'continued'])}",
         "--val",
         "--limit=5",
         f"--include_path={folder}",
@@ -824,191 +652,17 @@ def test_two_processes_write_what_one_writes(run, folder, tmp_path):
     two = tmp_path / "two"
     assert run_eval(*arguments, f"--out={one}").code == 0
     call_in_processes(2, "eval.py", [*arguments, f"--out={two}"], tmp_path / "log")
-    entries_of_one = read_entries(one)
-    entries_of_two = read_entries(two)
-    assert entries_of_one.keys() == entries_of_two.keys()
-    assert len(entries_of_one) == 6 + 1
-    for key, entry in entries_of_one.items():
-        other_entry = entries_of_two[key]
-        for field in ("results", "record", "digest", "weights"):
-            assert entry.get(field) == other_entry.get(field), key
-        if key != ("validation", None):
-            file = entry["samples"].replace("TASK", key[0])
-            other_file = other_entry["samples"].replace("TASK", key[0])
+    records_of_one = read_records(one)
+    records_of_two = read_records(two)
+    assert records_of_one.keys() == records_of_two.keys()
+    for title, record in records_of_one.items():
+        for field in ("results", "record", "configs", "weights"):
+            assert record.get(field) == records_of_two[title].get(field), (title, field)
+        for name, file in record.get("samples", {}).items():
+            other_file = records_of_two[title]["samples"][name]
             assert (one / file).read_text() == (two / other_file).read_text()
     for name in ("table.md", "table.tex", "table.csv"):
         assert (one / name).read_text() == (two / name).read_text()
-
-
-# ---- what is evaluated again ----
-
-
-class Evaluation:
-    """An evaluation of two tasks with the same options, which can be repeated."""
-
-    def __init__(self, run, folder, monkeypatch):
-        self.run = run
-        self.files = lm_eval_tasks.write_tasks(folder, 3)
-        self.out = folder / "out"
-        self.calls = []  # (name of the task, number of shots)
-        evaluate = tasks.evaluate
-
-        def record_call(language_model, task, num_shots, **options):
-            self.calls.append((task.name, num_shots))
-            return evaluate(language_model, task, num_shots, **options)
-
-        monkeypatch.setattr(tasks, "evaluate", record_call)
-        self.first_output = self.repeat()
-
-    def repeat(self, *options, runs=None) -> str:
-        """Evaluate again, and return what is printed; `calls` are the tasks that are evaluated."""
-        self.calls.clear()
-        code, output, error = run_eval(
-            *(runs or [self.run]),
-            "--tasks=questions,gaps",
-            f"--include_path={self.files}",
-            f"--out={self.out}",
-            *options,
-        )
-        assert code == 0, error
-        return output
-
-    def edit(self, name, old, new):
-        text = (self.files / name).read_text()
-        assert old in text
-        (self.files / name).write_text(text.replace(old, new))
-
-
-BOTH_TASKS = [("questions", 0), ("gaps", 0)]
-
-
-@pytest.fixture
-def evaluation(run, tmp_path, monkeypatch):
-    evaluation = Evaluation(run, tmp_path, monkeypatch)
-    assert evaluation.calls == BOTH_TASKS
-    return evaluation
-
-
-def test_finished_results_are_kept(evaluation):
-    output = evaluation.repeat()
-    assert evaluation.calls == []
-    table = output.partition("0-shot, float32\n")[2].partition("written")[0]
-    assert table in evaluation.first_output
-
-
-def test_only_new_numbers_of_shots_are_evaluated(evaluation):
-    evaluation.repeat("--shots=0,1")
-    assert evaluation.calls == [("questions", 1), ("gaps", 1)]
-
-
-def test_a_task_is_evaluated_again_after_its_data_changed(evaluation):
-    data = evaluation.files / "gaps_test.jsonl"
-    lines = data.read_text().splitlines()
-    data.write_text("\n".join([*lines[1:], lines[0]]) + "\n")
-    evaluation.repeat()
-    assert evaluation.calls == [("gaps", 0)]
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("Question:", "Q:"),
-        ("target: label", "target: 0"),  # another answer to the same requests
-    ],
-)
-def test_a_task_is_evaluated_again_after_its_definition_changed(evaluation, old, new):
-    evaluation.edit("questions.yaml", old, new)
-    evaluation.repeat()
-    assert evaluation.calls == [("questions", 0)]
-
-
-def test_only_new_weights_are_evaluated(evaluation):
-    earlier = evaluation.run / "checkpoints/step_00000003"
-    output = evaluation.repeat(runs=[earlier, evaluation.run])
-    assert evaluation.calls == BOTH_TASKS
-    assert "tiny, step 3" in output
-    assert "tiny, step 6" in output
-
-
-def test_samples_that_are_missing_are_made(evaluation):
-    evaluation.repeat("--log_samples")
-    assert evaluation.calls == BOTH_TASKS
-    for file in evaluation.out.glob("samples_gaps_*"):
-        file.unlink()
-    evaluation.repeat("--log_samples")
-    assert evaluation.calls == [("gaps", 0)]
-
-
-@pytest.mark.parametrize("options", [["--limit=2"], ["--batch_size=3", "--add_bos_token"]])
-def test_other_settings_are_evaluated_beside_the_first(evaluation, options):
-    evaluation.repeat(*options)
-    assert evaluation.calls == BOTH_TASKS
-
-
-def read_own_tasks(include_path, **_):
-    """Read no task of lm-eval's own thousands of files, which takes seconds."""
-    return TaskManager(include_path=include_path, include_defaults=False)
-
-
-def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
-    run, folder, tmp_path
-):
-    result = run_script(
-        "eval.py",
-        run,
-        "--tasks=absent,questions",
-        f"--include_path={folder}",
-        f"--out={tmp_path}",
-        "--limit=2",
-        # nothing listens at this address, which is asked once and not for every task and file
-        env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""},
-    )
-    assert result.returncode == 3
-    note, line = result.stderr.decode().strip().splitlines()
-    assert note.startswith("note: the Hugging Face Hub cannot be reached, so only datasets in the")
-    for part in ("task absent", "nobody/has_this", "HF_HOME"):
-        assert part in line
-    assert "questions (acc_norm)" in result.stdout.decode()
-    assert list(read_entries(tmp_path)) == [("questions", 0)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ("--tasks=question --include_path=TASKS", "has a task question, did you mean questions?"),
-        ("--tasks=questions --include_path=nowhere", "--include_path=nowhere | no such folder"),
-        ("--tasks=questions --shots=1,x", "--shots=1,x | 0,1"),
-        ("--tasks=,", "--tasks | --val"),
-        ("--val=no_such_corpus", "no_such_corpus"),
-        ("--val=OTHER", "a different tokenizer"),
-        ("--val --batch_size=0", "--batch_size=0 | 1 or more"),
-        ("--tasks=questions --limit=0", "--limit=0 | 1 or more"),
-        ("--val --limit=3", "limit=3 has no effect with tasks=None, val=True; omit limit"),
-        ("--val --shots=1", "shots=1 has no effect with tasks=None, val=True"),
-        ("--val --retry_minutes=0", "retry_minutes=0.0 has no effect with tasks=None, val=True"),
-    ],
-)
-def test_mistakes_end_in_one_line_before_any_work(
-    run, folder, tmp_path, monkeypatch, arguments, parts
-):
-    other = tokenizer.train_byte_pairs(["some words of another corpus"] * 9, 260)
-    for split in ("train", "val"):
-        shards.write_shard(tmp_path / f"a_{split}_000000.bin", np.arange(99) % 250)
-    (tmp_path / "meta.json").write_text(json.dumps(tokenizer.meta_entries(other)))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(other.to_json()))
-    arguments = arguments.replace("TASKS", str(folder)).replace("OTHER", str(tmp_path)).split()
-
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", read_own_tasks)
-    code, _, error = run_eval(run, *arguments, f"--out={tmp_path / 'out'}")
-    assert code == 2
-    [line] = error.strip().splitlines()
-    for part in parts.split(" | "):
-        assert part in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    assert "holds no checkpoint" in one_line_error(call("eval.py", tmp_path, "--val"))
 
 
 @pytest.fixture(scope="module")
@@ -1017,30 +671,6 @@ def exported(run, tmp_path_factory):
     folder.mkdir()
     export.write(folder, "exported", checkpoint.find(run), "float32")
     return folder
-
-
-def test_an_exported_folder_needs_a_corpus(exported, tmp_path):
-    code, _, error = run_eval(exported, "--val", f"--out={tmp_path}")
-    assert code == 2
-    assert "give --val=DATASET" in error
-
-
-def test_an_exported_folder_has_the_results_of_its_run(run, exported, folder, corpus, tmp_path):
-    code, _, error = run_eval(
-        run,
-        exported,
-        "--tasks=gaps",
-        f"--include_path={folder}",
-        "--limit=9",
-        f"--out={tmp_path}",
-        f"--val={corpus}",
-    )
-    assert code == 0, error
-    entries = json.loads((tmp_path / "results.json").read_text())["entries"]
-    assert len(entries) == 4
-    for task, key in (("validation", "record"), ("gaps", "results")):
-        result, exported_result = (entry[key] for entry in entries if entry["task"] == task)
-        assert result == exported_result
 
 
 def test_a_group_without_a_figure_shows_those_of_its_tasks(run, tmp_path):
@@ -1052,69 +682,220 @@ def test_a_group_without_a_figure_shows_those_of_its_tasks(run, tmp_path):
     )
     assert code == 0, error
     assert "0-shot, float32, only the first 3 items\n" in output
-    assert list(read_entries(out)["both", 0]["shown"]) == ["questions", "gaps"]
+    [record] = read_records(out).values()
+    assert list(record["shown"]) == ["questions", "gaps"]
+
+
+# ---- what is evaluated again ----
+
+
+class Evaluation:
+    """An evaluation that can be repeated with other options and task files."""
+
+    def __init__(self, run, folder, monkeypatch):
+        self.run = run
+        self.files = lm_eval_tasks.write_tasks(folder, 3)
+        self.out = folder / "out"
+        self.calls = []  # (name of the task, number of shots)
+        self.failing = None  # one of these
+        evaluate = lm_eval.evaluator.evaluate
+
+        def record_call(lm, task_dict, **options):
+            for name, task in task_dict["tasks"].items():
+                self.calls.append((name, task.get_config("num_fewshot")))
+            if self.calls[-1] == self.failing:
+                raise ValueError("no")
+            return evaluate(lm, task_dict, **options)
+
+        monkeypatch.setattr(lm_eval.evaluator, "evaluate", record_call)
+
+    def repeat(self, *options, runs=None, code=0) -> list[tuple[str, int]]:
+        """Evaluate, and return the tasks that were not stored."""
+        self.calls.clear()
+        options = {"--tasks": "--tasks=questions,gaps", **{o.split("=")[0]: o for o in options}}
+        files = (f"--include_path={self.files}", f"--out={self.out}")
+        result = run_eval(*(runs or [self.run]), *files, *options.values())
+        assert result.code == code, result.error
+        self.error = result.error
+        return list(self.calls)
+
+
+BOTH_TASKS = [("questions", 0), ("gaps", 0)]
+
+
+@pytest.fixture
+def evaluation(run, tmp_path, monkeypatch):
+    evaluation = Evaluation(run, tmp_path, monkeypatch)
+    assert evaluation.repeat() == BOTH_TASKS
+    return evaluation
+
+
+def test_stored_results_are_skipped(evaluation):
+    tables = (evaluation.out / "table.md").read_text()
+    contents = {path: path.read_text() for path in evaluation.out.glob("results_*.json")}
+    assert evaluation.repeat() == []
+    assert {path: path.read_text() for path in evaluation.out.glob("results_*.json")} == contents
+    assert (evaluation.out / "table.md").read_text() == tables
+
+
+def test_a_stored_result_has_the_name_that_its_run_has_now(evaluation, tmp_path):
+    moved_run = shutil.copytree(evaluation.run, tmp_path / "moved")
+    assert evaluation.repeat(runs=[moved_run]) == []
+    table = (evaluation.out / "table.md").read_text()
+    assert "moved, step 6" in table
+    assert "tiny, step 6" not in table
+
+
+def test_another_task_is_added_to_the_results(evaluation):
+    before = read_records(evaluation.out)["0-shot, float32"]
+    assert evaluation.repeat("--tasks=letters") == [("letters", 0)]
+    after = read_records(evaluation.out)["0-shot, float32"]
+    assert after["results"] == {**before["results"], "letters": after["results"]["letters"]}
+    assert evaluation.repeat("--tasks=letters,questions,gaps") == []
+    table = (evaluation.out / "table.md").read_text()
+    assert all(table.count(f"{name} (acc_norm)") == 1 for name in ("letters", "questions", "gaps"))
+
+
+def test_what_another_command_stores_meanwhile_stays(evaluation, monkeypatch):
+    [path] = evaluation.out.glob("results_*.json")
+    evaluate = lm_eval.evaluator.evaluate
+
+    def evaluate_while_another_command_writes(lm, task_dict, **options):
+        record = json.loads(path.read_text())
+        record["results"]["other"] = {"acc,none": 1.0}
+        path.write_text(json.dumps(record))
+        return evaluate(lm, task_dict, **options)
+
+    monkeypatch.setattr(lm_eval.evaluator, "evaluate", evaluate_while_another_command_writes)
+    evaluation.repeat("--tasks=letters")
+    record = json.loads(path.read_text())
+    assert record["results"].keys() == {"questions", "gaps", "other", "letters"}
 
 
 @pytest.mark.parametrize(
-    ("task", "old", "new", "message"),
+    ("options", "tasks_evaluated"),
     [
-        # a setting that is not supported
-        (
-            "continued",
-            "max_gen_toks: 12",
-            "max_gen_toks: 12, num_beams: 3",
-            ", 0-shot, of tiny, step 6 failed: generation_kwargs: num_beams is not supported",
-        ),
-        # a template that does not fit the first item, which lm-eval renders when it loads the task
-        (
-            "questions",
-            "{{question}}",
-            "{{qestion}}",
-            " is skipped: its file does not fit its dataset (UndefinedError: 'qestion' is undefined)",
-        ),
+        (["--shots=0,1"], [("questions", 1), ("gaps", 1)]),
+        (["--limit=2"], BOTH_TASKS),
+        (["--add_bos_token"], BOTH_TASKS),
     ],
 )
-def test_a_task_that_fails_is_named_and_the_others_are_evaluated(
-    run, tmp_path, task, old, new, message
+def test_results_with_other_settings_are_stored_beside_the_first(
+    evaluation, options, tasks_evaluated
+):
+    first_record = read_records(evaluation.out)["0-shot, float32"]
+    assert evaluation.repeat(*options) == tasks_evaluated
+    records = read_records(evaluation.out)
+    assert len(records) == 2
+    assert records["0-shot, float32"] == first_record
+    assert (evaluation.out / "table.md").read_text().count("###") == 2
+
+
+def test_only_new_weights_are_evaluated(evaluation):
+    earlier = evaluation.run / "checkpoints/step_00000003"
+    assert evaluation.repeat(runs=[earlier, evaluation.run]) == BOTH_TASKS
+    table = (evaluation.out / "table.md").read_text()
+    assert "tiny, step 3" in table
+    assert "tiny, step 6" in table
+
+
+def test_a_task_is_evaluated_again_after_its_file_changed(evaluation):
+    file = evaluation.files / "questions.yaml"
+    file.write_text(file.read_text().replace("Question:", "Q:"))
+    assert evaluation.repeat() == [("questions", 0)]
+
+
+def test_samples_that_are_missing_are_made(evaluation):
+    assert evaluation.repeat("--log_samples") == BOTH_TASKS
+    for file in evaluation.out.glob("samples_gaps_*"):
+        file.unlink()
+    assert evaluation.repeat("--log_samples") == [("gaps", 0)]
+
+
+def test_an_error_loses_the_running_number_of_shots_alone(evaluation):
+    evaluation.failing = ("gaps", 2)
+    options = ("--tasks=questions,gaps", "--shots=1,2")
+    two_shot = [("questions", 2), ("gaps", 2)]
+    assert evaluation.repeat(*options, code=2) == [("questions", 1), ("gaps", 1), *two_shot]
+    assert "task gaps, 2-shot, of tiny, step 6: no" in evaluation.error
+    evaluation.failing = None
+    assert evaluation.repeat(*options) == two_shot
+
+
+# ---- mistakes ----
+
+
+def read_own_tasks(include_path, **_):
+    """Read no task of lm-eval's own thousands of files, which takes seconds."""
+    return TaskManager(include_path=include_path, include_defaults=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            "RUN --tasks=question --include_path=TASKS",
+            "has a task question, did you mean questions?",
+        ),
+        ("RUN --tasks=questions --include_path=nowhere", "--include_path=nowhere | no such folder"),
+        ("RUN --tasks=questions --shots=1,x", "--shots=1,x | 0,1"),
+        ("RUN --tasks=gaps --include_path=TASKS --shots=1,21", "--shots=21, but gaps has only 20"),
+        ("RUN --tasks=,", "--tasks | --val"),
+        ("RUN --val=no_such_corpus", "no_such_corpus"),
+        ("RUN --val=OTHER", "a different tokenizer"),
+        ("RUN --val --batch_size=0", "--batch_size=0 | 1 or more"),
+        ("RUN --tasks=questions --limit=0", "--limit=0 | 1 or more"),
+        ("RUN --tasks=questions --retry_minutes=-1", "--retry_minutes=-1 | 0 or more"),
+        ("RUN --val --limit=3", "limit=3 has no effect with tasks=None, val=True; omit limit"),
+        ("RUN --val --shots=1", "shots=1 has no effect with tasks=None, val=True"),
+        ("OTHER --val", "holds no checkpoint"),
+        ("EXPORTED --val", "give --val=DATASET"),
+    ],
+)
+def test_mistakes_end_in_one_line_before_any_work(
+    run, exported, folder, tmp_path, monkeypatch, arguments, parts
+):
+    other = tokenizer.train_byte_pairs(["some words of another corpus"] * 9, 260)
+    for split in ("train", "val"):
+        shards.write_shard(tmp_path / f"a_{split}_000000.bin", np.arange(99) % 250)
+    (tmp_path / "meta.json").write_text(json.dumps(tokenizer.meta_entries(other)))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other.to_json()))
+    paths = {"RUN": run, "EXPORTED": exported, "TASKS": folder, "OTHER": tmp_path}
+    for name, path in paths.items():
+        arguments = arguments.replace(name, str(path))
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", read_own_tasks)
+    line = one_line_error(call("eval.py", *arguments.split(), f"--out={tmp_path / 'out'}"))
+    for part in parts.split(" | "):
+        assert part in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "cause"),
+    [
+        ("gaps.yaml", "path: json", "path: nobody/has_this", "nobody/has_this"),
+        # lm-eval renders the first item when it loads a task
+        ("gaps.yaml", "label", "'{{lable}}'", "UndefinedError: 'lable' is undefined"),
+        ("gaps.py", "", "import antlr5\n", "ModuleNotFoundError: No module named 'antlr5'"),
+    ],
+)
+def test_a_task_that_cannot_be_loaded_is_named_and_the_others_are_evaluated(
+    run, tmp_path, file, old, new, cause
 ):
     files = lm_eval_tasks.write_tasks(tmp_path, 3)
     out = tmp_path / "out"
-    text = (files / f"{task}.yaml").read_text().replace(f"task: {task}", "task: faulty")
-    assert old in text
-    (files / "faulty.yaml").write_text(text.replace(old, new))
-    code, _, error = run_eval(
-        run, "--tasks=faulty,gaps", f"--include_path={files}", f"--out={out}", "--limit=3"
+    text = (files / file).read_text()
+    (files / file).write_text(text.replace(old, new, 1) if old else new)
+    code, output, error = run_eval(
+        run, "--tasks=gaps,questions", f"--include_path={files}", f"--out={out}"
     )
     assert code == 3
     [line] = error.strip().splitlines()
-    assert f"task faulty{message}" in line
-    assert list(read_entries(out)) == [("gaps", 0)]
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        (
-            f"raise ModuleNotFoundError('{'a' * 200}; pip install antlr4')",
-            "its code cannot be imported (ModuleNotFoundError: aaa",
-        ),
-        (
-            f"raise ValueError('{'a' * 200}; pip install antlr4')",
-            "it cannot be loaded (ValueError: aaa",
-        ),
-    ],
-)
-def test_a_task_whose_code_fails_is_not_blamed_on_its_dataset(run, tmp_path, code, message):
-    files = lm_eval_tasks.write_tasks(tmp_path, 3)
-    (files / "gaps.py").write_text(code)
-    code, _, error = run_eval(
-        run, "--tasks=gaps,questions", f"--include_path={files}", f"--out={tmp_path / 'out'}"
-    )
-    assert code == 3
-    [line] = error.strip().splitlines()
-    assert f"task gaps is skipped: {message}" in line
-    assert line.endswith("a; pip install antlr4)")
-    assert list(read_entries(tmp_path / "out")) == [("questions", 0)]
+    assert "task gaps is skipped, because it cannot be loaded (" in line
+    assert cause in line
+    assert "questions (acc_norm)" in output
+    [record] = read_records(out).values()
+    assert list(record["tasks"]) == ["questions"]
 
 
 def test_a_task_file_that_cannot_be_parsed_is_named(tmp_path, monkeypatch):
@@ -1123,56 +904,6 @@ def test_a_task_file_that_cannot_be_parsed_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"mine\.yaml cannot be read \((.|\n)*line 3") as error:
         tasks.make_task_manager(["mine"], str(tmp_path))
     assert "has a task mine;" in str(error.value)
-
-
-def test_a_copy_that_lm_eval_does_not_read_is_not_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", read_own_tasks)
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    (tmp_path / ".ipynb_checkpoints" / "mine.yaml").write_text("[")
-    with pytest.raises(ValueError, match=r"has a task mine$"):
-        tasks.make_task_manager(["mine"], str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("raised_error", "expected_code"),
-    [
-        (FileNotFoundError("Couldn't find a module script"), 3),
-        (OSError(errno.ENOSPC, "No space left on device"), 2),
-    ],
-)
-def test_only_an_error_of_the_operating_system_ends_the_evaluation(
-    run, folder, tmp_path, monkeypatch, raised_error, expected_code
-):
-    evaluate = tasks.evaluate
-
-    def fail_on_gaps(language_model, task, *arguments, **options):
-        if task.name == "gaps":
-            raise raised_error
-        return evaluate(language_model, task, *arguments, **options)
-
-    monkeypatch.setattr(tasks, "evaluate", fail_on_gaps)
-    arguments = ("--tasks=gaps,questions", f"--include_path={folder}", "--limit=2")
-    code, _, error = run_eval(run, *arguments, f"--out={tmp_path}")
-    assert code == expected_code
-    [line] = error.strip().splitlines()
-    assert raised_error.args[-1] in line
-    assert (tmp_path / "results.json").exists() == (expected_code == 3)
-
-
-def test_a_template_that_does_not_fit_a_later_item_fails_its_task_alone(run, tmp_path):
-    files = lm_eval_tasks.write_tasks(tmp_path, 3)
-    out = tmp_path / "out"
-    text = (files / "questions.yaml").read_text().replace("task: questions", "task: faulty")
-    text = text.replace("questions_test", "faulty_test")
-    (files / "faulty.yaml").write_text(text.replace("{{question}}", "{{choices[label]}}"))
-    items = (files / "questions_test.jsonl").read_text().splitlines()
-    items[1] = json.dumps({**json.loads(items[1]), "label": 9})
-    (files / "faulty_test.jsonl").write_text("\n".join(items) + "\n")
-    code, _, error = run_eval(run, "--tasks=faulty,gaps", f"--include_path={files}", f"--out={out}")
-    assert code == 3
-    [line] = error.strip().splitlines()
-    assert "task faulty, 0-shot, of tiny, step 6 failed: UndefinedError: " in line
-    assert list(read_entries(out)) == [("gaps", 0)]
 
 
 def test_the_samples_are_the_file_that_lm_eval_writes(run, tmp_path, monkeypatch):
@@ -1219,92 +950,7 @@ def test_the_samples_are_the_file_that_lm_eval_writes(run, tmp_path, monkeypatch
         assert re.sub(r"\d", "0", own.name) == re.sub(r"\d", "0", expected.name)
 
 
-# ---- stores and tables ----
-
-
-class Tables(NamedTuple):
-    markdown: str
-    num_csv_lines: int
-
-
-@pytest.fixture
-def write_tables(run, folder, tmp_path):
-    """Return a function that evaluates tasks into one folder, and reads the tables."""
-    out = tmp_path / "out"
-
-    def write(*arguments, expected_code=0) -> Tables:
-        code, _, error = run_eval(run, f"--include_path={folder}", f"--out={out}", *arguments)
-        assert code == expected_code, error
-        return Tables(
-            (out / "table.md").read_text(),
-            len((out / "table.csv").read_text().splitlines()),
-        )
-
-    write("--tasks=questions,gaps", "--val")
-    return write
-
-
-def test_a_task_that_cannot_be_had_leaves_the_tables(write_tables, tmp_path):
-    contents = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    write_tables("--tasks=absent", expected_code=3)
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == contents
-
-
-def test_another_task_is_added_to_the_tables(write_tables):
-    markdown, num_csv_lines = write_tables("--tasks=letters")
-    for part in ("letters (acc_norm)", "questions (acc_norm)", "gaps (acc_norm)", "### validation"):
-        assert markdown.count(part) == 1
-    assert num_csv_lines == 1 + 3 + 3
-
-
-def test_results_with_other_settings_are_another_table(write_tables, tmp_path):
-    first_row = (tmp_path / "out" / "table.md").read_text().splitlines()[4]
-    figure = first_row.split("|")[2].strip()
-    markdown, num_csv_lines = write_tables("--tasks=questions", "--limit=2")
-    assert markdown.startswith("### 0-shot, float32, only the first 2 items\n")
-    assert figure in markdown.partition("### 0-shot, float32\n")[2]
-    assert num_csv_lines == 1 + 2 + 3 + 1
-
-
-def test_what_another_call_stores_meanwhile_is_not_reused(tmp_path):
-    """The main process alone would know of it, and would skip what the others evaluate."""
-    evaluation = runner.Evaluation(
-        ALONE,
-        tmp_path,
-        dtype="float32",
-        batch_size=None,
-        shots=[0],
-        add_bos_token=False,
-        limit=None,
-        log_samples=False,
-    )
-    entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}, "label": "run"}
-    runner.add_entry(tmp_path, {**entry, "task": "b"})
-    evaluation.store(entry, {}, 0.0, "acc 1.00")
-    assert [entry["task"] for entry in evaluation.entries] == ["a"]
-    assert [entry["task"] for entry in runner.read_entries(tmp_path)] == ["b", "a"]
-
-
-def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
-    entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}
-    other_task = {**entry, "task": "b"}
-    replacement = {**entry, "value": 1}
-    for new_entry in (entry, other_task, replacement):
-        runner.add_entry(tmp_path, new_entry)
-    assert runner.read_entries(tmp_path) == [other_task, replacement]
-
-
-def test_results_are_stored_on_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    def has_no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", has_no_locks)
-    entries = [{"weights": "w", "task": task, "shots": 0, "settings": {}} for task in "ab"]
-    for entry in entries:
-        runner.add_entry(tmp_path, entry)
-    assert runner.read_entries(tmp_path) == entries
-    # one warning for both entries
-    assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 1
+# ---- names and tables ----
 
 
 def find_labels(*paths):
@@ -1450,22 +1096,13 @@ def test_metrics_that_are_no_numbers_are_ignored():
     assert tasks.read_metrics({"alias": "odd", "acc,none": "N/A"}) == {}
 
 
-def test_bfloat16_is_rounded_and_stored_beside_float32(run, tmp_path):
-    for dtype in ("float32", "bfloat16"):
-        assert run_eval(run, "--val", f"--dtype={dtype}", f"--out={tmp_path}").code == 0
-    entries = json.loads((tmp_path / "results.json").read_text())["entries"]
-    losses = {entry["settings"]["dtype"]: entry["record"]["val_loss"] for entry in entries}
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
-    assert losses["bfloat16"] != losses["float32"]
-
-
 def test_a_task_that_is_defined_without_examples_stays_so(tmp_path):
     """A task's num_fewshot of 0 is final for lm-eval; any other number is a default."""
     files = lm_eval_tasks.write_tasks(tmp_path, 2)
     for name, shots in (("questions", 0), ("gaps", 3)):
         with open(files / f"{name}.yaml", "a") as file:
             file.write(f"num_fewshot: {shots}\n")
-    loaded, _ = tasks.load_all(["questions", "gaps", "endings"], str(files), ALONE)
+    loaded, _ = tasks.load_tasks(["questions", "gaps", "endings"], str(files), ALONE)
     for number in (1, 2, 0):
         shots = {}
         for task in loaded:

@@ -310,15 +310,6 @@ def test_the_tokenizer_pads_on_the_left(reloaded):
     assert batch["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
 
 
-@torch.no_grad()
-def test_lm_eval_scores_as_we_do(reloaded):
-    ours = reloaded.cases[CC].ours
-    for pair, (score, is_greedy) in zip(PAIRS, reloaded.summary["loglikelihood"], strict=True):
-        expected_score, expected_is_greedy = loglikelihood(ours, *pair)
-        assert score == pytest.approx(expected_score, abs=1e-4)
-        assert is_greedy == expected_is_greedy
-
-
 def test_a_folder_exported_in_bfloat16_holds_our_rounded_weights(reloaded):
     assert reloaded.summary["bfloat16"] == "torch.bfloat16"
     ours = reloaded.cases[CC].ours

@@ -3,7 +3,6 @@
 import pytest
 from models import PAPER
 
-import eval as eval_script
 from evaluation import comparison, published, tasks
 from training.settings import configure
 
@@ -144,8 +143,8 @@ def test_another_validation_corpus_is_named():
 )
 def test_another_validation_corpus_of_an_exported_folder_is_named(dataset, difference):
     run, model = configure(["config/ddl_dv4_small.py"])
-    entry = {"settings": {"corpus": CORPUS}, "dataset": dataset}
-    row, remark = published.find(run.model, model).beside_validation("exported", entry)
+    record = {"settings": {"corpus": CORPUS}, "dataset": dataset}
+    row, remark = published.find(run.model, model).beside_validation("exported", record)
     assert row["val_loss"] == 2.83545
     expected = "It is not known how exported was trained."
     if difference is not None:
@@ -160,8 +159,7 @@ def test_another_validation_corpus_of_an_exported_folder_is_named(dataset, diffe
 
 
 def test_the_row_stands_below_the_models_own():
-    entry = {
-        "task": "piqa",
+    record = {
         "weights": "digest",
         "label": "a",
         "n-shot": {},
@@ -171,20 +169,21 @@ def test_the_row_stands_below_the_models_own():
     }
     papers = {"digest": find("gpt_small", "--beta1=0.95")}
 
-    def show(entry: dict) -> str:
-        text = comparison.format_for_terminal(eval_script.make_tables([entry], papers))
+    def show(record: dict) -> str:
+        text = comparison.format_for_terminal(comparison.make_tables([record], papers))
         return " ".join(text.split())
 
-    text = show(entry)
+    text = show(record)
     assert "| 66.00 ± 1.00 | 65.94 | +0.06 ± 1.00 |" in text
     assert text.endswith("beta1=0.95 (paper: 0.9).")
     # the paper has no such task, so nothing is said of it
-    other_task = {**entry, "task": "lambada", "shown": {"lambada": ("acc", 1.0, 0.5)}}
+    other_task = {**record, "shown": {"lambada": ("acc", 1.0, 0.5)}}
     assert "paper" not in show(other_task)
     validation = {
-        "task": "validation",
         "weights": "digest",
         "label": "a",
+        "shots": None,
+        "dataset": "fineweb_edu",
         "record": {"val_loss": 2.9, "val_perplexity": 18.2},
         "settings": {"corpus": CORPUS, "dtype": "float32"},
     }

@@ -538,8 +538,8 @@ def test_a_resumed_run_takes_its_sizes_from_the_run(run, tmp_path):
 def test_a_run_is_evaluated_on_its_validation_split(run):
     result = call("eval.py", run.folder, "--val", "--dtype=float32", "--device=cpu")
     assert result.returncode == 0, result.stderr.decode()
-    results = json.loads((run.folder / "eval" / "results.json").read_text())
-    [record] = [entry["record"] for entry in results["entries"]]
+    [file] = (run.folder / "eval").glob("results_validation_*.json")
+    record = json.loads(file.read_text())["record"]
     last = run.read_last_record()
     assert record["val_loss"] == pytest.approx(last["val_loss"], rel=1e-5)
     assert record["val_accuracy"] == last["val_accuracy"]

@@ -226,8 +226,8 @@ def test_accuracies_are_means_over_seeds_beside_the_published(sweep):
     def with_accuracy(run, value):
         settings = {"dtype": "float32", "add_bos_token": False, "limit": None}
         results = {"piqa": ["acc_norm", value, 1.5], "sciq": ["acc_norm", value + 5, 2.5]}
-        entry = {"task": "piqa", "shots": 1, "settings": settings, "shown": results}
-        return replace(run, accuracy=[entry], published=make_published(BASE))
+        record = {"shots": 1, "settings": settings, "shown": results}
+        return replace(run, accuracy=[record], published=make_published(BASE))
 
     one, two, ddl, without = load(*sweep[BASE][:2], sweep[DDL][0], sweep[f"{DDL}-EC"][0])
     runs = [with_accuracy(one, 60.0), with_accuracy(two, 62.0), with_accuracy(ddl, 70.0), without]
@@ -254,8 +254,8 @@ def test_the_average_over_tasks_is_one_of_averages_of_runs(sweep):
     def with_accuracy(run, value):
         results = {task: ["acc", value, 1.5] for task in comparison.PAPER_METRICS}
         settings = {"dtype": "float32", "add_bos_token": False, "limit": None}
-        entry = {"task": "piqa", "shots": 0, "settings": settings, "shown": results}
-        return replace(run, accuracy=[entry])
+        record = {"shots": 0, "settings": settings, "shown": results}
+        return replace(run, accuracy=[record])
 
     runs = [with_accuracy(run, value) for run, value in zip(load(*sweep[BASE][:2]), (40.0, 42.0))]
     [table] = tables.make_accuracy_tables(compare.group_runs(runs))

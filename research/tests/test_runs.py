@@ -182,20 +182,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_counts(tmp_path):
 def test_stored_accuracy_is_that_of_the_runs_own_weights(tmp_path):
     folder = write_run(tmp_path / "run")
     sums = folder / "checkpoints/step_00000004" / checkpoint.CHECKSUMS
-    entry = {
+    record = {
         "weights": hashlib.sha256(sums.read_bytes()).hexdigest(),
-        "task": "piqa",
         "shots": 0,
         "shown": {"piqa": ["acc", 61.5, 1.1]},
         "settings": {"dtype": "float32"},
     }
-    entries = [{**entry, "folder": "x"}, {**entry, "weights": "other"}]
-    for path, text in (("run", json.dumps({"entries": entries})), (".", '{"entries": [3')):
-        (tmp_path / path / "eval").mkdir()
-        (tmp_path / path / "eval/results.json").write_text(text)
+    out = folder / "eval"
+    out.mkdir()
+    (out / "results_own.json").write_text(json.dumps({**record, "folder": "x"}))
+    (out / "results_other.json").write_text(json.dumps({**record, "weights": "other"}))
+    (out / "results_damaged.json").write_text('{"shots": [3')
     [run] = load(folder)
-    assert run.accuracy == [entry]
-    assert "results.json is left out" in run.notes[0]
+    assert run.accuracy == [record]
+    assert "results_damaged.json is left out" in run.notes[0]
 
 
 def test_accuracy_is_read_from_all_evaluations_with_other_runs(tmp_path):
@@ -207,11 +207,11 @@ def test_accuracy_is_read_from_all_evaluations_with_other_runs(tmp_path):
     dates["../eval_a_of_two_sweeps"] = "2026-01-04"
     for path, date in dates.items():
         (sweep / path).mkdir()
-        entry = {"weights": weights, "task": path, "date": date}
-        (sweep / path / "results.json").write_text(json.dumps({"entries": [entry]}))
+        record = {"weights": weights, "shots": 0, "date": date}
+        (sweep / path / "results_0-shot.json").write_text(json.dumps(record))
     [run] = load(folder)
     # the newest comes last
-    assert [entry["task"] for entry in run.accuracy] == sorted(dates, key=dates.get)
+    assert [record["date"] for record in run.accuracy] == sorted(dates.values())
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
