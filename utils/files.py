@@ -40,22 +40,19 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def lock_file(path: Path, *, wait: bool) -> TextIO:
+def lock_file(path: Path) -> TextIO:
     """Lock a file, which is created if it is missing, as long as the returned object is open.
 
     The system releases the lock when the process ends, however it ends. On a file system without
     locks, nothing is locked. The file is opened for writing, because NFS tells other machines only
     of such locks.
 
-    Args:
-        wait: whether to wait for another process that has locked the file
-
     Raises:
-        BlockingIOError: another process has locked the file, and wait is False
+        BlockingIOError: another process has locked the file
     """
     file = open(path, "a")  # noqa: SIM115
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise
