@@ -153,10 +153,7 @@ def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "
     """
     if config is None:
         config = make_config(name, settings)
-        options = collect_options(type(config))
-        # the keys of a whole configuration may be given
-        changed_keys = [key for key in settings if getattr(config, key) != options[key].default]
-        check_effects(vars(config), options, changed_keys)
+        check_effects(vars(config), collect_options(type(config)), settings)
     model = model_class(name)(config)
     # its own __init__ may have changed parameters after they were initialized
     model.check_initialized()

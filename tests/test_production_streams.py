@@ -18,7 +18,7 @@ from contract import TINY, tokens
 from torch import nn
 from torch.func import functional_call
 
-from model import build
+from model import build, make_config
 from model.causality import move_parameters
 from model.gpt import GPT
 
@@ -218,7 +218,8 @@ def test_every_option_changes_the_logits(production, in_float64):
     with torch.no_grad():
         expected = public_logits(production, model, ids)
         for key, value in values:
-            other = build("mHC-gpt-mha-rope", **{**SIZE, **production.stream_keys(), key: value})
+            settings = {**SIZE, **production.stream_keys(), key: value}
+            other = build("mHC-gpt-mha-rope", make_config("mHC-gpt-mha-rope", settings))
             copy_parameters(model, other.double())
             assert (other(ids)[0] - expected).abs().max() > 1e-9, key
 

@@ -135,7 +135,6 @@ def test_parameterization_is_mapped(keys, mup, num_hidden_layers_base, branch_mu
         ({"residual_branch_mult": 0}, "residual_branch_mult=0.0: give"),
         ({"ddl_sequence_reduction_version": 2}, "_version=2 in the released config: only 1 is"),
         ({"attention_dtype": "fp8"}, "attention_dtype='fp8' in the released config: only 'auto'"),
-        ({"ddl_cc_read": "folded", CAUSAL: True}, f"{CAUSAL}=True"),
     ],
 )
 def test_keys_that_this_code_lacks_are_refused(keys, message, tmp_path):

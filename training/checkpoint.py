@@ -70,7 +70,9 @@ class TrainState:
         """Return the counters in state.json of a checkpoint; fresh ones without a checkpoint."""
         if resume_checkpoint is None:
             return cls()
-        state = cls(**{field.name: saved_state[field.name] for field in dataclasses.fields(cls)})
+        # a checkpoint may lack counters that were added later
+        names = [field.name for field in dataclasses.fields(cls)]
+        state = cls(**{name: saved_state[name] for name in names if name in saved_state})
         if not evaluates_same_sequences(saved_state, config):
             state.best_val_loss = None
         if not belongs_to(resume_checkpoint, config.out_dir):

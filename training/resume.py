@@ -243,12 +243,13 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
 def describe_changed_code(state: dict) -> list[str]:
     """Return notes if the code, or the version of torch, has changed since the checkpoint was saved."""
     notes = []
-    if state["model_digest"] != current_model_digest(state["model"]):
+    # a checkpoint may lack digests, which were added later
+    if state.get("model_digest") not in (None, current_model_digest(state["model"])):
         notes.append(
             f"model/{state['model']}.py has changed since the checkpoint was saved; to train the new "
             "code from the start, give another --out_dir"
         )
-    elif state["code_digest"] != compute_code_digest():
+    elif state.get("code_digest") not in (None, compute_code_digest()):
         notes.append(
             "the code has changed since the checkpoint was saved (commit "
             f"{state['commit'] or 'unknown'})"

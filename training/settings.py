@@ -96,8 +96,8 @@ def resolve(
     model_config = model_config_class(
         **{key: settings[key] for key in settings if key in model_options}
     )
-    changed_keys = [key for key in from_file if key in given and given[key] != options[key].default]
-    check_effects({**vars(config), **vars(model_config)}, options, typed, changed_keys)
+    keys_of_file = from_file.keys() & given.keys()
+    check_effects({**vars(config), **vars(model_config)}, options, typed, keys_of_file)
     return Settings(config, model_config, saved_state)
 
 
