@@ -19,11 +19,11 @@ from helpers import precision
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import kernels
+from model.ddl import delta_rewrite, read_value_channels
 from model.kernels import expand as expand_module
 from model.kernels import rope as rope_module
 from model.kernels.add_norm import AddNormOutput, add_norm
 from model.kernels.residual_step import StepOutput, residual_step
-from model.residual import delta_rewrite, read_value_channels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # dtypes of the state

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model import build
 from model.block import Past, delay
-from model.residual import (
+from model.ddl import (
     ChannelConvRead,
     EmbeddingConv,
     TokenConvRead,

@@ -17,6 +17,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from ..block import Add, Block, Direct, Site, Stream
+from ..ddl import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
 from ..gpt import GPT, GPTConfig
 from ..hyper_connections import (
     ManifoldConnection,
@@ -27,7 +28,6 @@ from ..hyper_connections import (
     sinkhorn_knopp,
 )
 from ..layers import CausalSelfAttention, Heads, RMSNorm
-from ..residual import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
 from . import lowering
 
 

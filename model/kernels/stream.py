@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..block import Site, Stream
-from ..decoding import get_or_create_buffer
+from ..cache import get_or_create_buffer
+from ..ddl import DeltaConfig, DeltaRewrite, EmbeddingConv, SingleChannelRead
 from ..gpt import GPT, GPTConfig
-from ..layers import Positions, RMSNorm, compute_dtype, linear_fp32
-from ..residual import DeltaConfig, DeltaRewrite, EmbeddingConv, SingleChannelRead
+from ..layers import Positions, RMSNorm
+from ..precision import compute_dtype, linear_fp32
 from .add_norm import AddNormOutput, add_norm
 from .expand import expand
 from .residual_step import StepOutput, residual_step

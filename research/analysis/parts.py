@@ -19,6 +19,7 @@ the parent's forward; otherwise it computes something else.
 """
 
 import copy
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -28,13 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.attention_residuals import DeltaAttention, weighted_sum
 from model.block import Add, Past
+from model.ddl import DeltaConfig, DeltaRewrite, project_onto_k, read_value_channels
 from model.hyper_connections import ConnectionOutput
-from model.layers import at_least_fp32
-from model.mgt import MGTWrite
-from model.residual import DeltaConfig, DeltaRewrite, project_onto_k, read_value_channels
+from model.precision import at_least_fp32
 from research.analysis.products import Diagonal, LinearMap, LowRank, Mix, identity_map
+
+# an import statement cannot name a file with hyphens in its name
+attention_residuals = importlib.import_module("model.AttnRes-gpt-mha-rope")
 
 Edits = dict[str, Callable]
 Details = dict[str, torch.Tensor]
@@ -70,7 +72,7 @@ def make_edit(write: nn.Module, **attributes: object) -> Callable:
     return edited.forward
 
 
-def get_erase_scale(write: DeltaRewrite | MGTWrite) -> float:
+def get_erase_scale(write: nn.Module) -> float:
     """Return the factor m on the gate of the erase; 0 without an erase.
 
     A delta rewrite maps the state by A = I - m beta k k^T, whose eigenvalue along k is 1 - m beta,
@@ -362,10 +364,12 @@ def make_depth_attention_edits(read: nn.Module) -> Edits:
         _, weights = read(state, past)
         new_weights = replace_weights(weights)
         tensors = [tensor.to(new_weights.dtype) for tensor in state]
-        if isinstance(read, DeltaAttention):
+        if isinstance(read, attention_residuals.DeltaAttention):
             x, *sources = tensors
-            return x + read.gate * weighted_sum(new_weights, sources), new_weights
-        return weighted_sum(new_weights, tensors), new_weights
+            return x + read.gate * attention_residuals.weighted_sum(
+                new_weights, sources
+            ), new_weights
+        return attention_residuals.weighted_sum(new_weights, tensors), new_weights
 
     def make_uniform(weights: torch.Tensor) -> torch.Tensor:
         return torch.full_like(weights, 1 / weights.shape[-1])
@@ -395,7 +399,7 @@ def make_depth_average_edits(average: nn.Module) -> Edits:
 # ---- MGT ----
 
 
-def make_mgt_edits(write: MGTWrite) -> Edits:
+def make_mgt_edits(write: nn.Module) -> Edits:
     """Replace the gate, beta or alpha by a number."""
 
     def get_one(state: torch.Tensor) -> float:
@@ -441,40 +445,40 @@ def get_mgt_shortcut(
 # ---- the tables ----
 
 EDITS: dict[str, Callable[[nn.Module], Edits]] = {
-    "model.residual.DeltaRewrite": make_delta_rewrite_edits,
+    "model.ddl.DeltaRewrite": make_delta_rewrite_edits,
     "model.hyper_connections.Connection": make_connection_edits,
-    "model.attention_residuals.DepthAttention": make_depth_attention_edits,
-    "model.attention_residuals.DeltaAttention": make_depth_attention_edits,
+    "model.AttnRes-gpt-mha-rope.DepthAttention": make_depth_attention_edits,
+    "model.AttnRes-gpt-mha-rope.DeltaAttention": make_depth_attention_edits,
     "model.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
-    "model.mgt.MGTWrite": make_mgt_edits,
+    "model.MGT-gpt-mha.MGTWrite": make_mgt_edits,
     "model.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
     "model.DenseFormer-gpt-mha-rope.DepthAverage": make_depth_average_edits,
     "model.LAuReL-gpt-mha-rope.LAuReLWrite": make_laurel_edits,
     "model.wide-gpt-mha-rope.WideAdd": make_wide_add_edits,
 }
 DETAILS: dict[str, Callable[..., Details]] = {
-    "model.residual.DeltaRewrite": measure_delta_rewrite_details,
-    "model.residual.TokenConvRead": measure_value_channel_details,
-    "model.residual.ChannelConvRead": measure_value_channel_details,
+    "model.ddl.DeltaRewrite": measure_delta_rewrite_details,
+    "model.ddl.TokenConvRead": measure_value_channel_details,
+    "model.ddl.ChannelConvRead": measure_value_channel_details,
     "model.hyper_connections.Connection": measure_connection_details,
-    "model.attention_residuals.DepthAttention": measure_depth_attention_details,
-    "model.attention_residuals.DeltaAttention": measure_depth_attention_details,
+    "model.AttnRes-gpt-mha-rope.DepthAttention": measure_depth_attention_details,
+    "model.AttnRes-gpt-mha-rope.DeltaAttention": measure_depth_attention_details,
     "model.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
-    "model.mgt.MGTWrite": measure_mgt_details,
+    "model.MGT-gpt-mha.MGTWrite": measure_mgt_details,
 }
 DIRECTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "model.residual.DeltaRewrite": get_delta_rewrite_direction,
+    "model.ddl.DeltaRewrite": get_delta_rewrite_direction,
 }
 INTERVALS: dict[str, Callable[[nn.Module], Intervals]] = {
-    "model.residual.DeltaRewrite": get_delta_rewrite_intervals,
+    "model.ddl.DeltaRewrite": get_delta_rewrite_intervals,
 }
 SHORTCUTS: dict[str, Callable[..., LinearMap]] = {
     "model.block.Add": get_identity_shortcut,
     "model.wide-gpt-mha-rope.WideAdd": get_identity_shortcut,
     "model.ReZero-gpt-mha-rope.ScaledAdd": get_identity_shortcut,
     "model.GatedResidual-gpt-mha-rope.Inject": get_identity_shortcut,
-    "model.residual.DeltaRewrite": get_delta_rewrite_shortcut,
+    "model.ddl.DeltaRewrite": get_delta_rewrite_shortcut,
     "model.hyper_connections.MixAndAdd": get_mix_shortcut,
-    "model.mgt.MGTWrite": get_mgt_shortcut,
+    "model.MGT-gpt-mha.MGTWrite": get_mgt_shortcut,
     "model.LAuReL-gpt-mha-rope.LAuReLWrite": get_laurel_shortcut,
 }

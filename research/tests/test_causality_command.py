@@ -7,14 +7,14 @@ from helpers import EXAMPLES, one_line_error, small_run
 from in_process import call
 
 import model
-from model.residual import DeltaRewrite
+from model.ddl import DeltaRewrite
 
 # A published comparison's "DDL": its direction and gate are means over the whole sequence.
 AVERAGED = """
 from dataclasses import replace
 
 from model.gpt import GPT
-from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
+from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 class AveragedRewrite(DeltaRewrite):

@@ -3,8 +3,8 @@
 Each site adds a loss for it, and a statistic.
 """
 
+from .ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 from .gpt import GPT
-from .residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 class SparseRewrite(DeltaRewrite):

@@ -30,9 +30,9 @@ from torch import nn
 from configurator import option
 
 from .block import Block, Past, delay_each, fold_once
-from .gpt import GPTConfig
-from .layers import at_least_fp32, for_product, linear_fp32
+from .config import GPTConfig
 from .parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal, one_hot
+from .precision import at_least_fp32, for_product, linear_fp32
 
 
 def writes_computed_value(v_constant: bool, update: str) -> bool:
