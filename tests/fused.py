@@ -1,6 +1,6 @@
 """Checks of the fused kernels, on a CPU (interpreted) and on a GPU (compiled).
 
-The oracle is the operations of model/residual.py in float64, differentiated by autograd. Two of its
+The oracle is the operations of model/ddl.py in float64, differentiated by autograd. Two of its
 parts follow the kernels. The state is rounded where they would store it, and the gradient passes
 straight through the rounding. Sigmoids are written so that their derivatives are accurate for large
 logits, which 1 - sigmoid(40) in float64 is not.

@@ -14,7 +14,7 @@ from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, build_t
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import build, cost, model_class, products
-from model.ddl import DeltaRewrite, fold_channel_conv, pool, read_value_channels
+from model.ddl import Gate, Value, fold_channel_conv, pool, read_value_channels
 from model.gpt import GPT, GPTConfig
 from model.layers import MLP
 from training.settings import configure
@@ -398,18 +398,18 @@ def test_the_loss_is_float32_under_autocast(model_name):
     assert loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("method", ["compute_beta", "compute_v"])
+@pytest.mark.parametrize("part", [Gate, Value])
 @pytest.mark.parametrize("model_name", DDL)
-def test_gate_and_value_are_float32_under_autocast(model_name, method, monkeypatch):
+def test_gate_and_value_are_float32_under_autocast(model_name, part, monkeypatch):
     dtypes = []
-    compute = getattr(DeltaRewrite, method)
+    compute = part.__call__
 
     def record_dtype(self, *args):
         result = compute(self, *args)
         dtypes.append(result.dtype)
         return result
 
-    monkeypatch.setattr(DeltaRewrite, method, record_dtype)
+    monkeypatch.setattr(part, "__call__", record_dtype)
     model = build(model_name, **TINY)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randint(0, 29, (2, 8)))

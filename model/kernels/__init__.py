@@ -1,6 +1,6 @@
 """Fused residual steps for GPUs (Triton).
 
-`model/residual.py` and `model/block.py` define what the kernels compute. `use(model)` puts fused
+`model/ddl.py` and `model/block.py` define what the kernels compute. `use(model)` puts fused
 kernels into a model, which itself knows only its `stream` and its `heads`. They run compiled on
 CUDA devices. With TRITON_INTERPRET=1 in the environment they run interpreted on a CPU, slowly, for
 tests.

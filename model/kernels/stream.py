@@ -357,7 +357,7 @@ class DeltaStream(Stream):
         direction = h
         if not self.is_k_map:
             branch_input = c if read_output.x_in is None else read_output.x_in
-            direction = rewrite.k_mlp(branch_input)
+            direction = rewrite.direction.mlp(branch_input)
             value_logit = linear_fp32(rewrite.v_proj, h)
         direction = direction.to(compute_dtype(site.norm.weight)).contiguous()
         if self.branch_mult != 1:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.block import Add, Past
-from model.ddl import DeltaConfig, DeltaRewrite, project_onto_k, read_value_channels
+from model.ddl import DeltaRewrite, project_onto_k, read_value_channels
 from model.hyper_connections import ConnectionOutput
 from model.precision import at_least_fp32
 from research.analysis.products import Diagonal, LinearMap, LowRank, Mix, identity_map
@@ -138,29 +138,25 @@ def get_laurel_shortcut(
 def make_delta_rewrite_edits(write: DeltaRewrite) -> Edits:
     """Fix beta at 0, 1 or 2, or leave out a part of the update."""
 
-    def with_key(key: str, value: str) -> DeltaConfig:
-        """Return the config with one key changed."""
-        config = copy.copy(write.config)
-        setattr(config, key, value)
-        return config
-
     def write_beta(number: float) -> Callable:
         """Return the write with a number in place of both gates."""
 
-        def compute_beta(state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(write.compute_beta(state, x_in, c), number)
+        def gate(state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(write.gate(state, x_in, c), number)
 
-        return make_edit(write, compute_beta=compute_beta, compute_beta_erase=compute_beta)
+        return make_edit(write, gate=gate, erase_gate=None)
 
     def compute_zero_v(h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(write.compute_v(h, x_in, c))
+        return torch.zeros_like(write.value(h, x_in, c))
 
     edits = {f"beta={number}": write_beta(float(number)) for number in range(3)}
     if write.config.ddl_update == "delta":
-        edits["no erase"] = make_edit(write, config=with_key("ddl_update", "write_only"))
+        config = copy.copy(write.config)
+        config.ddl_update = "write_only"
+        edits["no erase"] = make_edit(write, config=config)
     if write.config.ddl_erase_gate == "own":
-        edits["no write"] = make_edit(write, compute_v=compute_zero_v)
-        edits["beta_erase=beta"] = make_edit(write, config=with_key("ddl_erase_gate", "shared"))
+        edits["no write"] = make_edit(write, value=compute_zero_v)
+        edits["beta_erase=beta"] = make_edit(write, erase_gate=None)
     return edits
 
 
@@ -182,8 +178,8 @@ def measure_delta_rewrite_details(
         a write, lacks what it does not do.
     """
     config = write.config
-    k_hat = write.compute_k_hat(state, h, x_in, c)
-    value = write.compute_v(h, x_in, c)
+    k_hat = write.direction(state, h, x_in, c)
+    value = write.value(h, x_in, c)
     statistics = write.statistics(state, h, x_in, c, written)
     beta = config.branch_mult * statistics["beta"]
     beta_erase = get_erase_scale(write) * statistics.get("beta_erase", statistics["beta"])
@@ -212,7 +208,7 @@ def get_delta_rewrite_direction(
     x_in: torch.Tensor,
     c: torch.Tensor,
 ) -> torch.Tensor:
-    return write.compute_k_hat(state, h, x_in, c)
+    return write.direction(state, h, x_in, c)
 
 
 def get_delta_rewrite_intervals(write: DeltaRewrite) -> Intervals:
@@ -246,8 +242,9 @@ def get_delta_rewrite_shortcut(
     erase_scale = get_erase_scale(write)
     if not erase_scale:
         return identity_map(state)
-    k = write.compute_k_hat(state, h, x_in, c) / math.sqrt(state.shape[-1])
-    beta = erase_scale * write.compute_beta_erase(state, x_in, c)
+    k = write.direction(state, h, x_in, c) / math.sqrt(state.shape[-1])
+    gate = write.gate if write.erase_gate is None else write.erase_gate
+    beta = erase_scale * gate(state, x_in, c)
     return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
 
 
