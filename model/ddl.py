@@ -416,7 +416,7 @@ class TokenConvRead(nn.Module):
         super().__init__()
         num_filters = config.hidden_size * config.ddl_value_channels
         kernel_size = config.ddl_state_shortconv_kernel_size or 4
-        start = conv_start(config, kernel_size, identity_tap=kernel_size - 1)
+        start = make_conv_start(config, kernel_size, identity_tap=kernel_size - 1)
         self.shortconv = Taps(num_filters, kernel_size, start=start)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
         self.rules = {"read": Rule(constant(config.read_start), mixing=True)}
@@ -466,7 +466,7 @@ class ChannelConvRead(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.hidden_size, kernel_size))
         # The tap that maps a value channel to itself: the last one if causal, else the middle one.
         identity_tap = kernel_size - 1 if self.causal else (kernel_size - 1) // 2
-        start = conv_start(config, kernel_size, identity_tap=identity_tap)
+        start = make_conv_start(config, kernel_size, identity_tap=identity_tap)
         if self.pair:
             self.read = nn.Parameter(torch.empty(value_channels))
             self.rules = {
@@ -498,7 +498,7 @@ class ChannelConvRead(nn.Module):
         return read_value_channels(state, fold_once(past, self.weights), past)
 
 
-def conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap: int) -> Callable:
+def make_conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap: int) -> Callable:
     """Return the function that initializes the convolution of a compressor in place.
 
     identity_tap: index of the tap that is 1 with ddl_state_conv_init=identity
@@ -682,7 +682,7 @@ class Direction:
         write = self.write
         x = state.to(at_least_fp32(state.dtype))
         # k_query . (k_key X) = (k_key^T k_query) . X, so the value channels meet one vector instead
-        # of a matrix.
+        # of a matrix. The write is asked for k_query each time, because FSDP replaces its parameters.
         query = write.k_query.to(x.dtype) @ write.k_key.weight.to(x.dtype)
         scores = (x * query).sum(-1) / math.sqrt(x.shape[-1])
         attended = (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
@@ -699,9 +699,9 @@ class Gate:
     """
 
     def __init__(self, write: nn.Module, config: DeltaConfig, name: str = "beta"):
-        self.input = config.ddl_beta_input
+        self.input_form = config.ddl_beta_input
         d = config.hidden_size
-        input_size = d * config.ddl_value_channels if self.input == "flat" else d
+        input_size = d * config.ddl_value_channels if self.input_form == "flat" else d
         start = config.matrix_start()
         # the bounds keep the logit finite for a gate of 0 or 2
         probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
@@ -723,12 +723,12 @@ class Gate:
     def __call__(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return the gate (B, T, 1), in at least fp32."""
         # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
-        if self.input == "context":
+        if self.input_form == "context":
             x = c
-        elif self.input == "residual":
+        elif self.input_form == "residual":
             x = x_in
         else:
-            x = pool(state, self.input)
+            x = pool(state, self.input_form)
         if self.hidden_layer is not None:
             x = linear_fp32(self.hidden_layer, x).tanh()
         return 2 * linear_fp32(self.output_layer, x).sigmoid()

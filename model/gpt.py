@@ -26,6 +26,7 @@ from .parameters import (
     linear,
     normal,
     start_by_name,
+    start_one_after_another,
 )
 from .precision import at_least_fp32, compute_dtype, for_product
 
@@ -132,21 +133,7 @@ class GPT(nn.Module):
             for name, parameter in self.named_parameters():
                 start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
         else:
-            layer_weights = {
-                f"{name}.weight"
-                for name, module in self.named_modules()
-                if isinstance(module, nn.Linear | nn.Embedding)
-            }
-            # The weights of layers come last. This order decides which random numbers each
-            # parameter gets, so it must stay.
-            in_order = sorted(self.named_parameters(), key=lambda item: item[0] in layer_weights)
-            for name, parameter in in_order:
-                source_name = rules[name].start_as
-                if source_name is None:
-                    rules[name].start(parameter)
-                else:
-                    # it draws no numbers, and its source comes earlier in this order
-                    parameter.copy_(self.get_parameter(source_name))
+            start_one_after_another(self, rules)
         self.initialized_ids = {id(parameter) for parameter in self.parameters()}
 
     def check_parameters(self) -> None:

@@ -139,7 +139,10 @@ def sublayer_matrix(
 
 
 class Heads:
-    """How attention computes its heads: one operation at a time (model/kernels fuses them)."""
+    """Compute queries, keys and values of attention, one operation at a time.
+
+    `GPT.use_heads` puts another object in its place; model/kernels has one that fuses the operations.
+    """
 
     def __call__(
         self,
@@ -159,7 +162,12 @@ class Heads:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head causal attention with RoPE, and then RMSNorm, on queries and keys."""
+    """Multi-head causal attention with RoPE, and then RMSNorm, on queries and keys.
+
+    q, k, v = c_q x, c_k x, c_v x
+    q, k = q_rms(rope(q)), k_rms(rope(k))
+    h = c_proj softmax(q k^T / sqrt(head_dim)) v
+    """
 
     heads = Heads()
 
@@ -251,6 +259,7 @@ class MLP(nn.Module):
     ) -> torch.Tensor:
         """Return (B, T, d) of x (B, T, d); positions and cache are not used."""
         x = for_product(x, self.c_fc1.weight)
+        # the same function, in a form that is faster for many tokens
         if should_copy_swiglu_weights(x, self.c_fc1):
             return swiglu_of_copied_weights(x, self.c_fc1, self.c_fc2, self.c_proj)
         return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))

@@ -1,4 +1,4 @@
-"""Which dtype something is computed in, and linear layers that are computed without rounding."""
+"""The dtypes in which layers compute, and linear layers that are not rounded to lower ones."""
 
 import re
 from typing import Any
