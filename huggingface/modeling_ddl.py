@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .cache import NO_TOKEN, Cache
 from .configuration_ddl import DDLConfig
-from .decoding import NO_TOKEN, Cache
 from .gpt import at_least_fp32
 from .parameters import find_aliases
 from .stem import Model

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from configurator import collect_options
 from model import check_settings, every_config, model_class, weights
+from model.ddl import fold_channel_conv
 from model.gpt import GPT
-from model.residual import fold_channel_conv
 from model.weights import Tensors
 from utils import errors, files
 

@@ -1,18 +1,238 @@
 """Attention Residuals (arXiv 2603.15031): sublayers attend over earlier sublayer outputs.
 
 The attention replaces the additive residual stream, or is added to it (Delta Attention Residuals,
-arXiv 2605.18855). The sources are all sublayer outputs, or their sums over blocks of sublayers.
+arXiv 2605.18855). The state is the tuple of sources, each (B, T, d): the embedding, followed by the
+outputs of all earlier sublayers (Full AttnRes) or by their sums over runs of consecutive sublayers
+(Block AttnRes; the paper calls a run a block). Delta Attention Residuals have the additive stream X
+before the sources: a site reads X + g sum_i a_i V_i, and the readout is X.
 """
 
-import torch
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
-from .attention_residuals import (
-    AttentionResidualsBlock,
-    AttentionResidualsConfig,
-    depth_readout,
-    first_source,
-)
-from .gpt import GPT
+import torch
+from torch import nn
+
+from configurator import option
+
+from .block import Add, Block, Copies, First, Past
+from .gpt import GPT, GPTConfig
+from .parameters import OUTPUT, Rule, constant
+from .precision import at_least_fp32
+
+
+@dataclass
+class AttentionResidualsConfig(GPTConfig):
+    """Keys of Attention Residuals (AttnRes)."""
+
+    attn_res_blocks: int | None = option(
+        8,
+        "maximum number of blocks of consecutive sublayers; the outputs in a block are summed to "
+        "one source, as in Block AttnRes; with None each sublayer output is a source, as in Full "
+        "AttnRes",
+        low=1,
+    )
+    attn_res_form: Literal["replace", "delta"] = option(
+        "replace",
+        "replace gives each sublayer the attention over the sources as input (Attention "
+        "Residuals); delta adds the attention to an additive residual stream (Delta Attention "
+        "Residuals)",
+    )
+    attn_res_gate: float = option(
+        1.0,
+        "initial value of the learned factor on the attention of attn_res_form=delta; with 0 the "
+        "model starts as the additive one",
+        only_initializes=True,
+        counts_with=("attn_res_form", "delta"),
+    )
+
+    @property
+    def run_length(self) -> int:
+        """Return the number of sublayers per block; the last block may have fewer."""
+        sublayers = 2 * self.num_hidden_layers
+        blocks = min(self.attn_res_blocks or sublayers, sublayers)
+        return math.ceil(sublayers / blocks)
+
+
+def first_source(config: AttentionResidualsConfig) -> nn.Module:
+    """Return the expander: the embedding is the only source, and also X if there is one."""
+    return Copies(2 if config.attn_res_form == "delta" else 1)
+
+
+class DepthAttention(nn.Module):
+    """The read x_in = sum_i a_i V_i with a = softmax_i(query . RMSNorm(V_i)), in at least fp32.
+
+    The norm has no weight. The query starts at zero, so that x_in starts as the mean of the
+    sources.
+
+    site: number of sites that have written before
+    """
+
+    EPS = 1e-5
+
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(config.hidden_size))
+        self.rules = {"query": Rule(constant(0.0), OUTPUT, mixing=True)}
+        # the embedding, and the runs that have begun before
+        self.num_sources = 1 + math.ceil(site / config.run_length)
+
+    def elementwise_flops(self) -> int:
+        # a score and a term of the weighted sum for each source
+        return 4 * self.num_sources * self.query.numel()
+
+    def forward(
+        self, state: tuple[torch.Tensor, ...], past: Past | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x_in (B, T, d) and the weights a (B, T, sources)."""
+        sources = [source.to(at_least_fp32(source.dtype)) for source in state]
+        weights = self.compute_weights(sources)
+        return weighted_sum(weights, sources), weights
+
+    def compute_weights(self, sources: list[torch.Tensor]) -> torch.Tensor:
+        """Return the weights a (B, T, sources) of sources (B, T, d) in at least fp32."""
+        # RMSNorm multiplies each token by a number, which is applied to the score, so that no
+        # normalized copy of a source has to be stored.
+        inverse_rms = [(source.square().mean(-1) + self.EPS).rsqrt() for source in sources]
+        scores = [
+            (source * self.query).sum(-1) * factor for source, factor in zip(sources, inverse_rms)
+        ]
+        return torch.stack(scores, dim=-1).softmax(-1)
+
+
+def weighted_sum(weights: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
+    """Return sum_i a_i V_i (B, T, d) of weights (B, T, sources) and sources (B, T, d)."""
+    return sum(weights[..., i, None] * source for i, source in enumerate(sources))
+
+
+class LastAttention(DepthAttention):
+    """Readout with a query of its own over all sources."""
+
+    def __init__(self, config: AttentionResidualsConfig):
+        super().__init__(config, 2 * config.num_hidden_layers)
+
+    def forward(self, state: tuple[torch.Tensor, ...], past: Past | None = None) -> torch.Tensor:
+        x_in, _ = super().forward(state, past)
+        return x_in
+
+
+class Append(nn.Module):
+    """The write: h becomes a new source, or is added to the source of its run.
+
+    site: number of sites that have written before
+    """
+
+    ranges: ClassVar = {"embedding_weight": (0.0, 1.0)}
+
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.begins_run = site % config.run_length == 0
+
+    def elementwise_flops(self) -> int:
+        return 0 if self.begins_run else self.hidden_size
+
+    def forward(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        h = h.to(state[0].dtype)
+        # With runs of one site (Full AttnRes), each output is a source of its own.
+        if self.begins_run:
+            return *state, h
+        return *state[:-1], state[-1] + h
+
+    def statistics(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: tuple[torch.Tensor, torch.Tensor],
+        c: torch.Tensor,
+        written: tuple[torch.Tensor, ...],
+    ) -> dict[str, torch.Tensor]:
+        """Return, for each token (B, T), the embedding's weight and the effective number of sources.
+
+        The latter is the exponential of the entropy of the weights.
+        """
+        _, weights = x_in
+        return {
+            "embedding_weight": weights[..., 0],
+            "effective_sources": torch.special.entr(weights).sum(-1).exp(),
+        }
+
+
+class DeltaAttention(DepthAttention):
+    """The read x_in = X + g sum_i a_i V_i of the state (X, V_0, ...), with a learned number g."""
+
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__(config, site)
+        self.gate = nn.Parameter(torch.empty(1))
+        self.rules["gate"] = Rule(constant(config.attn_res_gate), mixing=True)
+
+    def elementwise_flops(self) -> int:
+        return super().elementwise_flops() + 2 * self.query.numel()
+
+    def forward(
+        self, state: tuple[torch.Tensor, ...], past: Past | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, *sources = state
+        attended, weights = super().forward(sources, past)
+        return x.to(attended.dtype) + self.gate * attended, weights
+
+
+class AppendAndAdd(Append):
+    """The additive write to X, and the write of `Append` to the sources."""
+
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__(config, site)
+        self.add = Add(config)
+
+    def elementwise_flops(self) -> int:
+        return super().elementwise_flops() + self.hidden_size
+
+    def forward(
+        self,
+        state: tuple[torch.Tensor, ...],
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        x, *sources = state
+        return self.add(x, h, None, c), *super().forward(sources, h, x_in, c)
+
+
+class AttentionResidualsBlock(Block):
+    """A block in which each site has a query of its own."""
+
+    def __init__(self, config: AttentionResidualsConfig, layer: int):
+        super().__init__(config, layer)
+        if config.attn_res_form == "delta":
+            Read = DeltaAttention
+            Write = AppendAndAdd
+        else:
+            Read = DepthAttention
+            Write = Append
+        # sites are counted through all blocks
+        attn_index = 2 * layer
+        mlp_index = 2 * layer + 1
+        self.depth_attn = Read(config, attn_index)
+        self.depth_mlp = Read(config, mlp_index)
+        attn, mlp = self.sites
+        self.sites = (
+            replace(attn, read=self.depth_attn, write=Write(config, attn_index)),
+            replace(mlp, read=self.depth_mlp, write=Write(config, mlp_index)),
+        )
+
+
+def depth_readout(config: AttentionResidualsConfig) -> nn.Module:
+    """Return the readout: X, or attention over all sources."""
+    return First() if config.attn_res_form == "delta" else LastAttention(config)
 
 
 class Model(GPT):

@@ -3,13 +3,13 @@
 The paper's name is DDL-CC-EC, or DDL-CC in its July 2026 text.
 """
 
-from .gpt import GPT
-from .residual import (
+from .ddl import (
     ChannelConvRead,
     DeltaBlock,
     EmbeddingChannelConvConfig,
     EmbeddingConv,
 )
+from .gpt import GPT
 
 
 class Block(DeltaBlock):

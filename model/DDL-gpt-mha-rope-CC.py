@@ -3,8 +3,8 @@
 The paper's name is DDL-CC, or DDL-CC w/o EC in its July 2026 text.
 """
 
+from .ddl import ChannelConvConfig, ChannelConvRead, DeltaBlock, Repeat
 from .gpt import GPT
-from .residual import ChannelConvConfig, ChannelConvRead, DeltaBlock, Repeat
 
 
 class Block(DeltaBlock):

@@ -3,8 +3,8 @@
 The paper's name is DDL-EC, or DDL-TC in its July 2026 text.
 """
 
+from .ddl import DeltaBlock, EmbeddingConv, EmbeddingConvConfig, TokenConvRead
 from .gpt import GPT
-from .residual import DeltaBlock, EmbeddingConv, EmbeddingConvConfig, TokenConvRead
 
 
 class Block(DeltaBlock):

@@ -1,7 +1,7 @@
 """Deep Delta Learning (arXiv 2601.00417), d_v = 1: the state is as wide as the baseline's."""
 
+from .ddl import DeltaBlock, Repeat, SingleChannelConfig, SingleChannelRead
 from .gpt import GPT
-from .residual import DeltaBlock, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 class Block(DeltaBlock):

@@ -13,8 +13,8 @@ from torch import nn
 
 from .block import Add, Block, Direct, Past
 from .gpt import GPT, GPTConfig
-from .layers import at_least_fp32
 from .parameters import Rule, one_hot
+from .precision import at_least_fp32
 
 
 class Start(Direct):

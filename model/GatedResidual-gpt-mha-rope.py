@@ -25,11 +25,11 @@ from torch import nn
 from configurator import option
 
 from .block import Block, Past
+from .ddl import Repeat
 from .gpt import GPT
 from .hyper_connections import StreamsConfig
-from .layers import at_least_fp32, for_product, linear_fp32
 from .parameters import FIXED, HIDDEN, OUTPUT, Rule, constant, linear, normal
-from .residual import Repeat
+from .precision import at_least_fp32, for_product, linear_fp32
 
 
 @dataclass

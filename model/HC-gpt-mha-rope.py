@@ -5,9 +5,9 @@ The weights with which a sublayer reads, mixes and writes the streams may depend
 
 import torch
 
+from .ddl import Repeat
 from .gpt import GPT
 from .hyper_connections import HyperBlock, HyperConfig, SumOfStreams
-from .residual import Repeat
 
 
 class Model(GPT):

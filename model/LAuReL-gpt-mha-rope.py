@@ -13,8 +13,8 @@ from configurator import option
 
 from .block import Add, Past, WritingBlock
 from .gpt import GPT, GPTConfig
-from .layers import at_least_fp32, linear_fp32
 from .parameters import FIXED, OUTPUT, Rule, constant, linear, normal
+from .precision import at_least_fp32, linear_fp32
 
 
 @dataclass

@@ -20,8 +20,9 @@ from configurator import option
 
 from .block import Add, Block, Copies, First, Past
 from .gpt import GPT, GPTConfig
-from .layers import AttentionInputs, Positions, RMSNorm, at_least_fp32, linear_fp32
+from .layers import AttentionInputs, Positions, RMSNorm
 from .parameters import FIXED, OUTPUT, Rule, constant, linear, normal, one_hot
+from .precision import at_least_fp32, linear_fp32
 
 
 @dataclass

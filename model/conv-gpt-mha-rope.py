@@ -15,17 +15,11 @@ from torch import nn
 from configurator import option
 
 from .block import Block, Direct, Past, delay, get_past
+from .ddl import Taps, TokenConvRead
 from .gpt import GPT, GPTConfig
-from .layers import (
-    MLP,
-    CausalSelfAttention,
-    Positions,
-    apply_rope,
-    at_least_fp32,
-    for_product,
-)
+from .layers import MLP, CausalSelfAttention, Positions, apply_rope
 from .parameters import constant, normal
-from .residual import Taps, TokenConvRead
+from .precision import at_least_fp32, for_product
 
 
 @dataclass

@@ -7,17 +7,50 @@ the right shape.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from .block import Site, State, Stream, count_state_numbers
+from .gpt import GPT, without_initialization
+from .layers import Positions
 
-if TYPE_CHECKING:
-    from .gpt import GPT, GPTConfig
-    from .layers import Positions
+
+def flops_per_token(model: GPT) -> int:
+    """Return the floating-point operations of a training step per token.
+
+    The count assumes sequences of block_size tokens, and a multiply-add is two operations. It
+    includes matrix products, attention over the entire context (as is usual), and the reads and
+    writes of the residual stream, but not norms, activation functions and the optimizer. The
+    backward pass counts as two forward passes.
+    """
+    block_size = model.config.block_size
+    forward_pass = count_forward_pass(model, block_size)
+    model = forward_pass.model
+    parts = [model.input_embed, model.readout]
+    for site in model.sites:
+        parts += [site.read, site.sublayer, site.write, site.post_write]
+    elementwise_flops = sum(
+        part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
+    )
+    return 3 * (forward_pass.matrix_flops + elementwise_flops * block_size) // block_size
+
+
+def state_bytes_per_token(model: GPT, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return the bytes of the residual state of one token, in dtype, where it is largest."""
+    states = count_forward_pass(model, num_tokens=1).states
+    return max(count_state_numbers(state) for state in states) * dtype.itemsize
+
+
+def check_stream(model: GPT) -> None:
+    """Run the model once, on a token without data.
+
+    Raises:
+        ValueError: a read does not return x_in (B, T, d), or a write does not return a state
+    """
+    count_forward_pass(model, num_tokens=1)
 
 
 def count_attention_flops(
@@ -37,7 +70,7 @@ class ForwardPass(NamedTuple):
     """A forward pass of one sequence."""
 
     # the model on the CPU, with fake parameters if possible
-    model: "GPT"
+    model: GPT
 
     # operations of its matrix products
     matrix_flops: int
@@ -46,19 +79,23 @@ class ForwardPass(NamedTuple):
     states: list[State]
 
 
-def count_forward_pass(cls: "type[GPT]", config: "GPTConfig", num_tokens: int) -> ForwardPass:
-    """Build a model and run it for one sequence of num_tokens tokens, on fake tensors."""
-    uninitialized = type(cls.__name__, (cls,), {"init_weights": lambda self: None})
+def count_forward_pass(model: GPT, num_tokens: int) -> ForwardPass:
+    """Run a model of the same class and config for one sequence of num_tokens tokens.
+
+    It is another model, on fake tensors, because the parameters of this one may be sharded, and its
+    stream may be fused.
+    """
     try:
         with FakeTensorMode():
-            return run_forward_pass(uninitialized(config), num_tokens)
+            fake_model = without_initialization(model.variant)(model.config)
+            return run_forward_pass(fake_model, num_tokens)
     except DataDependentOutputException:
         # the model looks at the values of its tensors, so it needs real ones
-        return run_forward_pass(cls(config), num_tokens)
+        return run_forward_pass(model.variant(model.config), num_tokens)
 
 
 @torch.no_grad()
-def run_forward_pass(model: "GPT", num_tokens: int) -> ForwardPass:
+def run_forward_pass(model: GPT, num_tokens: int) -> ForwardPass:
     # it imports Triton, which takes 0.15 s; generating and evaluating do without it
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -84,7 +121,7 @@ class CheckingStream(Stream):
         self.x_in_shape = (1, num_tokens, hidden_size)
 
     def read(
-        self, site: Site, state: State, cache: dict | None, positions: "Positions"
+        self, site: Site, state: State, cache: dict | None, positions: Positions
     ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
         return super().read(replace(site, read=self.checked_read(site)), state, cache, positions)
 
@@ -131,25 +168,3 @@ def refuse_output(site: Site, part: Callable, output: object, expected: str) -> 
         f"{type(part).__name__} of block {site.layer}, {site.name}, returns "
         f"{', '.join(shapes) or output}; it must return {expected}"
     )
-
-
-def count_forward_flops(cls: "type[GPT]", config: "GPTConfig") -> int:
-    """Return the operations of a forward pass over block_size tokens.
-
-    They are those of the matrix products, and those that the parts of the stream declare.
-    """
-    forward_pass = count_forward_pass(cls, config, config.block_size)
-    model = forward_pass.model
-    parts = [model.input_embed, model.readout]
-    for site in model.sites:
-        parts += [site.read, site.sublayer, site.write, site.post_write]
-    elementwise_flops_per_token = sum(
-        part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
-    )
-    return forward_pass.matrix_flops + elementwise_flops_per_token * config.block_size
-
-
-def find_largest_state(cls: "type[GPT]", config: "GPTConfig") -> int:
-    """Return how many numbers the state of one token holds where it is largest."""
-    states = count_forward_pass(cls, config, num_tokens=1).states
-    return max(count_state_numbers(state) for state in states)

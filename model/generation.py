@@ -4,16 +4,13 @@ import codecs
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from configurator import check_ranges, option
 
 from .decoding import Decoder, pad_left
-
-if TYPE_CHECKING:
-    from data.tokenizer_base import Tokenizer
 
 # the smallest temperature above 0
 MIN_TEMPERATURE = 1e-6
@@ -243,6 +240,19 @@ class Generation:
         return self.uniforms[step % UNIFORMS_PER_DRAW]
 
 
+class Tokenizer(Protocol):
+    """What text generation needs of a tokenizer; data/tokenizer_base.py is the whole interface."""
+
+    # highest id + 1
+    n_vocab: int
+
+    # id of the end-of-text token
+    eot_token: int
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        """Return the UTF-8 bytes that a token adds to a text."""
+
+
 class TokenText(NamedTuple):
     """A token, and the text that it adds."""
 
@@ -257,7 +267,7 @@ class Text:
     it.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", stop: list[str]):
+    def __init__(self, tokenizer: Tokenizer, stop: list[str]):
         self.tokenizer = tokenizer
         self.stop = stop
         self.stopped = False
@@ -345,7 +355,7 @@ class Piece(NamedTuple):
 
 def generate_text(
     decoder: Decoder,
-    tokenizer: "Tokenizer",
+    tokenizer: Tokenizer,
     prompts: list[list[int]],
     max_new_tokens: int,
     sampling: Sampling,

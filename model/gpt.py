@@ -6,204 +6,29 @@ Notation in shapes: B batch, T tokens, d hidden_size.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from configurator import check_ranges, option
-
 from .block import Block, Direct, Site, Stream
-from .cost import count_forward_flops, find_largest_state
-from .decoding import Cache
-from .layers import (
-    CausalSelfAttention,
-    Heads,
-    Positions,
-    RMSNorm,
-    at_least_fp32,
-    compute_dtype,
-    for_product,
-    rope_tables,
-)
+from .cache import Cache
+from .config import GPTConfig
+from .layers import CausalSelfAttention, Heads, Positions, RMSNorm, rope_tables
 from .loss import linear_cross_entropy, scale_logits
 from .parameters import (
     Rule,
-    by_shape,
     check_no_shared_memory,
     check_registered,
     collect_rules,
     linear,
     normal,
     start_by_name,
+    start_one_after_another,
 )
-
-
-@dataclass
-class GPTConfig:
-    """Keys of every model.
-
-    Raises:
-        ValueError: a value is out of range; the message names the key, the value and the fix
-    """
-
-    # name of the key with the number of vectors of width d that the state of a token holds; None
-    # for a model without such a key
-    expansion_key: ClassVar[str | None] = None
-
-    vocab_size: int = option(
-        50304,
-        "vocabulary size; unless you set it, train.py uses the vocabulary size of the dataset, "
-        "rounded up to a multiple of 64",
-        low=1,
-    )
-    block_size: int = option(
-        1024,
-        "context length in tokens; unless you set it, train.py uses the document length if all "
-        "documents of the dataset have the same length",
-        low=1,
-        changes_no_weight=True,
-    )
-    num_hidden_layers: int = option(
-        12,
-        "number of Transformer blocks; each has an attention and an MLP sublayer",
-        low=1,
-    )
-    num_attention_heads: int = option(
-        6,
-        "number of attention heads per block",
-        low=1,
-    )
-    hidden_size: int = option(
-        768,
-        "width d of the residual stream",
-        low=1,
-    )
-    head_dim: int = option(
-        128,
-        "number of features per attention head",
-        low=1,
-    )
-    rope_base: float = option(
-        10000.0,
-        "base of the rotary position embedding (RoPE); no effect with rope_ratio=0",
-        above=1,
-        counts_with=("rope_ratio", lambda rope_ratio: rope_ratio > 0),
-    )
-    rope_ratio: float = option(
-        1.0,
-        "fraction of the features of each head that RoPE rotates; 0 disables RoPE",
-        low=0,
-        high=1,
-    )
-    state_dtype: Literal["bfloat16", "float32"] = option(
-        "bfloat16",
-        "dtype of the residual state in a run that computes in bfloat16",
-        changes_no_weight=True,
-    )
-    use_qk_rmsnorm: bool = option(
-        True,
-        "apply RMSNorm to the queries and keys of each head, after RoPE",
-    )
-    tie_embeddings: bool = option(
-        True,
-        "tie the weights of the output layer to the token embedding",
-    )
-    embedding_init_std: float = option(
-        0.02,
-        "standard deviation of the initial token embedding, and of an output layer that is not "
-        "tied to the embedding",
-        low=0,
-        only_initializes=True,
-    )
-    init: Literal["spectral", "normal"] = option(
-        "spectral",
-        "initialization of the matrices; spectral scales each matrix by its own shape, as the "
-        "current code of the DDL authors does; normal draws every matrix from "
-        "N(0, hidden_init_std_factor / sqrt(hidden_size)), as their earlier code did",
-        only_initializes=True,
-    )
-    hidden_init_std_factor: float = option(
-        0.5,
-        "factor in the initial standard deviation of all matrices except embeddings; see init",
-        low=0,
-        only_initializes=True,
-    )
-    init_order: Literal["named", "sequential"] = option(
-        "named",
-        "order of random numbers in the initialization; named seeds each parameter by the seed and "
-        "its name; sequential draws all parameters from one generator, one after the other",
-        only_initializes=True,
-    )
-    num_hidden_layers_base: int | None = option(
-        None,
-        "base depth of depth scaling, which multiplies each sublayer's update of the residual "
-        "state by num_hidden_layers_base / num_hidden_layers and initializes output matrices as at "
-        "this depth, so that hyperparameters tuned at it transfer to other depths (default: no "
-        "depth scaling)",
-        low=1,
-    )
-    residual_branch_mult: float | None = option(
-        None,
-        "factor on each sublayer's update X' - X of the residual state (default: "
-        "num_hidden_layers_base / num_hidden_layers, or 1 without num_hidden_layers_base)",
-        above=0,
-    )
-    mup: bool = option(
-        False,
-        "use muP, which scales the logits by hidden_size_base / hidden_size and the learning rates "
-        "of matrices by powers of this ratio, so that hyperparameters tuned at width "
-        "hidden_size_base transfer to other widths",
-    )
-    hidden_size_base: int = option(
-        1024,
-        "base width of muP, at which muP changes nothing",
-        low=1,
-        counts_with=("mup", True),
-    )
-
-    def __post_init__(self):
-        check_ranges(self)
-
-    @property
-    def hidden_init_std(self) -> float:
-        """Return the standard deviation of a matrix with init=normal."""
-        return self.hidden_init_std_factor / math.sqrt(self.hidden_size)
-
-    def notes(self) -> list[str]:
-        """Return warnings about the training of this model, a sentence each."""
-        return []
-
-    def matrix_start(self, last: bool = False) -> Callable[[nn.Parameter], object]:
-        """Return the function that initializes a matrix in place.
-
-        Args:
-            last: for the output matrix of a sublayer, which is scaled down because the outputs of
-                all sublayers add up in the residual stream
-        """
-        layers = self.num_hidden_layers_base or self.num_hidden_layers
-        if self.init == "spectral":
-            return by_shape(self.hidden_init_std_factor / (layers if last else 1))
-        return normal(self.hidden_init_std / (math.sqrt(layers) if last else 1))
-
-    @property
-    def branch_mult(self) -> float:
-        """Return the factor on the update X' - X of every sublayer."""
-        if self.residual_branch_mult is not None:
-            return self.residual_branch_mult
-        if self.num_hidden_layers_base is None:
-            return 1.0
-        return self.num_hidden_layers_base / self.num_hidden_layers
-
-    @property
-    def mup_scale(self) -> float:
-        """Return muP's factor on the logits; learning rates are scaled by powers of it."""
-        return self.hidden_size_base / self.hidden_size if self.mup else 1.0
+from .precision import at_least_fp32, compute_dtype, for_product
 
 
 def final_norm(config: GPTConfig) -> nn.Module:
@@ -313,21 +138,7 @@ class GPT(nn.Module):
             for name, parameter in self.named_parameters():
                 start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
         else:
-            layer_weights = {
-                f"{name}.weight"
-                for name, module in self.named_modules()
-                if isinstance(module, nn.Linear | nn.Embedding)
-            }
-            # The weights of layers come last. This order decides which random numbers each
-            # parameter gets, so it must stay.
-            in_order = sorted(self.named_parameters(), key=lambda item: item[0] in layer_weights)
-            for name, parameter in in_order:
-                source_name = rules[name].start_as
-                if source_name is None:
-                    rules[name].start(parameter)
-                else:
-                    # it draws no numbers, and its source comes earlier in this order
-                    parameter.copy_(self.get_parameter(source_name))
+            start_one_after_another(self, rules)
 
     def check_parameters(self) -> None:
         """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""
@@ -395,20 +206,6 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         """Return the number of parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    def flops_per_token(self) -> int:
-        """Return the floating-point operations of a training step per token.
-
-        The count assumes sequences of block_size tokens, and a multiply-add is two operations. It
-        includes matrix products, attention over the entire context (as is usual), and the reads and
-        writes of the residual stream, but not norms, activation functions and the optimizer. The
-        backward pass counts as two forward passes.
-        """
-        return 3 * count_forward_flops(self.variant, self.config) // self.config.block_size
-
-    def state_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Return the bytes of the residual state of one token, in dtype, where it is largest."""
-        return find_largest_state(self.variant, self.config) * dtype.itemsize
 
     def new_cache(self, length: int | None = None) -> Cache:
         """Return an empty cache for `forward`.
@@ -589,3 +386,8 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{ids.shape[1]} tokens do not fit block_size={block_size}: give fewer"
             )
+
+
+def without_initialization(cls: type[GPT]) -> type[GPT]:
+    """Return the class of a model whose parameters are not initialized, for tensors without data."""
+    return type(cls.__name__, (cls,), {"init_weights": lambda self: None})

@@ -5,9 +5,9 @@ mHC stands for Manifold-Constrained Hyper-Connections.
 
 import torch
 
+from .ddl import Repeat
 from .gpt import GPT
 from .hyper_connections import ManifoldBlock, ManifoldConfig, manifold_readout
-from .residual import Repeat
 
 
 class Model(GPT):

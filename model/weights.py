@@ -8,7 +8,6 @@ because they can execute code.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,11 +16,9 @@ from safetensors.torch import load_file
 from utils import files
 
 from . import build, make_config, model_class
-from .layers import at_least_fp32
+from .gpt import GPT
 from .parameters import find_aliases
-
-if TYPE_CHECKING:
-    from .gpt import GPT
+from .precision import at_least_fp32
 
 Tensors = dict[str, torch.Tensor]
 
@@ -134,7 +131,7 @@ def load_tensors(folder: Path) -> Tensors:
     return tensors
 
 
-def check_tensors(tensors: Tensors, model: "GPT", context: str) -> None:
+def check_tensors(tensors: Tensors, model: GPT, context: str) -> None:
     """Raise ValueError if the names or shapes of the tensors are not those of the model.
 
     context: beginning of the message
@@ -152,7 +149,7 @@ def check_tensors(tensors: Tensors, model: "GPT", context: str) -> None:
             )
 
 
-def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "GPT":
+def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> GPT:
     """Return the model on the meta device.
 
     Its size is checked before it is built, because modules take time and memory on the meta device
@@ -195,15 +192,15 @@ def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "G
         ) from error
 
 
-def no_conversion(tensors: Tensors, model: "GPT") -> Tensors:
+def no_conversion(tensors: Tensors, model: GPT) -> Tensors:
     """Return the tensors of a folder whose names and shapes are already those of the model."""
     return tensors
 
 
-Convert = Callable[[Tensors, "GPT"], Tensors]
+Convert = Callable[[Tensors, GPT], Tensors]
 
 
-def check_headers(headers: Tensors, model: "GPT", convert: Convert, context: str) -> None:
+def check_headers(headers: Tensors, model: GPT, convert: Convert, context: str) -> None:
     """Raise ValueError if the tensors of a folder, converted, are not those of the model.
 
     Args:
@@ -218,7 +215,7 @@ def check_headers(headers: Tensors, model: "GPT", convert: Convert, context: str
 
 
 def load_into(
-    model: "GPT",
+    model: GPT,
     folder: Path,
     description: str = "the model",
     convert: Convert = no_conversion,
@@ -245,9 +242,7 @@ def load_into(
     model.load_state_dict(tensors, strict=False)
 
 
-def build_and_check(
-    folder: Path, name: str, config: dict, convert: Convert = no_conversion
-) -> "GPT":
+def build_and_check(folder: Path, name: str, config: dict, convert: Convert = no_conversion) -> GPT:
     """Return the model of a folder on the meta device, which has its complete config.
 
     Raises:
@@ -260,7 +255,7 @@ def build_and_check(
     return model
 
 
-def read_model(folder: Path, name: str, config: dict, convert: Convert = no_conversion) -> "GPT":
+def read_model(folder: Path, name: str, config: dict, convert: Convert = no_conversion) -> GPT:
     """Return the model with the weights of a folder, in evaluation mode.
 
     Raises:

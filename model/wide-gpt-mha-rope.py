@@ -13,9 +13,9 @@ from torch import nn
 from configurator import option
 
 from .block import Past, WritingBlock
+from .ddl import ChannelConvRead, Repeat, TokenConvRead, ValueChannelsConfig
 from .gpt import GPT
 from .parameters import Rule
-from .residual import ChannelConvRead, Repeat, TokenConvRead, ValueChannelsConfig
 
 
 @dataclass

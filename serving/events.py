@@ -12,10 +12,10 @@ import torch
 
 from data.tokenizer import Tokenizer
 from model.block import Site, State
+from model.ddl import DeltaRewrite
 from model.decoding import Decoder
 from model.generation import Generation, Sampling, Text, TokenText
 from model.gpt import GPT
-from model.residual import DeltaRewrite
 from training.residual_statistics import ObservedStream, SiteWrite
 
 Item = TypeVar("Item")

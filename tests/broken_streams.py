@@ -8,10 +8,10 @@ from torch import nn
 
 from model import kernels
 from model.block import Add, Block, Direct, delay
+from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 from model.gpt import GPT
 from model.layers import RMSNorm
 from model.parameters import Rule, constant
-from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 def additive(read: Callable = Direct, write: Callable = Add, **members) -> type[GPT]:
@@ -102,8 +102,21 @@ class FromZero(Direct):
         return x + delay(x + 1, 1, past)
 
 
-def wrong_state_bytes(self, dtype=torch.bfloat16):
-    return 2 * GPT.state_bytes_per_token(self, dtype)
+class OnePerToken(Direct):
+    """Expander to a state of as many vectors as there are tokens."""
+
+    def forward(self, x, past=None):
+        return x.unsqueeze(2).expand(-1, -1, x.shape[1], -1)
+
+
+class FirstVector(Direct):
+    def forward(self, x, past=None):
+        return x[:, :, 0]
+
+
+class AddToEach(Add):
+    def forward(self, state, h, x_in, c, past=None):
+        return super().forward(state, h.unsqueeze(2), x_in, c, past)
 
 
 class Doubled(DeltaRewrite):
@@ -179,10 +192,10 @@ BROKEN = {
         "cache",
         "of the zeros before a shorter prompt",
     ),
-    "wrong state bytes": (
-        additive(state_bytes_per_token=wrong_state_bytes),
+    "a state that grows with the context": (
+        additive(read=FirstVector, write=AddToEach, Expander=OnePerToken, Readout=FirstVector),
         "costs",
-        r"is 80, the state has 40",
+        r"is 40, the state has 640",
     ),
     "a fused write's subclass": (
         delta(Doubled, Doubled),

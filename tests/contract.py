@@ -249,12 +249,11 @@ def check_costs(cls: type[GPT]) -> None:
     )
     # the backward pass takes twice as many as the forward pass
     flops = 3 * (counter.get_total_flops() // TINY["block_size"] + elementwise_flops)
-    assert model.flops_per_token() == flops, (
-        f"flops_per_token() is {model.flops_per_token()}, {flops} were counted"
-    )
+    flops_per_token = cost.flops_per_token(model)
+    assert flops_per_token == flops, f"flops_per_token() is {flops_per_token}, {flops} were counted"
     memory = max(sum(tensor.nbytes for tensor in tree_leaves(state)) for state in states)
     state_bytes = memory // ids.numel()
-    predicted_bytes = model.state_bytes_per_token(torch.float32)
+    predicted_bytes = cost.state_bytes_per_token(model, torch.float32)
     assert predicted_bytes == state_bytes == 4 * max(map(count_state_numbers, states)), (
         f"state_bytes_per_token() is {predicted_bytes}, the state has {state_bytes}"
     )

@@ -1,6 +1,6 @@
 """Checks of the fused kernels, on a CPU (interpreted) and on a GPU (compiled).
 
-The oracle is the operations of model/residual.py in float64, differentiated by autograd. Two of its
+The oracle is the operations of model/ddl.py in float64, differentiated by autograd. Two of its
 parts follow the kernels. The state is rounded where they would store it, and the gradient passes
 straight through the rounding. Sigmoids are written so that their derivatives are accurate for large
 logits, which 1 - sigmoid(40) in float64 is not.
@@ -19,11 +19,11 @@ from helpers import precision
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import kernels
+from model.ddl import delta_rewrite, read_value_channels
 from model.kernels import expand as expand_module
 from model.kernels import rope as rope_module
 from model.kernels.add_norm import AddNormOutput, add_norm
 from model.kernels.residual_step import StepOutput, residual_step
-from model.residual import delta_rewrite, read_value_channels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # dtypes of the state

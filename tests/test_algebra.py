@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model import build
 from model.block import Past, delay
-from model.residual import (
+from model.ddl import (
     ChannelConvRead,
     EmbeddingConv,
     TokenConvRead,
@@ -184,7 +184,7 @@ def test_depth_as_time_is_the_delta_rule(size, seed, steps):
 def normalize_k(source, norm):
     """Return the direction k of source k~ (6,), as a write with eps = 1e-5 computes it."""
     model = build("DDL-vdim1-gpt-mha-rope", hidden_size=6, ddl_k_eps=1e-5, ddl_k_norm=norm, **TINY)
-    return model.transformer.h[0].ddl_mlp.normalize_k(source) / 6**0.5
+    return model.transformer.h[0].ddl_mlp.direction.normalize(source) / 6**0.5
 
 
 def draw_source(scale, seed):

@@ -11,18 +11,19 @@ from torch import nn
 
 from model.block import Add, Direct
 from model.causality import Leak, find_leak, move_parameters
+from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 from model.gpt import GPT
-from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 class AveragedRewrite(DeltaRewrite):
     """A published comparison's "DDL": its direction and gate are means over the whole sequence."""
 
-    def compute_k_hat(self, state, h, x_in, c):
-        return super().compute_k_hat(state, h, x_in, c).mean(1, keepdim=True)
-
-    def compute_beta(self, state, x_in, c):
-        return super().compute_beta(state, x_in, c).mean(1, keepdim=True)
+    def __init__(self, config):
+        super().__init__(config)
+        direction = self.direction
+        gate = self.gate
+        self.direction = lambda *args: direction(*args).mean(1, keepdim=True)
+        self.gate = lambda *args: gate(*args).mean(1, keepdim=True)
 
 
 class AveragedBlock(DeltaBlock):

@@ -12,10 +12,11 @@ from models import PAPER, TINY, build_tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from model import kernels
-from model.decoding import Decoder, Folded, pad_left, round_matrices
+from model.cache import Folded
+from model.ddl import ChannelConvRead, EmbeddingConv, TokenConvRead
+from model.decoding import Decoder, pad_left, round_matrices
 from model.generation import Generation, Sampling
 from model.gpt import GPT
-from model.residual import ChannelConvRead, EmbeddingConv, TokenConvRead
 from utils import machine
 
 

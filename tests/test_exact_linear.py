@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import precision
 from torch import nn
 
-from model.layers import exact_linear
+from model.precision import exact_linear
 
 
 def random_factors(

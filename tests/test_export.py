@@ -383,7 +383,7 @@ def test_our_scripts_read_every_folder(case, suffix, ids):
 def test_a_copy_differs_from_its_file_in_the_import_of_option_alone(reloaded):
     folder = reloaded.cases[CC].folder
     names = {path.stem for path in folder.glob("*.py")}
-    assert {"stem", "gpt", "residual"} <= names
+    assert {"stem", "gpt", "ddl"} <= names
     changed_lines = set()
     for name in names - {"option", *modeling_files.TRANSFORMERS_FILES}:
         file = ROOT / "model" / f"{CC if name == 'stem' else name}.py"
@@ -417,13 +417,13 @@ def write_variant(folder: Path, statement: str) -> None:
 
 @pytest.mark.parametrize("statement", ["from .gate import scale", "from . import gate"])
 def test_files_that_a_variant_imports_are_copied(user_folder, statement):
-    (user_folder / "gate.py").write_text("from .mgt import MGTBlock\n\nscale = 1\n")
+    (user_folder / "gate.py").write_text("from .causality import find_leak\n\nscale = 1\n")
     write_variant(user_folder, statement)
     texts = modeling_files.collect_modeling_files("mine-gpt")
-    assert texts["gate.py"] == "from .mgt import MGTBlock\n\nscale = 1\n"
+    assert texts["gate.py"] == "from .causality import find_leak\n\nscale = 1\n"
     assert f"\n{statement}\n" in texts["stem.py"]
-    assert "mgt.py" in texts
-    assert "residual.py" not in texts
+    assert "causality.py" in texts
+    assert "ddl.py" not in texts
 
 
 def test_a_variant_with_an_option_of_its_own_can_be_exported(user_folder):
@@ -623,8 +623,8 @@ def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("copy_1", "copy-2"):
         shutil.copytree(reloaded.folder / CC, tmp_path / name)
-        layers = importlib.import_module(f"{name}.layers")
-        product = layers.exact_linear(torch.ones(1, 2), torch.ones(3, 2), None)
+        precision = importlib.import_module(f"{name}.precision")
+        product = precision.exact_linear(torch.ones(1, 2), torch.ones(3, 2), None)
         assert product.tolist() == [[2.0, 2.0, 2.0]]
     # an operator of the same name would have freed the first, and taken its place
     assert torch.ops.ddl.exact_linear.default is first

@@ -9,8 +9,9 @@ from models import PAPER
 
 import train
 from data.loader import prefetched
-from model import build, kernels, layers
+from model import build, kernels
 from model.causality import move_parameters
+from model.precision import linear_fp32
 from training import checkpoint, metrics
 
 pytestmark = [
@@ -132,7 +133,7 @@ def compute_relative_errors(product, compiled: bool) -> list[float]:
     x = torch.randn(4096, 512, device="cuda")
     weight = torch.randn(4096, 64, device="cuda")
     exact_layer = copy.deepcopy(layer).double()
-    expected = product_and_gradients(layers.linear_fp32, exact_layer, x.double(), weight)
+    expected = product_and_gradients(linear_fp32, exact_layer, x.double(), weight)
     if compiled:
         product = torch.compile(product, fullgraph=True)
     results = product_and_gradients(product, layer, x.detach(), weight)
@@ -145,7 +146,7 @@ def compute_relative_errors(product, compiled: bool) -> list[float]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_linear_fp32_does_not_round_to_tf32(compiled):
-    errors = compute_relative_errors(layers.linear_fp32, compiled)
+    errors = compute_relative_errors(linear_fp32, compiled)
     assert max(errors) < 1e-5, errors
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import fused
 from fused import INTERPRETED, Step
 
-from model import build, layers
+from model import build, products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,12 +116,12 @@ def test_model(model_name):
 
 
 def test_fused_model_of_joined_products(monkeypatch):
-    monkeypatch.setattr(layers, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 1)
+    monkeypatch.setattr(products, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 1)
     fused.check_model(tiny("gpt-mha-rope"))
 
 
 def test_plain_model_of_joined_products(monkeypatch):
-    monkeypatch.setattr(layers, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 1)
+    monkeypatch.setattr(products, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 1)
     model = tiny("gpt-mha-rope")
     ids, targets = fused.tokens_of(model)
     _, expected_loss = copy.deepcopy(model).double()(ids, targets)

@@ -21,10 +21,10 @@ from fused import INTERPRETED
 
 from model import build, kernels
 from model.block import Block, Stream
+from model.ddl import DeltaRewrite, EmbeddingConv, SingleChannelRead
 from model.kernels.rope import FusedHeads
 from model.kernels.stream import DeltaStream
 from model.layers import CausalSelfAttention, Heads, RMSNorm
-from model.residual import DeltaRewrite, EmbeddingConv, SingleChannelRead
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="test_gpu_kernels.py tests the compiled kernels"

@@ -13,10 +13,10 @@ from helpers import ROOT
 from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, build_tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import build, cost, layers, model_class
+from model import build, cost, model_class, products
+from model.ddl import Gate, Value, fold_channel_conv, pool, read_value_channels
 from model.gpt import GPT, GPTConfig
 from model.layers import MLP
-from model.residual import DeltaRewrite, fold_channel_conv, pool, read_value_channels
 from training.settings import configure
 
 SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
@@ -398,18 +398,18 @@ def test_the_loss_is_float32_under_autocast(model_name):
     assert loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("method", ["compute_beta", "compute_v"])
+@pytest.mark.parametrize("part", [Gate, Value])
 @pytest.mark.parametrize("model_name", DDL)
-def test_gate_and_value_are_float32_under_autocast(model_name, method, monkeypatch):
+def test_gate_and_value_are_float32_under_autocast(model_name, part, monkeypatch):
     dtypes = []
-    compute = getattr(DeltaRewrite, method)
+    compute = part.__call__
 
     def record_dtype(self, *args):
         result = compute(self, *args)
         dtypes.append(result.dtype)
         return result
 
-    monkeypatch.setattr(DeltaRewrite, method, record_dtype)
+    monkeypatch.setattr(part, "__call__", record_dtype)
     model = build(model_name, **TINY)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randint(0, 29, (2, 8)))
@@ -711,7 +711,7 @@ def test_flops_are_those_that_torch_counts(model_name):
         residual += (2 * num_layers + 1) * 2 * d * v * kernel_size
     if model_name.endswith("EC"):
         residual += 2 * d * v * kernel_size
-    assert model.flops_per_token() == 3 * (matrix_products + attention + residual)
+    assert cost.flops_per_token(model) == 3 * (matrix_products + attention + residual)
 
 
 @pytest.mark.parametrize(
@@ -738,20 +738,20 @@ def test_flops_are_those_that_torch_counts(model_name):
 )
 def test_options_change_flops_as_counted_by_hand(options, change):
     """change: of the forward pass at one of the four sites, with d = 10 and v = 4"""
-    default = build("DDL-gpt-mha-rope", **TINY).flops_per_token()
-    changed = build("DDL-gpt-mha-rope", **TINY, **options).flops_per_token()
+    default = cost.flops_per_token(build("DDL-gpt-mha-rope", **TINY))
+    changed = cost.flops_per_token(build("DDL-gpt-mha-rope", **TINY, **options))
     assert changed - default == 3 * 4 * change
 
 
 @pytest.mark.parametrize("position", ["B", "D"])
 def test_flops_include_the_canon_layers_in_sublayers(position):
-    without = build("conv-gpt-mha-rope", **TINY, canon="A").flops_per_token()
+    without = cost.flops_per_token(build("conv-gpt-mha-rope", **TINY, canon="A"))
     model = build("conv-gpt-mha-rope", **TINY, canon=f"A{position}")
     # four taps for queries, keys and values of two heads of 6, or for both hidden layers of SwiGLU
     num_features = {"B": 3 * 2 * 6, "D": 2 * model.transformer.h[0].mlp.c_proj.in_features}
     num_layers = 2
     expected_increase = num_layers * 2 * 4 * num_features[position]
-    assert model.flops_per_token() - without == 3 * expected_increase
+    assert cost.flops_per_token(model) - without == 3 * expected_increase
 
 
 WITHOUT_BRANCH_MULT = {
@@ -805,9 +805,9 @@ def test_a_padded_inner_width_of_the_mlp_computes_the_same_function(hidden_size,
         return y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])
 
     plain = compute_output_and_gradients()
-    monkeypatch.setattr(layers, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 10)
+    monkeypatch.setattr(products, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 10)
     padded = compute_output_and_gradients()
     # 16 -> 42, which is padded to 48; 24 -> 64, which is not
-    assert mlp.count_padding(x) == (6 if hidden_size == 16 else 0)
+    assert products.count_padding(x, mlp.c_fc1.out_features) == (6 if hidden_size == 16 else 0)
     for padded_tensor, plain_tensor in zip(padded, plain, strict=True):
         torch.testing.assert_close(padded_tensor, plain_tensor, rtol=1e-12, atol=1e-10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import PAPER, TINY
 
-from model import build, layers
+from model import build, products
 from model.causality import move_parameters
 from model.gpt import GPT
 
@@ -18,9 +18,9 @@ INNER = 8 * TINY["hidden_size"] // 3  # 26: filled up to 64
 
 
 def enable_joined_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "should_copy_weights", lambda x: True)
-    monkeypatch.setattr(layers, "should_join_products", lambda x: True)
-    monkeypatch.setitem(layers.WIDTH_MULTIPLE, "cpu", layers.WIDTH_MULTIPLE["cuda"])
+    monkeypatch.setattr(products, "should_copy_weights", lambda x: True)
+    monkeypatch.setattr(products, "should_join_products", lambda x: True)
+    monkeypatch.setitem(products.WIDTH_MULTIPLE, "cpu", products.WIDTH_MULTIPLE["cuda"])
 
 
 class LossAndGradients(NamedTuple):
@@ -99,9 +99,9 @@ def test_one_product_is_for_many_tokens_on_a_gpu():
     def x(device, *shape):
         return type("X", (), {"device": torch.device(device), "shape": torch.Size(shape)})
 
-    assert layers.should_join_products(x("cuda", 2, 1024, 8))
-    assert not layers.should_join_products(x("cuda", 2, 1, 8))  # generation
-    assert not layers.should_join_products(x("cpu", 2, 1024, 8))
+    assert products.should_join_products(x("cuda", 2, 1024, 8))
+    assert not products.should_join_products(x("cuda", 2, 1, 8))  # generation
+    assert not products.should_join_products(x("cpu", 2, 1024, 8))
 
 
 def test_products_have_wide_sides(monkeypatch):
@@ -114,7 +114,7 @@ def test_products_have_wide_sides(monkeypatch):
         shapes.append(tuple(weight.shape))
         return linear(x, weight, *args)
 
-    monkeypatch.setattr(layers.F, "linear", record_shape)
+    monkeypatch.setattr(products.F, "linear", record_shape)
     model = build("gpt-mha-rope", **TINY)
     model(torch.zeros(1, 3, dtype=torch.int64))
     assert (128, 10) in shapes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import TINY
 
-from model import build, kernels, layers
+from model import build, kernels, layers, products
 from model.causality import move_parameters
 
 pytest.importorskip("triton")
@@ -68,12 +68,12 @@ def test_heads_come_with_the_fused_stream():
 
 def test_heads_of_one_product(monkeypatch):
     model = move_parameters(build("gpt-mha-rope", **TINY))
-    monkeypatch.setattr(layers, "should_join_products", lambda x: True)
+    monkeypatch.setattr(products, "should_join_products", lambda x: True)
     fused.check_model(model)
 
 
 def test_heads_of_one_product_compiled(monkeypatch):
-    monkeypatch.setattr(layers, "should_join_products", lambda x: True)
+    monkeypatch.setattr(products, "should_join_products", lambda x: True)
     fused.check_compiled(
         move_parameters(build("gpt-mha-rope", **TINY, mup=True)),
         "aot_eager",

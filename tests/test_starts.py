@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from model import build
-from model.residual import fold_channel_conv
+from model.ddl import fold_channel_conv
 
 SIZES = {
     "small": {

@@ -12,7 +12,7 @@ from in_process import call
 from models import TINY
 from torch.utils._pytree import tree_leaves, tree_map
 
-from model import build
+from model import build, cost
 from model.causality import move_parameters
 from model.hyper_connections import mix_orthogonal, quaternion_product, sinkhorn_knopp
 from model.parameters import collect_rules
@@ -567,8 +567,8 @@ def test_a_main_gain_is_the_only_parameter_beside_the_additive_model():
 
 
 def test_a_main_gain_costs_one_product_for_each_feature():
-    flops = build_initial("Lambdas", **MAIN_GAIN, **DEEP).flops_per_token()
-    additive_flops = build_initial("additive", **DEEP).flops_per_token()
+    flops = cost.flops_per_token(build_initial("Lambdas", **MAIN_GAIN, **DEEP))
+    additive_flops = cost.flops_per_token(build_initial("additive", **DEEP))
     # 10 features in each of 3 blocks, and twice as much in the backward pass
     assert flops - additive_flops == 3 * 3 * 10
 

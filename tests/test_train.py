@@ -25,7 +25,7 @@ import train
 from data import shards
 from data.loader import TrainBatches, ValidationBatches
 from data.sequences import SequenceLayout
-from model import build
+from model import build, cost
 from model.gpt import GPTConfig
 from training import (
     checkpoint,
@@ -99,7 +99,7 @@ def test_every_step_has_a_record(finished_run):
     assert [record["tokens"] for record in records] == [64 * step for step in range(1, 7)]
     assert [record["lr"] for record in records][:2] == [0.005, 0.01]
     assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(records))
-    assert records[0]["flops"] == 64 * build("DDL-gpt-mha-rope", **SMALL).flops_per_token()
+    assert records[0]["flops"] == 64 * cost.flops_per_token(build("DDL-gpt-mha-rope", **SMALL))
 
 
 def test_every_evaluation_has_a_record(finished_run):
@@ -636,7 +636,7 @@ def test_a_dry_run_prints_the_size_of_the_model_and_of_the_run(dry_run):
     # an epoch has 2005 sequences
     size = "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs"
     assert size in dry_run.output
-    flops = 64_000 * model.flops_per_token()
+    flops = 64_000 * cost.flops_per_token(model)
     assert f"{flops:.3g} FLOPs, 192 bytes of float32 state" in dry_run.output
 
 

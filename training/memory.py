@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import build, errors_as_value_errors, kernels
+from model import build, cost, errors_as_value_errors, kernels
 from model.gpt import GPT, GPTConfig
 from model.loss import default_chunk_size
 from model.parameters import collect_rules
@@ -159,7 +159,9 @@ def estimate_activations(
     is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
     state_dtype = getattr(torch, model_config.state_dtype if is_bfloat16 else "float32")
     num_tokens = config.local_micro_batch_size * model_config.block_size
-    states = model_config.num_hidden_layers * num_tokens * model.state_bytes_per_token(state_dtype)
+    states = (
+        model_config.num_hidden_layers * num_tokens * cost.state_bytes_per_token(model, state_dtype)
+    )
     return one_block + states
 
 
@@ -260,8 +262,8 @@ def describe_run(
         describe_embedding(model),
         describe_memory(config, model_config, run_device),
         tokens,
-        f"{num_tokens * model.flops_per_token():.3g} FLOPs, "
-        f"{model.state_bytes_per_token(getattr(torch, dtype))} bytes of {dtype} state per token",
+        f"{num_tokens * cost.flops_per_token(model):.3g} FLOPs, "
+        f"{cost.state_bytes_per_token(model, getattr(torch, dtype))} bytes of {dtype} state per token",
         f"{format_bytes(checkpoint_bytes)} per checkpoint; the disk needs room for "
         f"{config.keep_last + 1} of them",
     ]
@@ -292,7 +294,7 @@ def describe_embedding(model: GPT) -> str:
         f"{name}: {num_parameters:,} parameters "
         f"({num_parameters / model.num_parameters():.0%} of the model), "
         f"{format_bytes(num_bytes)} to train it, "
-        f"{flops / model.flops_per_token():.0%} of the FLOPs"
+        f"{flops / cost.flops_per_token(model):.0%} of the FLOPs"
     )
 
 

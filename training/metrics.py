@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from model import cost
 from model.gpt import GPT
 from training.checkpoint import TrainState
 from training.config import TrainConfig
@@ -268,7 +269,7 @@ class RunLog:
         self.last_line: Progress | None = None  # when a progress line was last printed
 
         self.tokens_per_step = config.global_batch_size * model.config.block_size
-        self.flops_per_step = self.tokens_per_step * model.flops_per_token()
+        self.flops_per_step = self.tokens_per_step * cost.flops_per_token(model)
         # the seconds that a step would take at the peak of all GPUs
         self.ideal_step_seconds = None
         peak = get_peak_flops(world.device)

@@ -11,8 +11,8 @@ from configurator import Option, check_effects, collect_options
 from data.sequences import SequenceLayout
 from data.shards import find_folder, make_location_absolute, read_meta, read_vocab_size
 from model import MODEL_NAMES, every_config, model_class
+from model.ddl import DeltaConfig
 from model.gpt import GPTConfig
-from model.residual import DeltaConfig
 from training import init_from, resume
 from training.config import Arguments, TrainConfig, check_run, read_arguments
 from utils import errors, machine

@@ -1,6 +1,6 @@
 """Fused residual steps for GPUs (Triton).
 
-`model/residual.py` and `model/block.py` define what the kernels compute. `use(model)` puts fused
+`model/ddl.py` and `model/block.py` define what the kernels compute. `use(model)` puts fused
 kernels into a model, which itself knows only its `stream` and its `heads`. They run compiled on
 CUDA devices. With TRITON_INTERPRET=1 in the environment they run interpreted on a CPU, slowly, for
 tests.
@@ -17,6 +17,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from ..block import Add, Block, Direct, Site, Stream
+from ..ddl import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
 from ..gpt import GPT, GPTConfig
 from ..hyper_connections import (
     ManifoldConnection,
@@ -27,7 +28,6 @@ from ..hyper_connections import (
     sinkhorn_knopp,
 )
 from ..layers import CausalSelfAttention, Heads, RMSNorm
-from ..residual import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
 from . import lowering
 
 

@@ -21,15 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gpt import GPTConfig
-from ..layers import (
-    AttentionInputs,
-    CausalSelfAttention,
-    Heads,
-    Positions,
-    RMSNorm,
-    project_qkv,
-)
+from ..config import GPTConfig
+from ..layers import AttentionInputs, CausalSelfAttention, Heads, Positions, RMSNorm
+from ..products import apply_side_by_side
 from .launch import count_processors
 from .tiles import contiguous
 
@@ -401,7 +395,7 @@ class FusedHeads(Heads):
         # queries, keys and values with inputs of their own are not one product
         if not torch.is_tensor(x):
             return super().__call__(attention, x, positions)
-        qkv = project_qkv(attention, x)
+        qkv = apply_side_by_side(x, attention.c_q, attention.c_k, attention.c_v)
         qkv = qkv.unflatten(-1, (3, attention.num_heads, attention.head_dim))
         return RotatedHeads.apply(
             qkv,

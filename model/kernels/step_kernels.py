@@ -12,7 +12,7 @@ read for the token s positions back, s = 0 .. K - 1. Then
     y = w . c + b                       z = W x_in + b_z        (or W c + b_z)
 
 where y and z are the logits of the next write's beta and v. Without erasing, delta = v.
-`model/residual.py` computes the same in plain operations and is the oracle of the tests. Here
+`model/ddl.py` computes the same in plain operations and is the oracle of the tests. Here
 everything is computed in fp32. The state is rounded to its dtype where it would be stored, and the
 read sees the rounded state.
 

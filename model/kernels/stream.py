@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..block import Site, Stream
-from ..decoding import get_or_create_buffer
+from ..cache import get_or_create_buffer
+from ..ddl import DeltaConfig, DeltaRewrite, EmbeddingConv, SingleChannelRead
 from ..gpt import GPT, GPTConfig
-from ..layers import Positions, RMSNorm, compute_dtype, linear_fp32
-from ..residual import DeltaConfig, DeltaRewrite, EmbeddingConv, SingleChannelRead
+from ..layers import Positions, RMSNorm
+from ..precision import compute_dtype, linear_fp32
 from .add_norm import AddNormOutput, add_norm
 from .expand import expand
 from .residual_step import StepOutput, residual_step
@@ -356,7 +357,7 @@ class DeltaStream(Stream):
         direction = h
         if not self.is_k_map:
             branch_input = c if read_output.x_in is None else read_output.x_in
-            direction = rewrite.k_mlp(branch_input)
+            direction = rewrite.direction.mlp(branch_input)
             value_logit = linear_fp32(rewrite.v_proj, h)
         direction = direction.to(compute_dtype(site.norm.weight)).contiguous()
         if self.branch_mult != 1:

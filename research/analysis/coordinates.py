@@ -25,6 +25,7 @@ import configurator
 from configurator import collect_options, option
 from model import MODEL_NAMES, build, model_class
 from model.block import Site, State, Stream
+from model.ddl import DeltaRewrite
 from model.gpt import GPT
 from research import plots
 from research.analysis import common
@@ -79,8 +80,8 @@ class CoordinateStream(Stream):
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
         coordinates = {"h": h, "c": c}
-        if hasattr(site.write, "compute_k_hat"):
-            coordinates["k"] = site.write.compute_k_hat(state, h, x_in, c)
+        if isinstance(site.write, DeltaRewrite):
+            coordinates["k"] = site.write.direction(state, h, x_in, c)
         else:
             coordinates["x_in"] = x_in[0] if isinstance(x_in, tuple) else x_in
         self.coordinates.append(coordinates)

@@ -21,7 +21,7 @@ from data.sequences import IGNORED_TARGET
 from data.tokenizer import Tokenizer, encode_prompt
 from model.block import Site, State, Stream
 from model.gpt import GPT
-from model.layers import at_least_fp32
+from model.precision import at_least_fp32
 from research import plots
 from research.analysis import common
 from serving.events import label_token

@@ -19,6 +19,7 @@ the parent's forward; otherwise it computes something else.
 """
 
 import copy
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -28,13 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.attention_residuals import DeltaAttention, weighted_sum
 from model.block import Add, Past
+from model.ddl import DeltaRewrite, project_onto_k, read_value_channels
 from model.hyper_connections import ConnectionOutput
-from model.layers import at_least_fp32
-from model.mgt import MGTWrite
-from model.residual import DeltaConfig, DeltaRewrite, project_onto_k, read_value_channels
+from model.precision import at_least_fp32
 from research.analysis.products import Diagonal, LinearMap, LowRank, Mix, identity_map
+
+# an import statement cannot name a file with hyphens in its name
+attention_residuals = importlib.import_module("model.AttnRes-gpt-mha-rope")
 
 Edits = dict[str, Callable]
 Details = dict[str, torch.Tensor]
@@ -70,7 +72,7 @@ def make_edit(write: nn.Module, **attributes: object) -> Callable:
     return edited.forward
 
 
-def get_erase_scale(write: DeltaRewrite | MGTWrite) -> float:
+def get_erase_scale(write: nn.Module) -> float:
     """Return the factor m on the gate of the erase; 0 without an erase.
 
     A delta rewrite maps the state by A = I - m beta k k^T, whose eigenvalue along k is 1 - m beta,
@@ -136,29 +138,25 @@ def get_laurel_shortcut(
 def make_delta_rewrite_edits(write: DeltaRewrite) -> Edits:
     """Fix beta at 0, 1 or 2, or leave out a part of the update."""
 
-    def with_key(key: str, value: str) -> DeltaConfig:
-        """Return the config with one key changed."""
-        config = copy.copy(write.config)
-        setattr(config, key, value)
-        return config
-
     def write_beta(number: float) -> Callable:
         """Return the write with a number in place of both gates."""
 
-        def compute_beta(state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(write.compute_beta(state, x_in, c), number)
+        def gate(state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(write.gate(state, x_in, c), number)
 
-        return make_edit(write, compute_beta=compute_beta, compute_beta_erase=compute_beta)
+        return make_edit(write, gate=gate, erase_gate=None)
 
     def compute_zero_v(h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(write.compute_v(h, x_in, c))
+        return torch.zeros_like(write.value(h, x_in, c))
 
     edits = {f"beta={number}": write_beta(float(number)) for number in range(3)}
     if write.config.ddl_update == "delta":
-        edits["no erase"] = make_edit(write, config=with_key("ddl_update", "write_only"))
+        config = copy.copy(write.config)
+        config.ddl_update = "write_only"
+        edits["no erase"] = make_edit(write, config=config)
     if write.config.ddl_erase_gate == "own":
-        edits["no write"] = make_edit(write, compute_v=compute_zero_v)
-        edits["beta_erase=beta"] = make_edit(write, config=with_key("ddl_erase_gate", "shared"))
+        edits["no write"] = make_edit(write, value=compute_zero_v)
+        edits["beta_erase=beta"] = make_edit(write, erase_gate=None)
     return edits
 
 
@@ -180,8 +178,8 @@ def measure_delta_rewrite_details(
         a write, lacks what it does not do.
     """
     config = write.config
-    k_hat = write.compute_k_hat(state, h, x_in, c)
-    value = write.compute_v(h, x_in, c)
+    k_hat = write.direction(state, h, x_in, c)
+    value = write.value(h, x_in, c)
     statistics = write.statistics(state, h, x_in, c, written)
     beta = config.branch_mult * statistics["beta"]
     beta_erase = get_erase_scale(write) * statistics.get("beta_erase", statistics["beta"])
@@ -210,7 +208,7 @@ def get_delta_rewrite_direction(
     x_in: torch.Tensor,
     c: torch.Tensor,
 ) -> torch.Tensor:
-    return write.compute_k_hat(state, h, x_in, c)
+    return write.direction(state, h, x_in, c)
 
 
 def get_delta_rewrite_intervals(write: DeltaRewrite) -> Intervals:
@@ -244,8 +242,9 @@ def get_delta_rewrite_shortcut(
     erase_scale = get_erase_scale(write)
     if not erase_scale:
         return identity_map(state)
-    k = write.compute_k_hat(state, h, x_in, c) / math.sqrt(state.shape[-1])
-    beta = erase_scale * write.compute_beta_erase(state, x_in, c)
+    k = write.direction(state, h, x_in, c) / math.sqrt(state.shape[-1])
+    gate = write.gate if write.erase_gate is None else write.erase_gate
+    beta = erase_scale * gate(state, x_in, c)
     return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
 
 
@@ -362,10 +361,12 @@ def make_depth_attention_edits(read: nn.Module) -> Edits:
         _, weights = read(state, past)
         new_weights = replace_weights(weights)
         tensors = [tensor.to(new_weights.dtype) for tensor in state]
-        if isinstance(read, DeltaAttention):
+        if isinstance(read, attention_residuals.DeltaAttention):
             x, *sources = tensors
-            return x + read.gate * weighted_sum(new_weights, sources), new_weights
-        return weighted_sum(new_weights, tensors), new_weights
+            return x + read.gate * attention_residuals.weighted_sum(
+                new_weights, sources
+            ), new_weights
+        return attention_residuals.weighted_sum(new_weights, tensors), new_weights
 
     def make_uniform(weights: torch.Tensor) -> torch.Tensor:
         return torch.full_like(weights, 1 / weights.shape[-1])
@@ -395,7 +396,7 @@ def make_depth_average_edits(average: nn.Module) -> Edits:
 # ---- MGT ----
 
 
-def make_mgt_edits(write: MGTWrite) -> Edits:
+def make_mgt_edits(write: nn.Module) -> Edits:
     """Replace the gate, beta or alpha by a number."""
 
     def get_one(state: torch.Tensor) -> float:
@@ -441,40 +442,40 @@ def get_mgt_shortcut(
 # ---- the tables ----
 
 EDITS: dict[str, Callable[[nn.Module], Edits]] = {
-    "model.residual.DeltaRewrite": make_delta_rewrite_edits,
+    "model.ddl.DeltaRewrite": make_delta_rewrite_edits,
     "model.hyper_connections.Connection": make_connection_edits,
-    "model.attention_residuals.DepthAttention": make_depth_attention_edits,
-    "model.attention_residuals.DeltaAttention": make_depth_attention_edits,
+    "model.AttnRes-gpt-mha-rope.DepthAttention": make_depth_attention_edits,
+    "model.AttnRes-gpt-mha-rope.DeltaAttention": make_depth_attention_edits,
     "model.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
-    "model.mgt.MGTWrite": make_mgt_edits,
+    "model.MGT-gpt-mha.MGTWrite": make_mgt_edits,
     "model.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
     "model.DenseFormer-gpt-mha-rope.DepthAverage": make_depth_average_edits,
     "model.LAuReL-gpt-mha-rope.LAuReLWrite": make_laurel_edits,
     "model.wide-gpt-mha-rope.WideAdd": make_wide_add_edits,
 }
 DETAILS: dict[str, Callable[..., Details]] = {
-    "model.residual.DeltaRewrite": measure_delta_rewrite_details,
-    "model.residual.TokenConvRead": measure_value_channel_details,
-    "model.residual.ChannelConvRead": measure_value_channel_details,
+    "model.ddl.DeltaRewrite": measure_delta_rewrite_details,
+    "model.ddl.TokenConvRead": measure_value_channel_details,
+    "model.ddl.ChannelConvRead": measure_value_channel_details,
     "model.hyper_connections.Connection": measure_connection_details,
-    "model.attention_residuals.DepthAttention": measure_depth_attention_details,
-    "model.attention_residuals.DeltaAttention": measure_depth_attention_details,
+    "model.AttnRes-gpt-mha-rope.DepthAttention": measure_depth_attention_details,
+    "model.AttnRes-gpt-mha-rope.DeltaAttention": measure_depth_attention_details,
     "model.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
-    "model.mgt.MGTWrite": measure_mgt_details,
+    "model.MGT-gpt-mha.MGTWrite": measure_mgt_details,
 }
 DIRECTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "model.residual.DeltaRewrite": get_delta_rewrite_direction,
+    "model.ddl.DeltaRewrite": get_delta_rewrite_direction,
 }
 INTERVALS: dict[str, Callable[[nn.Module], Intervals]] = {
-    "model.residual.DeltaRewrite": get_delta_rewrite_intervals,
+    "model.ddl.DeltaRewrite": get_delta_rewrite_intervals,
 }
 SHORTCUTS: dict[str, Callable[..., LinearMap]] = {
     "model.block.Add": get_identity_shortcut,
     "model.wide-gpt-mha-rope.WideAdd": get_identity_shortcut,
     "model.ReZero-gpt-mha-rope.ScaledAdd": get_identity_shortcut,
     "model.GatedResidual-gpt-mha-rope.Inject": get_identity_shortcut,
-    "model.residual.DeltaRewrite": get_delta_rewrite_shortcut,
+    "model.ddl.DeltaRewrite": get_delta_rewrite_shortcut,
     "model.hyper_connections.MixAndAdd": get_mix_shortcut,
-    "model.mgt.MGTWrite": get_mgt_shortcut,
+    "model.MGT-gpt-mha.MGTWrite": get_mgt_shortcut,
     "model.LAuReL-gpt-mha-rope.LAuReLWrite": get_laurel_shortcut,
 }

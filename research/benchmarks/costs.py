@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from configurator import option
-from model import build
+from model import build, cost
 from research.benchmarks import suites
 from research.benchmarks.suites import BASELINE
 from training.provenance import collect_provenance, store_figures
@@ -23,8 +23,8 @@ def count_costs(model: str, size: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": model,
         "parameters": built.num_parameters(),
-        "flops_per_token": built.flops_per_token(),
-        "state_bytes_per_token": built.state_bytes_per_token(),
+        "flops_per_token": cost.flops_per_token(built),
+        "state_bytes_per_token": cost.state_bytes_per_token(built),
     }
 
 

@@ -7,22 +7,23 @@ from helpers import EXAMPLES, one_line_error, small_run
 from in_process import call
 
 import model
-from model.residual import DeltaRewrite
+from model.ddl import Gate
 
 # A published comparison's "DDL": its direction and gate are means over the whole sequence.
 AVERAGED = """
 from dataclasses import replace
 
 from model.gpt import GPT
-from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
+from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 class AveragedRewrite(DeltaRewrite):
-    def compute_k_hat(self, state, h, x_in, c):
-        return super().compute_k_hat(state, h, x_in, c).mean(1, keepdim=True)
-
-    def compute_beta(self, state, x_in, c):
-        return super().compute_beta(state, x_in, c).mean(1, keepdim=True)
+    def __init__(self, config):
+        super().__init__(config)
+        direction = self.direction
+        gate = self.gate
+        self.direction = lambda *args: direction(*args).mean(1, keepdim=True)
+        self.gate = lambda *args: gate(*args).mean(1, keepdim=True)
 
 
 class AveragedBlock(DeltaBlock):
@@ -113,11 +114,9 @@ def test_a_run_with_and_without_a_leak(corpus, tmp_path, monkeypatch):
     assert result.returncode == 0
     assert f"{run}: no leak" in result.stdout.decode()
 
-    token_by_token = DeltaRewrite.compute_beta
+    token_by_token = Gate.__call__
     monkeypatch.setattr(
-        DeltaRewrite,
-        "compute_beta",
-        lambda write, *args: token_by_token(write, *args).mean(1, keepdim=True),
+        Gate, "__call__", lambda gate, *args: token_by_token(gate, *args).mean(1, keepdim=True)
     )
     result = call("research/analyze.py", "causality", run)
     assert result.returncode == 1

@@ -5,8 +5,8 @@ from torch import nn
 
 from .block import WritingBlock
 from .gpt import GPT
-from .layers import linear_fp32
 from .parameters import HIDDEN, Rule, constant, linear
+from .precision import linear_fp32
 
 
 class HighwayWrite(nn.Module):

@@ -3,13 +3,13 @@
 Each site adds a loss for it, and a statistic.
 """
 
+from .ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 from .gpt import GPT
-from .residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 class SparseRewrite(DeltaRewrite):
     def extra_loss(self, state, h, x_in, c, written):
-        return 0.01 * self.compute_beta(state, x_in, c).mean()
+        return 0.01 * self.gate(state, x_in, c).mean()
 
     def statistics(self, state, h, x_in, c, written):
         update_rms = (written - state).float().square().mean((-1, -2)).sqrt()  # (B, T)

@@ -4,7 +4,8 @@ from torch import nn
 
 from .block import Add, Block, Direct, Site, delay, get_past
 from .gpt import GPT
-from .layers import RMSNorm, for_product, sublayer_matrix
+from .layers import RMSNorm, sublayer_matrix
+from .precision import for_product
 
 
 class PreviousToken(nn.Module):

@@ -30,9 +30,9 @@ from torch import nn
 from configurator import option
 
 from .block import Block, Past, delay_each, fold_once
-from .gpt import GPTConfig
-from .layers import at_least_fp32, for_product, linear_fp32
+from .config import GPTConfig
 from .parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal, one_hot
+from .precision import at_least_fp32, for_product, linear_fp32
 
 
 def writes_computed_value(v_constant: bool, update: str) -> bool:
@@ -416,7 +416,7 @@ class TokenConvRead(nn.Module):
         super().__init__()
         num_filters = config.hidden_size * config.ddl_value_channels
         kernel_size = config.ddl_state_shortconv_kernel_size or 4
-        start = conv_start(config, kernel_size, identity_tap=kernel_size - 1)
+        start = make_conv_start(config, kernel_size, identity_tap=kernel_size - 1)
         self.shortconv = Taps(num_filters, kernel_size, start=start)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
         self.rules = {"read": Rule(constant(config.read_start), mixing=True)}
@@ -466,7 +466,7 @@ class ChannelConvRead(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.hidden_size, kernel_size))
         # The tap that maps a value channel to itself: the last one if causal, else the middle one.
         identity_tap = kernel_size - 1 if self.causal else (kernel_size - 1) // 2
-        start = conv_start(config, kernel_size, identity_tap=identity_tap)
+        start = make_conv_start(config, kernel_size, identity_tap=identity_tap)
         if self.pair:
             self.read = nn.Parameter(torch.empty(value_channels))
             self.rules = {
@@ -498,7 +498,7 @@ class ChannelConvRead(nn.Module):
         return read_value_channels(state, fold_once(past, self.weights), past)
 
 
-def conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap: int) -> Callable:
+def make_conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap: int) -> Callable:
     """Return the function that initializes the convolution of a compressor in place.
 
     identity_tap: index of the tap that is 1 with ddl_state_conv_init=identity
@@ -602,13 +602,187 @@ def project_onto_k(state: torch.Tensor, k_hat: torch.Tensor) -> torch.Tensor:
     return (state.to(k_hat.dtype) * k_hat.unsqueeze(2)).sum(-1) / math.sqrt(k_hat.shape[-1])
 
 
+# The write computes k, beta and v by the three classes below. Each creates the layers that it needs
+# and registers them on the write, so that a checkpoint has `ddl_attn.v_proj.weight`, as those of the
+# authors' code do. Therefore they are not modules themselves.
+
+
+class Direction:
+    """The direction k of a write, of unit length (equation 3, appendix B.1).
+
+    In the k-Map, it is the sublayer output h, normalized. In the v-Map, a branch of its own computes
+    it: an MLP, or attention over the value channels.
+    """
+
+    def __init__(self, write: nn.Module, config: DeltaConfig):
+        self.config = config
+        self.write = write
+        if config.ddl_map == "k":
+            return
+        d = config.hidden_size
+        start = config.matrix_start()
+        if config.ddl_k_branch == "attention":
+            matrix_rule = Rule(start, HIDDEN, decay=True, mixing=True)
+            write.k_query = nn.Parameter(torch.empty(d))
+            write.rules["k_query"] = Rule(constant(0.0), mixing=True)
+            write.k_key = linear(d, d, matrix_rule)
+            write.k_out = linear(d, d, matrix_rule)
+        else:
+            input_size = d * config.ddl_value_channels if config.ddl_k_input == "flat" else d
+            hidden_size = config.ddl_k_hidden_size
+            # With init=spectral, the start of k_out does not depend on d.
+            out_kind = INPUT if config.init == "normal" else FIXED
+            in_rule = Rule(start, OUTPUT, decay=True, mixing=True)
+            out_rule = Rule(start, out_kind, decay=True, mixing=True)
+            write.k_in = linear(input_size, hidden_size, in_rule)
+            write.k_out = linear(hidden_size, d, out_rule)
+
+    def __call__(
+        self, state: torch.Tensor, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:
+        """Return k_hat = sqrt(d) k (B, T, d), in at least fp32."""
+        config = self.config
+        if config.ddl_map == "k":
+            k_tilde = h
+        elif config.ddl_k_branch == "attention":
+            k_tilde = self.attend_over_value_channels(state)
+        elif config.ddl_k_input != "read":
+            k_tilde = self.mlp(pool(state, config.ddl_k_input))
+        elif config.ddl_value_channels == 1:
+            k_tilde = self.mlp(c)
+        else:
+            k_tilde = self.mlp(x_in)
+        return self.normalize(k_tilde)
+
+    def normalize(self, k_tilde: torch.Tensor) -> torch.Tensor:
+        """Return k_hat = sqrt(d) k of the unnormalized direction k~ (B, T, d) (equation 3).
+
+        k = k~ / sqrt(||k~||^2 + eps^2), or k~ / (||k~|| + eps) with ddl_k_norm=shifted.
+        """
+        k_tilde = k_tilde.to(at_least_fp32(k_tilde.dtype))
+        d = k_tilde.shape[-1]
+        eps = self.config.k_guard
+        # rms_norm divides by sqrt(mean(k~^2) + eps^2 / d), which is sqrt(||k~||^2 + eps^2) / sqrt(d)
+        k_hat = F.rms_norm(k_tilde, (d,), eps=eps**2 / d)
+        if self.config.ddl_k_norm == "shifted":
+            norm = torch.linalg.vector_norm(k_tilde, dim=-1, keepdim=True)
+            k_hat = k_hat * ((norm.square() + eps**2).sqrt() / (norm + eps))
+        return k_hat
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Return k~ = k_out silu(k_in x), (B, T, d)."""
+        write = self.write
+        return write.k_out(F.silu(write.k_in(for_product(x, write.k_in.weight))))
+
+    def attend_over_value_channels(self, state: torch.Tensor) -> torch.Tensor:
+        """Return k~ = k_out sum_j a_j X[:, j], (B, T, d).
+
+        a = softmax_j(k_query . (k_key X[:, j]) / sqrt(d))
+        """
+        write = self.write
+        x = state.to(at_least_fp32(state.dtype))
+        # k_query . (k_key X) = (k_key^T k_query) . X, so the value channels meet one vector instead
+        # of a matrix. The write is asked for k_query each time, because FSDP replaces its parameters.
+        query = write.k_query.to(x.dtype) @ write.k_key.weight.to(x.dtype)
+        scores = (x * query).sum(-1) / math.sqrt(x.shape[-1])
+        attended = (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
+        return write.k_out(for_product(attended, write.k_out.weight))
+
+
+class Gate:
+    """The gate beta = 2 sigmoid(logit) of a write, in (0, 2) (equation 8, appendix B.2).
+
+    One linear layer computes the logit, or two with a tanh in between. Its bias starts where the
+    gate is ddl_beta_init.
+
+    name: of the layer on the write, or with _in and _out of the two layers
+    """
+
+    def __init__(self, write: nn.Module, config: DeltaConfig, name: str = "beta"):
+        self.input_form = config.ddl_beta_input
+        d = config.hidden_size
+        input_size = d * config.ddl_value_channels if self.input_form == "flat" else d
+        start = config.matrix_start()
+        # the bounds keep the logit finite for a gate of 0 or 2
+        probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
+        logit = math.log(probability) - math.log1p(-probability)
+        input_rule = Rule(start, OUTPUT, decay=True, mixing=True)
+        bias_rule = Rule(constant(logit), mixing=True)
+        if config.ddl_beta_single_linear:
+            self.hidden_layer = None
+            self.output_layer = linear(input_size, 1, input_rule, bias_rule)
+            write.add_module(name, self.output_layer)
+        else:
+            hidden_size = config.ddl_beta_hidden_size
+            output_rule = Rule(start, FIXED, decay=True, mixing=True)
+            self.hidden_layer = linear(input_size, hidden_size, input_rule)
+            self.output_layer = linear(hidden_size, 1, output_rule, bias_rule)
+            write.add_module(f"{name}_in", self.hidden_layer)
+            write.add_module(f"{name}_out", self.output_layer)
+
+    def __call__(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """Return the gate (B, T, 1), in at least fp32."""
+        # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
+        if self.input_form == "context":
+            x = c
+        elif self.input_form == "residual":
+            x = x_in
+        else:
+            x = pool(state, self.input_form)
+        if self.hidden_layer is not None:
+            x = linear_fp32(self.hidden_layer, x).tanh()
+        return 2 * linear_fp32(self.output_layer, x).sigmoid()
+
+
+class Value:
+    """The write value v of a write, in R^{d_v}.
+
+    It is linear in x_in or c in the k-Map, and in the sublayer output h in the v-Map, with a sigmoid
+    that bounds it by default; or it is a constant.
+    """
+
+    def __init__(self, write: nn.Module, config: DeltaConfig):
+        self.config = config
+        # the erase alone has no value, and no layer for it
+        if config.ddl_update == "erase_only":
+            return
+        d = config.hidden_size
+        bias_rule = None
+        if config.ddl_v_bias:
+            # as in a layer of torch, so that the value channels differ from the first step on
+            bound = 1 / math.sqrt(d)
+            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound), mixing=True)
+        weight_rule = Rule(config.matrix_start(), OUTPUT, decay=True, mixing=True)
+        self.layer = linear(d, config.ddl_value_channels, weight_rule, bias_rule)
+        # With a constant value the layer stays in the state dict, but it is not trained.
+        self.layer.requires_grad_(not config.ddl_v_constant)
+        write.v_proj = self.layer
+
+    def __call__(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """Return v (B, T, d_v), in at least fp32."""
+        config = self.config
+        if config.constant_value is not None:
+            return x_in.new_full(
+                (*x_in.shape[:2], config.ddl_value_channels),
+                config.constant_value,
+                dtype=at_least_fp32(x_in.dtype),
+            )
+        if config.ddl_map == "v":
+            value_input = h
+        elif config.ddl_v_input == "residual":
+            value_input = x_in
+        else:
+            value_input = c
+        v = linear_fp32(self.layer, value_input)
+        if config.ddl_v_sigmoid:
+            return config.ddl_v_sigmoid_scale * v.sigmoid()
+        return v
+
+
 class DeltaRewrite(nn.Module):
     """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6).
 
-    In the k-Map, the sublayer output h is the direction k, and the write value v is computed from
-    x_in or c. In the v-Map, v is computed from h, and a branch of its own gives k (appendix B.1).
-    The gate beta is computed from c, or from the state (equation 8). With ddl_erase_gate=own, the
-    erase has a second gate of this form, X' = X + k (beta v^T - beta_erase k^T X).
+    With ddl_erase_gate=own, the erase has a second gate, X' = X + k (beta v^T - beta_erase k^T X).
     """
 
     takes_branch_mult = True
@@ -617,63 +791,23 @@ class DeltaRewrite(nn.Module):
     def __init__(self, config: DeltaConfig):
         super().__init__()
         self.config = config
-        d = config.hidden_size
-        flat_size = d * config.ddl_value_channels
-        start = config.matrix_start()
-        output_rule = Rule(start, OUTPUT, decay=True, mixing=True)
-
-        # The gate beta = 2 sigmoid(logit). The logit's bias starts where the gate is ddl_beta_init;
-        # the bounds keep it finite for a gate of 0 or 2.
-        beta_input_size = flat_size if config.ddl_beta_input == "flat" else d
-        probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
-        logit = math.log(probability) - math.log1p(-probability)
-        bias_rule = Rule(constant(logit), mixing=True)
-        beta_out_rule = Rule(start, FIXED, decay=True, mixing=True)
-        if config.ddl_beta_single_linear:
-            self.beta = linear(beta_input_size, 1, output_rule, bias_rule)
-        else:
-            beta_hidden_size = config.ddl_beta_hidden_size
-            self.beta_in = linear(beta_input_size, beta_hidden_size, output_rule)
-            self.beta_out = linear(beta_hidden_size, 1, beta_out_rule, bias_rule)
-
-        # The erase's own gate starts with the values of beta, so that the first update is that of
-        # the shared gate.
         self.rules = {}
-        if config.ddl_erase_gate == "own" and config.ddl_beta_single_linear:
-            self.beta_erase = nn.Linear(beta_input_size, 1)
-            self.rules["beta_erase.weight"] = output_rule._replace(start_as="beta.weight")
-            self.rules["beta_erase.bias"] = bias_rule
-        elif config.ddl_erase_gate == "own":
-            self.beta_erase_in = nn.Linear(beta_input_size, beta_hidden_size, bias=False)
-            self.beta_erase_out = nn.Linear(beta_hidden_size, 1)
-            self.rules["beta_erase_in.weight"] = output_rule._replace(start_as="beta_in.weight")
-            self.rules["beta_erase_out.weight"] = beta_out_rule._replace(start_as="beta_out.weight")
-            self.rules["beta_erase_out.bias"] = bias_rule
+        # The order of the parameters is that of these lines. It decides the sum of the gradient
+        # norm, and the random numbers of init_order=sequential.
+        self.gate = Gate(self, config)
+        self.erase_gate = self.make_erase_gate() if config.ddl_erase_gate == "own" else None
+        self.direction = Direction(self, config)
+        self.value = Value(self, config)
 
-        # The branch for the direction k in the v-Map. In the k-Map, the sublayer output is k~.
-        if config.ddl_map == "v" and config.ddl_k_branch == "attention":
-            self.k_query = nn.Parameter(torch.empty(d))
-            self.rules["k_query"] = Rule(constant(0.0), mixing=True)
-            self.k_key = linear(d, d, Rule(start, HIDDEN, decay=True, mixing=True))
-            self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True, mixing=True))
-        elif config.ddl_map == "v":
-            k_input_size = flat_size if config.ddl_k_input == "flat" else d
-            k_hidden_size = config.ddl_k_hidden_size
-            self.k_in = linear(k_input_size, k_hidden_size, output_rule)
-            # With init=spectral, the start of k_out does not depend on d.
-            kind = INPUT if config.init == "normal" else FIXED
-            self.k_out = linear(k_hidden_size, d, Rule(start, kind, decay=True, mixing=True))
-
-        # The write value v. Its bias starts like that of a torch layer, so that the value channels
-        # differ from the first step on. The erase alone has no value, and no layer for it.
-        if config.ddl_update != "erase_only":
-            bias_rule = None
-            if config.ddl_v_bias:
-                bound = 1 / math.sqrt(d)
-                bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound), mixing=True)
-            self.v_proj = linear(d, config.ddl_value_channels, output_rule, bias_rule)
-            # With a constant value the layer stays in the state dict, but it is not trained.
-            self.v_proj.requires_grad_(not config.ddl_v_constant)
+    def make_erase_gate(self) -> Gate:
+        """Return a gate that starts with the values of beta, so that the first update is the same."""
+        gate = Gate(self, self.config, name="beta_erase")
+        for name, layer in self.named_children():
+            if name.startswith("beta_erase"):
+                rule = layer.rules.pop("weight")
+                source_name = name.replace("beta_erase", "beta")
+                self.rules[f"{name}.weight"] = rule._replace(start_as=f"{source_name}.weight")
+        return gate
 
     def forward(
         self,
@@ -692,16 +826,16 @@ class DeltaRewrite(nn.Module):
             c: normalized x_in (B, T, d)
         """
         # k = k~ / ||k~||, where k~ = h in the k-Map (equation 3)
-        k_hat = self.compute_k_hat(state, h, x_in, c)
+        k_hat = self.direction(state, h, x_in, c)
         # by default, beta = 2 sigmoid(w . c + b)
-        beta = self.compute_beta(state, x_in, c)
+        beta = self.gate(state, x_in, c)
         # by default, v = 4 sigmoid(W x_in + b)
-        v = self.compute_v(h, x_in, c)
-        beta_erase = None
-        if self.config.ddl_erase_gate == "own":
-            beta_erase = self.config.branch_mult * self.compute_beta_erase(state, x_in, c)
-        if self.config.branch_mult != 1:
-            beta = self.config.branch_mult * beta
+        v = self.value(h, x_in, c)
+        beta_erase = None if self.erase_gate is None else self.erase_gate(state, x_in, c)
+        branch_mult = self.config.branch_mult
+        if branch_mult != 1:
+            beta = branch_mult * beta
+            beta_erase = None if beta_erase is None else branch_mult * beta_erase
         # X' = X + beta k (v^T - k^T X) (equation 6)
         return delta_rewrite(
             state,
@@ -711,108 +845,6 @@ class DeltaRewrite(nn.Module):
             erase=self.config.erases,
             beta_erase=beta_erase,
         )
-
-    def compute_k_hat(
-        self, state: torch.Tensor, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor:
-        """Return k_hat = sqrt(d) k (B, T, d), in at least fp32."""
-        if self.config.ddl_map == "k":
-            return self.normalize_k(h)
-        if self.config.ddl_k_branch == "attention":
-            attended = self.attend_over_value_channels(state)
-            return self.normalize_k(self.k_out(for_product(attended, self.k_out.weight)))
-        if self.config.ddl_k_input != "read":
-            return self.normalize_k(self.k_mlp(pool(state, self.config.ddl_k_input)))
-        if self.config.ddl_value_channels == 1:
-            return self.normalize_k(self.k_mlp(c))
-        return self.normalize_k(self.k_mlp(x_in))
-
-    def normalize_k(self, k_tilde: torch.Tensor) -> torch.Tensor:
-        """Return k_hat = sqrt(d) k of the unnormalized direction k~ (B, T, d) (equation 3).
-
-        k = k~ / sqrt(||k~||^2 + eps^2), or k~ / (||k~|| + eps) with ddl_k_norm=shifted.
-        """
-        k_tilde = k_tilde.to(at_least_fp32(k_tilde.dtype))
-        d = k_tilde.shape[-1]
-        eps = self.config.k_guard
-        # rms_norm divides by sqrt(mean(k~^2) + eps^2 / d), which is sqrt(||k~||^2 + eps^2) / sqrt(d)
-        k_hat = F.rms_norm(k_tilde, (d,), eps=eps**2 / d)
-        if self.config.ddl_k_norm == "shifted":
-            norm = torch.linalg.vector_norm(k_tilde, dim=-1, keepdim=True)
-            k_hat = k_hat * ((norm.square() + eps**2).sqrt() / (norm + eps))
-        return k_hat
-
-    def k_mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return k~ (B, T, d) of the v-Map: k_out silu(k_in x)."""
-        return self.k_out(F.silu(self.k_in(for_product(x, self.k_in.weight))))
-
-    def attend_over_value_channels(self, state: torch.Tensor) -> torch.Tensor:
-        """Return sum_j a_j X[:, j], a = softmax_j(k_query . (k_key X[:, j]) / sqrt(d)), (B, T, d)."""
-        x = state.to(at_least_fp32(state.dtype))
-        # k_query . (k_key X) = (k_key^T k_query) . X, so the value channels meet one vector instead
-        # of a matrix.
-        query = self.k_query.to(x.dtype) @ self.k_key.weight.to(x.dtype)
-        scores = (x * query).sum(-1) / math.sqrt(x.shape[-1])
-        return (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
-
-    def compute_beta(
-        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gate beta (B, T, 1), in at least fp32 (equation 8, appendix B.2)."""
-        gate_input = self.select_beta_input(state, x_in, c)
-        return 2 * self.compute_beta_logit(gate_input).sigmoid()
-
-    def compute_beta_erase(
-        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gate of the erase (B, T, 1), in at least fp32; beta if it has none of its own."""
-        if self.config.ddl_erase_gate == "shared":
-            return self.compute_beta(state, x_in, c)
-        gate_input = self.select_beta_input(state, x_in, c)
-        if self.config.ddl_beta_single_linear:
-            logit = linear_fp32(self.beta_erase, gate_input)
-        else:
-            hidden = linear_fp32(self.beta_erase_in, gate_input).tanh()
-            logit = linear_fp32(self.beta_erase_out, hidden)
-        return 2 * logit.sigmoid()
-
-    def select_beta_input(
-        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the input of the gates (B, T, d), or (B, T, d_v * d) with ddl_beta_input=flat."""
-        # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
-        form = self.config.ddl_beta_input
-        if form == "context":
-            return c
-        if form == "residual":
-            return x_in
-        return pool(state, form)
-
-    def compute_beta_logit(self, gate_input: torch.Tensor) -> torch.Tensor:
-        """Return the logit (B, T, 1) of the gate beta."""
-        if self.config.ddl_beta_single_linear:
-            return linear_fp32(self.beta, gate_input)
-        return linear_fp32(self.beta_out, linear_fp32(self.beta_in, gate_input).tanh())
-
-    def compute_v(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """Return the write value v (B, T, d_v), in at least fp32."""
-        config = self.config
-        if config.constant_value is not None:
-            return x_in.new_full(
-                (*x_in.shape[:2], config.ddl_value_channels),
-                config.constant_value,
-                dtype=at_least_fp32(x_in.dtype),
-            )
-        if config.ddl_map == "v":
-            value_input = h
-        elif config.ddl_v_input == "residual":
-            value_input = x_in
-        else:
-            value_input = c
-        v = linear_fp32(self.v_proj, value_input)
-        if config.ddl_v_sigmoid:
-            return config.ddl_v_sigmoid_scale * v.sigmoid()
-        return v
 
     def elementwise_flops(self) -> int:
         """Count k^T X, the rank-1 write, and the attention and means over the value channels."""
@@ -841,11 +873,11 @@ class DeltaRewrite(nn.Module):
 
         `beta_erase` is there if the erase has a gate of its own.
         """
-        k_hat = self.compute_k_hat(state, h, x_in, c)
-        v = self.compute_v(h, x_in, c)
-        statistics = {"beta": self.compute_beta(state, x_in, c).squeeze(-1)}
-        if self.config.ddl_erase_gate == "own":
-            statistics["beta_erase"] = self.compute_beta_erase(state, x_in, c).squeeze(-1)
+        k_hat = self.direction(state, h, x_in, c)
+        v = self.value(h, x_in, c)
+        statistics = {"beta": self.gate(state, x_in, c).squeeze(-1)}
+        if self.erase_gate is not None:
+            statistics["beta_erase"] = self.erase_gate(state, x_in, c).squeeze(-1)
         statistics["discrepancy_before"] = (
             (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt()
         )
