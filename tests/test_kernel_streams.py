@@ -109,6 +109,18 @@ def test_a_factor_above_1_is_not_fused():
     assert "residual_branch_mult=1.5 has no fused kernel" in kernels.use(model, "auto", "cuda")
 
 
+@pytest.mark.parametrize(
+    ("capability", "fuses"), [((9, 0), True), ((8, 0), False), ((7, 5), False)]
+)
+def test_auto_fuses_on_the_gpus_on_which_kernels_were_measured(monkeypatch, capability, fuses):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = kernels.use(tiny(CC), "auto", "cuda")
+    assert (reason is None) == fuses
+    assert fuses or f"this GPU has {capability[0]}.{capability[1]}; kernels=on" in reason
+    assert kernels.use(tiny(CC), "on", "cuda") is None
+
+
 def test_a_write_with_a_factor_of_its_own_uses_plain_operations():
     model = tiny("gpt-mha-rope")
     model.transformer.h[1].sites[0].write.branch_mult = 0.5

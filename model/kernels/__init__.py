@@ -30,6 +30,9 @@ from ..hyper_connections import (
 from ..layers import CausalSelfAttention, Heads, RMSNorm
 from . import lowering
 
+# compute capability of the GPUs (H100, H200) on which `auto` uses the kernels
+MEASURED_CAPABILITY = (9, 0)
+
 
 class FusedForm(enum.Enum):
     """What serves a model instead of the plain operations."""
@@ -221,6 +224,19 @@ def reason_unavailable(device: torch.device | str) -> str | None:
     return None
 
 
+def reason_not_measured(device: torch.device | str) -> str | None:
+    """Return why `auto` leaves the kernels out on a GPU, or None if it uses them."""
+    if not torch.cuda.is_available():  # the run is only planned here
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) == MEASURED_CAPABILITY:
+        return None
+    return (
+        f"they were measured on an H200 (compute capability 9.0), and this GPU has {major}.{minor}; "
+        "kernels=on uses them here"
+    )
+
+
 def version_of(package: str) -> tuple[int, int]:
     """Return the major and minor version of an installed package."""
     major, minor = importlib.import_module(package).__version__.split(".")[:2]
@@ -236,8 +252,9 @@ def use(
     """Give a model its fused stream and heads, or take them away.
 
     Args:
-        setting: "off"; "auto", which fuses what it can on a CUDA device; or "on", which fuses what
-            it can wherever kernels run, and requires that the stream is fused
+        setting: "off"; "auto", which fuses what it can on GPUs like the one on which the kernels
+            were measured; or "on", which fuses what it can wherever kernels run, and requires that
+            the stream is fused
         state_checkpoint_interval: number of sublayers from one state that is stored for the
             backward pass to the next; the states between them are recomputed
 
@@ -254,6 +271,8 @@ def use(
         reason_not_here = "fused kernels need a CUDA device"
     else:
         reason_not_here = reason_unavailable(device)
+        if reason_not_here is None and setting == "auto":
+            reason_not_here = reason_not_measured(device)
     if reason_not_here is None:
         form, reason = choose_form(model)
     else:
