@@ -48,7 +48,7 @@ LABELS_NOTE = (
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelOptions:
     """The model"""
 
     run: str = argument(
@@ -66,8 +66,8 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Choice(Sampling):
-    """How each token is chosen"""
+class SamplingOptions(Sampling):
+    """Options of `Sampling`, with another default"""
 
     top_p: float = option(
         0.9,
@@ -79,7 +79,7 @@ class Choice(Sampling):
 
 
 @dataclass(frozen=True)
-class Options:
+class TextOptions:
     """What is generated"""
 
     prompt: tuple[str, ...] = option(
@@ -127,7 +127,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Page:
+class PageOptions:
     """The web page"""
 
     serve: bool = option(
@@ -154,7 +154,7 @@ def read_options() -> SimpleNamespace:
     Raises:
         ValueError: an option contradicts another one
     """
-    args = read_command_line(__doc__, Model, Options, Choice, Page)
+    args = read_command_line(__doc__, ModelOptions, TextOptions, SamplingOptions, PageOptions)
     if args.serve and args.prompt:
         raise ValueError("--serve and --prompt exclude each other; give only one of them")
     if "" in args.stop:

@@ -604,7 +604,8 @@ def project_onto_k(state: torch.Tensor, k_hat: torch.Tensor) -> torch.Tensor:
 
 # The write computes k, beta and v by the three classes below. Each creates the layers that it needs
 # and registers them on the write, so that a checkpoint has `ddl_attn.v_proj.weight`, as those of the
-# authors' code do. Therefore they are not modules themselves.
+# authors' code do. Therefore they are not modules themselves. They ask the write for its layers each
+# time, because others replace these: FSDP the parameters, and libraries for LoRA whole layers.
 
 
 class Direction:
@@ -682,7 +683,7 @@ class Direction:
         write = self.write
         x = state.to(at_least_fp32(state.dtype))
         # k_query . (k_key X) = (k_key^T k_query) . X, so the value channels meet one vector instead
-        # of a matrix. The write is asked for k_query each time, because FSDP replaces its parameters.
+        # of a matrix
         query = write.k_query.to(x.dtype) @ write.k_key.weight.to(x.dtype)
         scores = (x * query).sum(-1) / math.sqrt(x.shape[-1])
         attended = (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
@@ -699,6 +700,9 @@ class Gate:
     """
 
     def __init__(self, write: nn.Module, config: DeltaConfig, name: str = "beta"):
+        self.write = write
+        self.name = name
+        self.has_two_layers = not config.ddl_beta_single_linear
         self.input_form = config.ddl_beta_input
         d = config.hidden_size
         input_size = d * config.ddl_value_channels if self.input_form == "flat" else d
@@ -708,17 +712,13 @@ class Gate:
         logit = math.log(probability) - math.log1p(-probability)
         input_rule = Rule(start, OUTPUT, decay=True, mixing=True)
         bias_rule = Rule(constant(logit), mixing=True)
-        if config.ddl_beta_single_linear:
-            self.hidden_layer = None
-            self.output_layer = linear(input_size, 1, input_rule, bias_rule)
-            write.add_module(name, self.output_layer)
-        else:
-            hidden_size = config.ddl_beta_hidden_size
-            output_rule = Rule(start, FIXED, decay=True, mixing=True)
-            self.hidden_layer = linear(input_size, hidden_size, input_rule)
-            self.output_layer = linear(hidden_size, 1, output_rule, bias_rule)
-            write.add_module(f"{name}_in", self.hidden_layer)
-            write.add_module(f"{name}_out", self.output_layer)
+        if not self.has_two_layers:
+            write.add_module(name, linear(input_size, 1, input_rule, bias_rule))
+            return
+        hidden_size = config.ddl_beta_hidden_size
+        output_rule = Rule(start, FIXED, decay=True, mixing=True)
+        write.add_module(f"{name}_in", linear(input_size, hidden_size, input_rule))
+        write.add_module(f"{name}_out", linear(hidden_size, 1, output_rule, bias_rule))
 
     def __call__(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return the gate (B, T, 1), in at least fp32."""
@@ -729,9 +729,10 @@ class Gate:
             x = x_in
         else:
             x = pool(state, self.input_form)
-        if self.hidden_layer is not None:
-            x = linear_fp32(self.hidden_layer, x).tanh()
-        return 2 * linear_fp32(self.output_layer, x).sigmoid()
+        if not self.has_two_layers:
+            return 2 * linear_fp32(getattr(self.write, self.name), x).sigmoid()
+        hidden = linear_fp32(getattr(self.write, f"{self.name}_in"), x).tanh()
+        return 2 * linear_fp32(getattr(self.write, f"{self.name}_out"), hidden).sigmoid()
 
 
 class Value:
@@ -743,6 +744,7 @@ class Value:
 
     def __init__(self, write: nn.Module, config: DeltaConfig):
         self.config = config
+        self.write = write
         # the erase alone has no value, and no layer for it
         if config.ddl_update == "erase_only":
             return
@@ -753,10 +755,9 @@ class Value:
             bound = 1 / math.sqrt(d)
             bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound), mixing=True)
         weight_rule = Rule(config.matrix_start(), OUTPUT, decay=True, mixing=True)
-        self.layer = linear(d, config.ddl_value_channels, weight_rule, bias_rule)
+        write.v_proj = linear(d, config.ddl_value_channels, weight_rule, bias_rule)
         # With a constant value the layer stays in the state dict, but it is not trained.
-        self.layer.requires_grad_(not config.ddl_v_constant)
-        write.v_proj = self.layer
+        write.v_proj.requires_grad_(not config.ddl_v_constant)
 
     def __call__(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return v (B, T, d_v), in at least fp32."""
@@ -773,7 +774,7 @@ class Value:
             value_input = x_in
         else:
             value_input = c
-        v = linear_fp32(self.layer, value_input)
+        v = linear_fp32(self.write.v_proj, value_input)
         if config.ddl_v_sigmoid:
             return config.ddl_v_sigmoid_scale * v.sigmoid()
         return v

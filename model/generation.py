@@ -21,7 +21,7 @@ UNIFORMS_PER_DRAW = 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; the steps are applied in the order of the fields.
+    """How tokens are sampled: by these steps, in this order.
 
     Raises:
         ValueError: a value is out of range

@@ -596,6 +596,32 @@ def test_build_names_the_mistake(model_name, options, message):
         build(model_name, **options)
 
 
+WAYS_OF_THE_WRITE = [
+    {},
+    {"ddl_beta_single_linear": False, "ddl_erase_gate": "own"},
+    {"ddl_map": "v"},
+    {"ddl_map": "v", "ddl_k_branch": "attention"},
+]
+
+
+@pytest.mark.parametrize("keys", WAYS_OF_THE_WRITE, ids=str)
+def test_layers_of_the_write_may_be_replaced(keys):
+    """Libraries for LoRA and quantization do so."""
+    model = build("DDL-gpt-mha-rope", **{**TINY, **keys})
+    write = model.transformer.h[0].ddl_attn
+    d = model.config.hidden_size
+    for parameter in write.parameters():
+        torch.nn.init.normal_(parameter)
+    inputs = (torch.randn(1, 3, 4, d), *torch.randn(3, 1, 3, d))
+    expected = write(*inputs)
+    for name, layer in list(write.named_children()):
+        has_bias = layer.bias is not None
+        setattr(write, name, torch.nn.Linear(layer.in_features, layer.out_features, has_bias))
+        assert not torch.equal(write(*inputs), expected), name
+        setattr(write, name, layer)
+    assert torch.equal(write(*inputs), expected)
+
+
 def test_defaults_are_the_specification():
     config = model_class("DDL-gpt-mha-rope").Config()
     expected = {

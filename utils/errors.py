@@ -70,13 +70,13 @@ def one_line_errors(
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def exit_with_message(message: str, code: int = MISTAKE, program: str | None = None) -> NoReturn:
+def exit_with_message(message: str, code: int = MISTAKE) -> NoReturn:
     """Print `program: message` as one line on stderr and exit.
 
     If several ranks make the same mistake, only the first one of a machine reports it, because
     torchrun ends the others as soon as it has ended. torchrun's own report shows the line as well.
     """
-    line = f"{program or Path(sys.argv[0]).name}: {' '.join(message.split())}"
+    line = f"{Path(sys.argv[0]).name}: {' '.join(message.split())}"
     # ranks usually make the same mistake, which one line reports well enough
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHER_RANKS_WAIT)
@@ -134,10 +134,10 @@ def import_optional(module: str, use: str) -> ModuleType:
 def suggest(name: str, names: Iterable[str]) -> str:
     """Return ", did you mean X, Y or Z?" with up to three names that are near; "" if none is.
 
-    Letter case, and the dashes in front of command-line options, make no difference.
+    Letter case makes no difference.
     """
-    simplified = {other.lstrip("-").lower(): other for other in names}
-    own = name.lstrip("-").lower()
+    simplified = {other.lower(): other for other in names}
+    own = name.lower()
     # similar spellings; if there are none, names that start with the given text
     close = difflib.get_close_matches(own, list(simplified), n=3)
     if own and not close:

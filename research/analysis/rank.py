@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from data.loader import ValidationBatches
 from data.sequences import IGNORED_TARGET
-from data.shards import Corpus
 from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream, get_past
 from model.gpt import GPT
@@ -233,22 +232,6 @@ def measure(
         "rank": rank,
         "preservation": preservation,
         "slope": slope,
-    }
-
-
-def measure_on_corpus(
-    model: GPT, corpus: Corpus, num_sequences: int, batch_size: int, label: str
-) -> dict:
-    """Return "sequences", the number of validation sequences, and the figures of `measure`.
-
-    label: of the model, for lines of progress
-    """
-    batches = common.open_validation_batches(model, corpus)
-    sequences = common.select_sequences(batches, num_sequences)
-    progress = common.Progress(label, len(sequences))
-    return {
-        "sequences": len(sequences),
-        **measure(model, batches, sequences, batch_size, progress),
     }
 
 

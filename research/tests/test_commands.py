@@ -64,7 +64,7 @@ def test_a_command_line_without_a_command_is_that_of_the_default(argv, rounds):
         (["drew"], "no command drew, did you mean draw?"),
         (["count", "--round=1"], "unknown key --round, did you mean rounds?"),
         (["count", "--rounds=0"], "--rounds=0: give 1 or more"),
-        (["draw"], "runs is missing: give run folders"),
+        (["draw"], "runs is missing: run folders"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, capsys):
