@@ -228,9 +228,7 @@ def train_byte_pairs(
     learner.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-            pre_tokenizers.Split(
-                tokenizers.Regex(rf"[\s\S]{{1,{MAX_TRAINING_PIECE}}}"), "isolated"
-            ),
+            pre_tokenizers.FixedLength(MAX_TRAINING_PIECE),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
