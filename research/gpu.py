@@ -143,7 +143,7 @@ def time_training(args: SimpleNamespace, config: str, num_steps: int, *options: 
     return Task(
         f"train.py {name}",
         [make_train_command(args, config, run, "--max_steps=1000", *options)],
-        seconds=100,
+        seconds=200,
         run=run,
         num_steps=3 if args.device == "cpu" else num_steps,
     )

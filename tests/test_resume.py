@@ -447,7 +447,7 @@ def train_undisturbed(corpus, tmp_path_factory) -> Callable[[list], Path]:
     return find_or_train
 
 
-@pytest.mark.parametrize(("setup", "disturbance"), map(as_parameters, TABLE))
+@pytest.mark.parametrize(("setup", "disturbance"), [as_parameters(row) for row in TABLE])
 def test_a_disturbed_run_ends_with_the_bits_of_an_undisturbed_one(
     corpus, tmp_path, train_undisturbed, setup, disturbance
 ):
