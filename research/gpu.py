@@ -256,7 +256,7 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
                 time_training(args, cc_ec_config, 60, "--cuda_graphs=True"),
                 measure_bandwidth(args, "K=1 v=4"),
                 measure_bandwidth(args, "K=4 v=4"),
-                measure_bandwidth(args, "norm"),
+                measure_bandwidth(args, "rope_norm"),
                 measure_decoding(args),
             ],
         ),

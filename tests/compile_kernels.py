@@ -15,7 +15,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from model.kernels import add_norm, expand, rope, step_kernels
+from model.kernels import rope, step_kernels
 
 NO_WRITE = dict.fromkeys(
     (
@@ -184,24 +184,12 @@ def forms() -> Iterator[Form]:
             num_value_channels=4,
             num_writes=1,
         )
-    for kernel in (add_norm.forward_kernel, add_norm.backward_kernel):
-        yield Form(f"{kernel.__name__} of add_norm, fp32 state", kernel, {**SIZES, **FP32_STATE})
-    for module, direction in itertools.product((add_norm, expand), directions):
-        kernel = getattr(module, f"{direction}_kernel")
-        yield Form(
-            f"{module.__name__} {direction}", kernel, {**SIZES, "K": 3}, num_value_channels=2
-        )
     for direction in directions:
         yield Form(
             f"rope_norm {direction}",
             getattr(rope, f"{direction}_kernel"),
             {**SIZES, "H": 3, "HALF": 16, "BLOCK": 16, "ROWS": 8},
         )
-    yield Form(
-        "add_norm forward, no h",
-        add_norm.forward_kernel,
-        {**SIZES, "h": None, "PREFETCH": 2, "STAGES": 1},
-    )
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import kernels
 from model.ddl import delta_rewrite, read_value_channels
-from model.kernels import expand as expand_module
 from model.kernels import rope as rope_module
-from model.kernels.add_norm import AddNormOutput, add_norm
 from model.kernels.residual_step import StepOutput, residual_step
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -351,84 +349,8 @@ def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
         check_close(name, torch.cat(parts, dim=1), expected[name], tolerance_of(case, parts[0]))
 
 
-def check_add_norm(
-    d: int, B: int, T: int, dtype: str, add: bool, used: str = "state context"
-) -> None:
-    """Compare the results and gradients of add_norm with float64.
-
-    used: the results that reach the loss
-    """
-    generator = torch.Generator().manual_seed(1)
-    state_dtype = DTYPES[dtype]
-    product_dtype = PRODUCTS[dtype]
-
-    def normal(dtype):
-        return torch.randn(B, T, d, generator=generator).to(dtype).to(DEVICE)
-
-    leaves = [normal(state_dtype), normal(product_dtype)]
-    # a gradient with the digits of the context is exact in both dtypes
-    weights = [normal(product_dtype), normal(product_dtype)]
-    leaves.append(1 + 0.3 * torch.randn(d, generator=generator).to(DEVICE))
-    if not add:
-        del leaves[1]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    output = AddNormOutput(
-        *add_norm(
-            x=leaves[0],
-            h=leaves[1] if add else None,
-            norm_weight=leaves[-1],
-            eps=NORM_EPS,
-            context_dtype=product_dtype,
-        )
-    )
-    actual = {"state": output.new_x, "context": output.context}
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    state = round_as_stored(exact[0] + exact[1], state_dtype) if add else exact[0]
-    expected = {"state": state, "context": F.rms_norm(state, (d,), eps=NORM_EPS) * exact[-1]}
-    # without an addition the state is not a result
-    names = [name for name in expected if name in used.split() and (add or name != "state")]
-    for name in names:
-        check_close(name, actual[name], expected[name], tolerance_by_dtype(actual[name]))
-
-    def gradients(results: dict, leaves: list) -> tuple:
-        loss = sum(
-            (results[name] * weight.to(results[name].dtype)).sum()
-            for name, weight in zip(names, weights)
-        )
-        return torch.autograd.grad(loss, leaves, allow_unused=True)
-
-    for i, (gradient, expected_gradient) in enumerate(
-        zip(gradients(actual, leaves), gradients(expected, exact))
-    ):
-        if expected_gradient is None:  # the norm's weight, where only the state is used
-            assert gradient is None or not gradient.any()
-        else:
-            check_close(f"gradient {i}", gradient, expected_gradient, tolerance_by_dtype(gradient))
-
-
 def tolerance_by_dtype(tensor) -> float:
     return 1e-5 if tensor.dtype == torch.float32 else 1e-2
-
-
-def check_expand(d: int, v: int, K: int, B: int, T: int, dtype: str) -> None:
-    """Compare the result and gradients of expand with float64."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(B, T, d, generator=generator).to(DTYPES[dtype]).to(DEVICE).requires_grad_()
-    taps = torch.randn(K, v, d, generator=generator).to(DEVICE).requires_grad_()
-    weight = torch.randn(B, T, v, d, generator=generator).to(DTYPES[dtype]).to(DEVICE)
-    state = expand_module.expand(x, taps)
-    gradients = torch.autograd.grad((state * weight).sum(), (x, taps))
-    exact_x, exact_taps = (leaf.detach().double().requires_grad_() for leaf in (x, taps))
-    padded = F.pad(exact_x, (0, 0, K - 1, 0))
-    delayed = torch.stack([padded[:, K - 1 - s : K - 1 - s + T] for s in range(K)])
-    expected_state = torch.einsum("sbti,sji->btji", delayed, exact_taps)
-    expected_gradients = torch.autograd.grad(
-        (expected_state * weight.double()).sum(), (exact_x, exact_taps)
-    )
-    check_close("state", state, expected_state, tolerance_by_dtype(state))
-    for name, actual, expected in zip(("x", "taps"), gradients, expected_gradients):
-        check_close(f"gradient of {name}", actual, expected, tolerance_by_dtype(actual))
 
 
 class HeadsInputs(NamedTuple):

@@ -71,7 +71,7 @@ def main():
     sys.path.insert(0, str(HERE.parent))
     import torch
 
-    from model.kernels import add_norm, expand, launch, residual_step, rope
+    from model.kernels import launch, residual_step, rope
 
     for module in (launch, rope):
         module.count_processors = lambda device: 132
@@ -148,26 +148,11 @@ def main():
                 context_dtype=torch.bfloat16,
             )
 
-    def addition(h, dtype=torch.bfloat16):
-        output = add_norm.AddNormOutput(
-            *add_norm.add_norm(
-                x=random(2, 9, 64, dtype=dtype),
-                h=h,
-                norm_weight=number(64),
-                eps=1e-5,
-                context_dtype=torch.bfloat16,
-            )
-        )
-        (output.context.sum() + output.new_x.sum()).backward()
-
     def rotation(T):
         results = rope.RotatedHeads.apply(
             random(2, T, 3, 2, 32), number(T, 16), number(T, 16), number(32), number(32), 1e-5
         )
         sum(result.sum() for result in results).backward()
-
-    def expansion(T):
-        expand.expand(random(2, T, 300), number(4, 2, 300)).sum().backward()
 
     # name: (number of launches, function of the number of tokens)
     cases = {
@@ -182,10 +167,6 @@ def main():
         "v=4 d=768": (2, lambda T: step(2, T, 4, 768, 1, store=True)),
         "v=4 d=1024 K=4": (2, lambda T: step(1, T, 4, 1024, 4)),
         "carried": (1, generate),
-        "add_norm": (2, lambda T: addition(random(2, 9, 64))),
-        "add_norm, fp32 state": (2, lambda T: addition(random(2, 9, 64), torch.float32)),
-        "add_norm without h": (2, lambda T: addition(None)),
-        "expand": (2, expansion),
         "rope_norm": (2, rotation),
     }
     num_launches = ctypes.c_int.in_dll(library, "absent_launches")
@@ -193,7 +174,7 @@ def main():
     last_launch = (ctypes.c_uint * 7).in_dll(library, "absent_last")
     kernels = [
         kernel
-        for module in (add_norm, expand, residual_step, rope)
+        for module in (residual_step, rope)
         for kernel in (module.forward_kernel, module.backward_kernel)
     ]
 

@@ -86,17 +86,6 @@ def test_generation_carries_the_reads_that_are_under_way(cuts):
     fused.check_generation(Step(K=4, T=40, B=2), cuts)
 
 
-@pytest.mark.parametrize(("d", "dtype"), [(768, "bf16"), (37, "fp32")])
-@pytest.mark.parametrize("add", [True, False])
-def test_add_norm(d, dtype, add):
-    fused.check_add_norm(d, 2, 1500, dtype, add)
-
-
-@pytest.mark.parametrize(("d", "v", "dtype"), [(768, 4, "bf16"), (37, 8, "fp32"), (300, 1, "fp32")])
-def test_expand(d, v, dtype):
-    fused.check_expand(d, v, 4, 2, 70, dtype)
-
-
 @pytest.mark.parametrize("shape", [(2, 1024, 6, 128), (2, 300, 3, 6), (1, 1, 1, 2)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_rotation_and_norm(shape, dtype):

@@ -28,7 +28,6 @@ from ..hyper_connections import (
     sinkhorn_knopp,
 )
 from ..layers import CausalSelfAttention, Heads, RMSNorm
-from . import lowering
 
 # compute capability of the GPUs (H100, H200) on which `auto` uses the kernels
 MEASURED_CAPABILITY = (9, 0)
@@ -37,7 +36,7 @@ MEASURED_CAPABILITY = (9, 0)
 class FusedForm(enum.Enum):
     """What serves a model instead of the plain operations."""
 
-    # AdditiveStream: the addition and the RMSNorm that follows are one kernel
+    # the plain stream: torch.compile fuses the addition with the RMSNorm that follows
     ADDITIVE = "additive"
 
     # DeltaStream: a write, the next read, its RMSNorm, and the projections to the next gate and
@@ -288,8 +287,6 @@ def use(
         # This version alone gives the gradient of a graph's output the strides of the output. A
         # state that is not stored has strides of 0, and memory of such strides cannot be written.
         functorch_config.guess_tangent_strides_as_outputs = False
-    # last, because every operator that the model may call has been defined by now
-    lowering.register()
     return reason
 
 
@@ -297,13 +294,8 @@ def make_stream(
     form: FusedForm | None, config: GPTConfig, state_checkpoint_interval: int
 ) -> Stream:
     """Return the stream of a fused form; the plain stream for None."""
-    # this module needs triton
-    if form is FusedForm.ADDITIVE:
-        from .stream import AdditiveStream
-
-        return AdditiveStream(config)
     if form is FusedForm.DELTA:
-        from .stream import DeltaStream
+        from .stream import DeltaStream  # this module needs triton
 
         return DeltaStream(config, state_checkpoint_interval)
     return Stream()

@@ -41,12 +41,10 @@ def launch_key(kernel: str, num_value_channels: int = 1, kernel_size: int = 1) -
     """Return the key of a kernel in the table of launches.
 
     Args:
-        kernel: such as "step forward"
+        kernel: "step forward" or "step backward"
         num_value_channels: d_v of the state
         kernel_size: number of tokens K that a read covers
     """
-    if not kernel.startswith("step"):
-        return kernel
     if kernel_size > 1:
         return f"{kernel} v={max(num_value_channels, 2)} K>1"
     return f"{kernel} v={num_value_channels}"
@@ -58,7 +56,7 @@ def list_launches(
     """Return the launch of a kernel for vectors of some width, then its runners-up."""
     narrow, wide = KERNELS[launch_key(kernel, num_value_channels, kernel_size)]
     launches = narrow if width <= NARROW_WIDTH else wide
-    return [scale_to_width(launch, kernel, width) for launch in launches]
+    return [scale_to_width(launch, width) for launch in launches]
 
 
 def choose_launch(
@@ -78,7 +76,7 @@ def get_table_launch(used_key: str) -> Launch:
     key, _, width = used_key.rpartition(" d=")
     narrow, wide = KERNELS[key]
     launches = narrow if int(width) <= NARROW_WIDTH else wide
-    return scale_to_width(launches[0], key, int(width))
+    return scale_to_width(launches[0], int(width))
 
 
 def launch_options(launch: Launch, x: torch.Tensor) -> dict[str, int]:
@@ -99,13 +97,12 @@ def launch_options(launch: Launch, x: torch.Tensor) -> dict[str, int]:
 
 
 @functools.cache
-def scale_to_width(launch: Launch, kernel: str, width: int) -> Launch:
+def scale_to_width(launch: Launch, width: int) -> Launch:
     """Return a launch, which the table has for a width of 1024, for vectors of another width.
 
     A program of wider vectors has more warps, and a multiprocessor fewer programs.
     """
-    # `expand` splits a vector among programs, and so is independent of its width
-    padded_width = 1024 if kernel.startswith("expand") else triton.next_power_of_2(width)
+    padded_width = triton.next_power_of_2(width)
     num_warps = min(max(launch.num_warps * padded_width // 1024, 1), 16)
     programs = max(launch.programs * launch.num_warps // num_warps, 1)
     return replace(launch, num_warps=num_warps, programs=programs)

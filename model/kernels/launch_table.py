@@ -36,38 +36,6 @@ class Launch:
 # Two others follow for --tune to measure; `* 2` gives all widths the same launches. v is the number
 # of value channels d_v, K the number of tokens that a read covers.
 KERNELS: dict[str, list[tuple[Launch, ...]]] = {
-    "add_norm forward": [
-        (
-            Launch(num_warps=2, stages=3, programs=8),
-            Launch(num_warps=1, stages=3, programs=16),
-            Launch(num_warps=2, stages=1, programs=8, prefetch=2),
-        )
-    ]
-    * 2,
-    "add_norm backward": [
-        (
-            Launch(num_warps=2, stages=3, programs=8),
-            Launch(num_warps=1, stages=3, programs=16),
-            Launch(num_warps=2, stages=1, programs=8, prefetch=2),
-        )
-    ]
-    * 2,
-    "expand forward": [
-        (
-            Launch(num_warps=4, stages=2, programs=8),
-            Launch(num_warps=2, stages=2, programs=16),
-            Launch(num_warps=4, stages=1, programs=8),
-        )
-    ]
-    * 2,
-    "expand backward": [
-        (
-            Launch(num_warps=4, stages=2, programs=4),
-            Launch(num_warps=2, stages=2, programs=4),
-            Launch(num_warps=4, stages=1, programs=4),
-        )
-    ]
-    * 2,
     "step forward v=1": [
         (
             Launch(num_warps=2, stages=3, programs=8),

@@ -25,7 +25,7 @@ from ..config import GPTConfig
 from ..layers import AttentionInputs, CausalSelfAttention, Heads, Positions, RMSNorm
 from ..products import apply_side_by_side
 from .launch import count_processors
-from .tiles import contiguous
+from .tiles import check_dtype, contiguous
 
 # A row is one head of one token, and a tile is TILE_ROWS rows.
 TILE_ROWS = 32
@@ -396,6 +396,7 @@ class FusedHeads(Heads):
         if not torch.is_tensor(x):
             return super().__call__(attention, x, positions)
         qkv = apply_side_by_side(x, attention.c_q, attention.c_k, attention.c_v)
+        check_dtype(qkv)
         qkv = qkv.unflatten(-1, (3, attention.num_heads, attention.head_dim))
         return RotatedHeads.apply(
             qkv,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 from liger_kernel.ops.mhc import mhc_sinkhorn_bwd, mhc_split_sinkhorn_fwd
 
-from .stream import check_dtype
+from .tiles import check_dtype
 
 
 @torch.library.custom_op("ddl::fused_sinkhorn_knopp", mutates_args=())

@@ -13,87 +13,12 @@ from torch import nn
 
 from ..block import Site, Stream
 from ..cache import get_or_create_buffer
-from ..ddl import DeltaConfig, DeltaRewrite, EmbeddingConv, SingleChannelRead
-from ..gpt import GPT, GPTConfig
+from ..ddl import DeltaConfig, DeltaRewrite, SingleChannelRead
+from ..gpt import GPT
 from ..layers import Positions, RMSNorm
 from ..precision import compute_dtype, linear_fp32
-from .add_norm import AddNormOutput, add_norm
-from .expand import expand
 from .residual_step import StepOutput, residual_step
-from .tiles import DTYPES
-
-
-def check_dtype(x: torch.Tensor) -> None:
-    """Raise ValueError for a dtype that loses digits in the kernels, which compute in float32."""
-    if x.dtype not in DTYPES:
-        raise ValueError(
-            f"fused kernels compute in float32, but the model has the dtype {x.dtype}; use "
-            "kernels=off"
-        )
-
-
-class AdditiveState(NamedTuple):
-    """The state of the additive stream, and the write that waits."""
-
-    # X (B, T, d)
-    x: torch.Tensor
-
-    # The sublayer output (B, T, d) that is yet to be added, in the dtype of matrix products, or
-    # float32 if it is multiplied by residual_branch_mult. None before the first write.
-    h: torch.Tensor | None
-
-
-class AdditiveStream(Stream):
-    """Compute X' = X + h and the norm that follows in one kernel."""
-
-    def __init__(self, config: GPTConfig):
-        self.branch_mult = config.branch_mult
-
-    def begin(self, model: GPT, x: torch.Tensor, cache: dict | None) -> AdditiveState:
-        check_dtype(x)
-        return AdditiveState(x.contiguous(), None)
-
-    def norm(self, state: AdditiveState, norm: RMSNorm) -> tuple[AdditiveState, torch.Tensor]:
-        """Add what waits to the state, and return the new state and its normalized form."""
-        context_dtype = compute_dtype(norm.weight)
-        h = state.h
-        if h is not None:
-            # the product with branch_mult is not rounded before it is added
-            h = h.to(context_dtype if self.branch_mult == 1 else torch.float32).contiguous()
-        output = AddNormOutput(
-            *add_norm(
-                x=state.x,
-                h=h,
-                norm_weight=norm.weight,
-                eps=norm.eps,
-                context_dtype=context_dtype,
-            )
-        )
-        new_x = state.x if h is None else output.new_x
-        return AdditiveState(new_x, None), output.context
-
-    def read(
-        self, site: Site, state: AdditiveState, cache: dict | None, positions: Positions
-    ) -> tuple[AdditiveState, torch.Tensor, None]:
-        state, context = self.norm(state, site.norm)
-        return state, context, None
-
-    def write(
-        self,
-        site: Site,
-        state: AdditiveState,
-        h: torch.Tensor,
-        c: torch.Tensor,
-        x_in: None,
-        cache: dict | None,
-    ) -> tuple[AdditiveState, None]:
-        if self.branch_mult != 1:
-            h = self.branch_mult * h.float()
-        return AdditiveState(state.x, h), None
-
-    def finish(self, model: GPT, state: AdditiveState, cache: dict | None) -> torch.Tensor:
-        _, context = self.norm(state, model.ln_f)
-        return context
+from .tiles import check_dtype
 
 
 class DeltaState(NamedTuple):
@@ -198,13 +123,7 @@ class DeltaStream(Stream):
 
     def begin(self, model: GPT, x: torch.Tensor, cache: dict | None) -> DeltaState:
         check_dtype(x)
-        # exact class: a subclass may compute something else
-        if type(model.input_embed) is EmbeddingConv and cache is None:
-            width = x.shape[-1]
-            taps = model.input_embed.conv.weight.squeeze(1).unflatten(0, (width, -1))  # (d, d_v, K)
-            state = expand(x.contiguous(), arrange_taps(taps).float().contiguous())
-        else:
-            state = super().begin(model, x, cache)
+        state = super().begin(model, x, cache)
         # kernels read `stored`; autograd sees only `gradient`
         return DeltaState(gradient=state, stored=state.detach())
 

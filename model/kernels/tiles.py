@@ -30,6 +30,15 @@ PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 BLOCK_SIZES = (1024, 512, 256)
 
 
+def check_dtype(x: torch.Tensor) -> None:
+    """Raise ValueError for a dtype that loses digits in the kernels, which compute in float32."""
+    if x.dtype not in DTYPES:
+        raise ValueError(
+            f"fused kernels compute in float32, but the model has the dtype {x.dtype}; use "
+            "kernels=off"
+        )
+
+
 def choose_block(width: int) -> int:
     """Return the length of a vector's pieces: the largest that leaves the fewest lanes idle."""
     smallest = min(triton.next_power_of_2(width), BLOCK_SIZES[0])

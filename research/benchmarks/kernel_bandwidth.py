@@ -197,56 +197,6 @@ def make_step_calls(
     }
 
 
-def make_add_norm_calls(spec: InputSpec, d: int) -> dict[str, KernelCall]:
-    """Return the calls of the addition and norm of the additive stream."""
-    from model.kernels import add_norm as kernel
-
-    B, T, device, dtype = spec
-    x = make_random(device, dtype, B, T, d)
-    h = make_random(device, dtype, B, T, d)
-    grad_new_x = make_random(device, dtype, B, T, d)
-    grad_context = make_random(device, dtype, B, T, d)
-    norm_weight = torch.ones(d, device=device)
-    forward = partial(
-        kernel.add_norm, x=x, h=h, norm_weight=norm_weight, eps=1e-5, context_dtype=dtype
-    )
-    output = kernel.AddNormOutput(*forward())
-    backward = partial(
-        kernel.add_norm_backward,
-        grad_new_x=grad_new_x,
-        grad_context=grad_context,
-        x=output.new_x,
-        inverse_rms=output.inverse_rms,
-        norm_weight=norm_weight,
-    )
-    return {
-        "add_norm forward": KernelCall(forward, [x, h, *output]),
-        "add_norm backward": KernelCall(
-            backward,
-            [grad_new_x, grad_context, output.new_x, output.inverse_rms, x],
-        ),
-    }
-
-
-def make_expand_calls(
-    spec: InputSpec, d: int, value_channels: int, kernel_size: int
-) -> dict[str, KernelCall]:
-    """Return the calls of the expansion of an embedding to a state."""
-    from model.kernels import expand as kernel
-
-    B, T, device, dtype = spec
-    x = make_random(device, dtype, B, T, d)
-    grad_state = make_random(device, dtype, B, T, value_channels, d)
-    weights = make_random(device, torch.float32, kernel_size, value_channels, d)
-    forward = partial(kernel.expand, x, weights)
-    backward = partial(kernel.expand_backward, grad_state=grad_state, x=x, weights=weights)
-    suffix = f"K={kernel_size} v={value_channels}"
-    return {
-        f"expand forward {suffix}": KernelCall(forward, [x, grad_state]),
-        f"expand backward {suffix}": KernelCall(backward, [grad_state, x, x]),
-    }
-
-
 def make_rope_norm_calls(spec: InputSpec, d: int) -> dict[str, KernelCall]:
     """Return the calls of the rotation and norm of queries and keys."""
     from model.kernels import rope as kernel
@@ -286,8 +236,6 @@ def make_rope_norm_calls(spec: InputSpec, d: int) -> dict[str, KernelCall]:
 def list_families(spec: InputSpec, widths: list[int]) -> Iterator[KernelFamily]:
     """Yield all kernels at each hidden size."""
     for d in widths:
-        yield KernelFamily("add_norm", d, partial(make_add_norm_calls, spec, d))
-        yield KernelFamily("expand K=4 v=4", d, partial(make_expand_calls, spec, d, 4, 4))
         yield KernelFamily("rope_norm", d, partial(make_rope_norm_calls, spec, d))
         for value_channels, kernel_size, stored in itertools.product(
             (1, 2, 4, 8), (1, 4), (False, True)
@@ -509,13 +457,11 @@ def choose_families(args: SimpleNamespace, spec: InputSpec) -> list[KernelFamily
         families = [family for family in families if family.name != "rope_norm"]
         if not families:
             raise ValueError(
-                f"--match={args.match}: no kernel with launches to tune has that in its name; try "
-                "step, add_norm or expand"
+                f"--match={args.match}: no kernel with launches to tune has that in its name; try step"
             )
     if not families:
         raise ValueError(
-            f"--match={args.match}: no kernel has that in its name; try step, add_norm, expand or "
-            "rope_norm"
+            f"--match={args.match}: no kernel has that in its name; try step or rope_norm"
         )
     return families
 
