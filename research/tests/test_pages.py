@@ -171,7 +171,7 @@ def values_for(cells: list[str], files: set[str]) -> list[float]:
         verdicts = [row for row in stored.get("verdicts", []) if row.get("hypothesis") in cells]
         rows = verdicts or stored.get("language") or stored.get("groups")
         if not rows:
-            rows = SUMMARIES.get(name, list)(stored["rows"])
+            rows = SUMMARIES.get(name, list)(stored.get("rows", []))
         num_shared_names = []
         for row in rows:
             names = [value for value in row.values() if isinstance(value, str)]
