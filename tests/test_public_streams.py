@@ -1,20 +1,14 @@
-"""Test HC, mHC, Attention Residuals and Gated Residual against public packages.
+"""Test mHC and Gated Residual against transformers' layers of DeepSeek-V4 and Qwen4-exp.
 
-Compare the loss and every gradient of a whole model. The packages compute the residual stream, with
-our parameters in place of theirs; sublayers and norms are the model's. mHC is compared with
-transformers' DeepSeek-V4 and, with mhc_rows_last=False, with liger-kernel. It is not compared with
-mHC of hyper-connections 0.4.11, which maps every stream by itself, where the paper maps all n d
-features of a token together, and which mixes by the transpose of what it makes doubly stochastic.
+Compare the loss and every gradient of a whole model. transformers computes the residual stream, with
+our parameters in place of its own; sublayers and norms are the model's.
 """
 
 import naive_streams
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_res import AttnResOperator
 from contract import TINY, tokens
-from hyper_connections import HyperConnections
-from liger_kernel.transformers import functional as liger
 from torch import nn
 from torch.func import functional_call
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
@@ -73,37 +67,6 @@ def check_model(model: GPT, run_public, tolerance: float = 1e-5) -> None:
             atol=tolerance,
             msg=lambda text, name=name: f"{name}: {text}",
         )
-
-
-def run_liger(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Run Liger-Kernel 0.8.5: one kernel each for coefficients, read and write."""
-    n = model.config.hc_streams
-    state = x.unsqueeze(2).repeat(1, 1, n, 1)
-    for _, read, process in list_sites(model, x.shape[1]):
-        pre, post, res = liger.liger_mhc_coeffs(
-            state,
-            read.maps.weight.T,
-            read.bias,
-            *read.scales,
-            rms_eps=1e-6,
-            pre_eps=0.0,
-            sinkhorn_eps=1e-6,
-            allow_fp32=True,
-            tmax=model.config.mhc_iterations,
-            post_mult=2.0,
-        )
-        h = process(liger.liger_mhc_pre(state, pre))
-        state = liger.liger_mhc_post_res(state, h, post, res)
-    return state.sum(2)
-
-
-@interpreted
-# 0 / 0 where liger masks a block's tail
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
-@pytest.mark.parametrize(("n", "iterations"), [(2, 20), (4, 20), (4, 1)])
-def test_manifold_connections_equal_those_of_liger_kernel(n, iterations):
-    """Liger-Kernel normalizes the weights out of a stream last, as mhc_rows_last=False does."""
-    check_model(build_mhc(n, iterations, mhc_rows_last=False), run_liger)
 
 
 def build_mhc(n: int, iterations: int, **settings) -> GPT:
@@ -219,98 +182,6 @@ def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations, 
     (mix * weights).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(logits.grad.double(), float64_logits.grad, rtol=1e-5, atol=1e-5)
-
-
-def public_connection(connection: nn.Module, site_number: int, n: int):
-    """Return the connection of hyper-connections 0.4.11, and our parameters by its names.
-
-    Give it the paper's LayerNorm in place of its RMSNorm.
-    """
-    public = HyperConnections(n, dim=SIZE["hidden_size"], layer_index=site_number)
-    public.norm = torch.nn.LayerNorm(SIZE["hidden_size"])
-    weights = {
-        "static_alpha": torch.cat((connection.read[:, None], connection.mix), dim=1),
-        "static_beta": connection.write,
-    }
-    if connection.dynamic:
-        weights.update(
-            {
-                "norm.weight": connection.norm.weight,
-                "norm.bias": connection.norm.bias,
-                "dynamic_alpha_fn": connection.maps.weight[1:].T,
-                "dynamic_beta_fn": connection.maps.weight[0],
-                "dynamic_alpha_scale": connection.scale[0],
-                "dynamic_beta_scale": connection.write_scale[0],
-            }
-        )
-    return public.to(connection.read), weights
-
-
-def run_hyper_connections(model, x):
-    n = model.config.hc_streams
-    expand, reduce = HyperConnections.get_expand_reduce_stream_functions(n)
-    state = expand(x)
-    for number, connection, process in list_sites(model, x.shape[1]):
-        public, weights = public_connection(connection, number, n)
-        x_in, add = functional_call(public, weights, state)
-        state = add(process(x_in))
-    return reduce(state)
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_hyper_connections_equal_those_of_their_package(n, dynamic):
-    check_model(
-        build_random("HC-gpt-mha-rope", torch.float64, hc_streams=n, hc_dynamic=dynamic),
-        run_hyper_connections,
-        1e-9,
-    )
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_hyper_connections_start_as_those_of_their_package(n):
-    model = build("HC-gpt-mha-rope", hc_streams=n, **SIZE)
-    for number, connection, _ in list_sites(model, 1):
-        public, weights = public_connection(connection, number, n)
-        for name, parameter in public.named_parameters():
-            assert torch.equal(weights[name].detach(), parameter), name
-
-
-def attend_by_attn_res(query, sources):
-    return functional_call(AttnResOperator(len(query), eps=1e-5), {"pseudo_query": query}, sources)
-
-
-def attend_by_liger(query, sources):
-    return liger.liger_attn_res(sources, query, torch.ones_like(query), eps=1e-5)
-
-
-OPERATORS = [
-    (attend_by_attn_res, None),
-    (attend_by_attn_res, 2),
-    pytest.param(attend_by_liger, 2, marks=interpreted),
-]
-
-
-@pytest.mark.parametrize(("operator", "blocks"), OPERATORS)
-def test_attention_residuals_equal_those_of_packages(operator, blocks):
-    """Compare with attn_res 0.1.0 and Liger-Kernel 0.8.5.
-
-    Let the readout attend as well, where attn_res's gated_read models sum.
-    """
-
-    def run_operator(model, x):
-        complete_blocks = [x]
-        partial_block = []  # empty, or the sum of the outputs of the current block
-        for number, read, process in list_sites(model, x.shape[1]):
-            h = process(operator(read.query, torch.stack([*complete_blocks, *partial_block])))
-            partial_block = [partial_block[0] + h if partial_block else h]
-            if (number + 1) % model.config.run_length == 0:
-                complete_blocks.extend(partial_block)
-                partial_block = []
-        return operator(model.readout.query, torch.stack([*complete_blocks, *partial_block]))
-
-    model = build_random("AttnRes-gpt-mha-rope", attn_res_blocks=blocks, num_hidden_layers=2)
-    check_model(model, run_operator)
 
 
 # ---- Gated Residual: the layer of transformers' Qwen4-exp ----
