@@ -250,7 +250,7 @@ class TrainBatches(Batches):
             float32 (global_batch_size / micro_batch_size,); None if all weights are 1, as they
             always are if targets are the next tokens
         """
-        if self.layout is None or not self.layout.labels:
+        if self.layout is None or self.layout.same_num_targets:
             return None
         _, targets = self.get(step, 0, self.global_batch_size)
         is_target = targets != IGNORED_TARGET
