@@ -158,8 +158,8 @@ class Batches:
             self.stride = layout.window_tokens
             if seq_len != layout.seq_len:
                 raise ValueError(
-                    f"block_size={seq_len}, but the documents of this corpus have "
-                    f"{layout.window_tokens} tokens each, and a sequence is one document; give "
+                    f"block_size={seq_len}, but the sequences of this corpus have "
+                    f"{layout.window_tokens} tokens each, targets included; give "
                     f"--block_size={layout.seq_len}"
                 )
         self.num_full_sequences = (len(self.tokens) - self.overlap) // self.stride
