@@ -116,7 +116,7 @@ def make_json_files(
     """
     end_of_text = model_tokenizer.eot_token
     special_ids = {
-        "bos_token_id": end_of_text,
+        "bos_token_id": model_tokenizer.bos_token,
         "eos_token_id": end_of_text,
         "pad_token_id": end_of_text,
     }
@@ -141,7 +141,7 @@ def make_json_files(
         generation_config["suppress_tokens"] = unused_ids
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": model_tokenizer.eot_text,
+        "bos_token": model_tokenizer.bos_text,
         "eos_token": model_tokenizer.eot_text,
         "pad_token": model_tokenizer.eot_text,
         "unk_token": model_tokenizer.eot_text,

@@ -158,8 +158,8 @@ class Batches:
             self.stride = layout.window_tokens
             if seq_len != layout.seq_len:
                 raise ValueError(
-                    f"block_size={seq_len}, but the documents of this corpus have "
-                    f"{layout.window_tokens} tokens each, and a sequence is one document; give "
+                    f"block_size={seq_len}, but the sequences of this corpus have "
+                    f"{layout.window_tokens} tokens each, targets included; give "
                     f"--block_size={layout.seq_len}"
                 )
         self.num_full_sequences = (len(self.tokens) - self.overlap) // self.stride
@@ -250,7 +250,7 @@ class TrainBatches(Batches):
             float32 (global_batch_size / micro_batch_size,); None if all weights are 1, as they
             always are if targets are the next tokens
         """
-        if self.layout is None or not self.layout.labels:
+        if self.layout is None or self.layout.same_num_targets:
             return None
         _, targets = self.get(step, 0, self.global_batch_size)
         is_target = targets != IGNORED_TARGET

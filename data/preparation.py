@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -30,6 +30,9 @@ from data.library_tokenizer import TokenizerFiles
 from data.sources import Batch, PermanentSourceError, Source
 from data.tokenizer_base import Tokenizer
 from utils import errors, machine, units
+
+if TYPE_CHECKING:
+    from data.packing import FitOrCut
 
 # values of --tokenizer; any other one names a tokenizer.json
 BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes")
@@ -184,6 +187,9 @@ class ShardRecord:
     cursor: dict | None
     skip: int
 
+    # in a packed corpus: how many tokens were kept, cut, and padding
+    packed: dict[str, int] = field(default_factory=dict)
+
 
 @dataclass
 class Preparation:
@@ -192,6 +198,8 @@ class Preparation:
     args: SimpleNamespace
     name: str
     plan: list[Stage]
+    # None for a stream of documents of any length
+    packing: "FitOrCut | None" = None
 
     # what the shards depend on, as preparation.json stores it
     options: dict = field(default_factory=dict)
@@ -231,7 +239,7 @@ def count_text(counts: np.ndarray, encoding: Tokenizer) -> dict[str, int]:
         counts: how often each token occurs, int64 (n_vocab,)
     """
     return {
-        "documents": int(counts[encoding.eot_token]),
+        "documents": int(counts[encoding.bos_token]),
         "bytes": int(counts @ encoding.bytes_by_token()),
     }
 
@@ -239,12 +247,20 @@ def count_text(counts: np.ndarray, encoding: Tokenizer) -> dict[str, int]:
 # ---- preparation ----
 
 
-def prepare(args: SimpleNamespace, name: str, plan: list[Stage], extra: dict | None = None) -> None:
+def prepare(
+    args: SimpleNamespace,
+    name: str,
+    plan: list[Stage],
+    extra: dict | None = None,
+    packing: "FitOrCut | None" = None,
+) -> None:
     """Prepare the shards `<name>_<split>_<number>.bin` in args.out, or resume preparing them.
 
     Args:
         plan: consecutive stages of the same source share its documents
         extra: further entries of meta.json
+        packing: how documents are packed into sequences of one length; args.shard_tokens and the
+            tokens of the plan are whole sequences
 
     Raises:
         ValueError: the preparation cannot continue; complete shards are kept
@@ -260,7 +276,7 @@ def prepare(args: SimpleNamespace, name: str, plan: list[Stage], extra: dict | N
         )
     args.out.mkdir(parents=True, exist_ok=True)
     with shards.lock_folder(args.out):
-        job = Preparation(args, name, plan)
+        job = Preparation(args, name, plan, packing)
         own_tokenizer = claim_folder(job)
         missing = [
             number for number, record in enumerate(job.records) if not is_complete(job.out, record)
@@ -360,6 +376,8 @@ def list_options(job: Preparation, old_options: dict) -> tuple[dict, TokenizerFi
         "tokenizer": args.tokenizer,
         "shard_tokens": args.shard_tokens,
     }
+    if job.packing is not None:
+        options["packing"] = dataclasses.asdict(job.packing)
     own_tokenizer = None
     if args.tokenizer == "bpe":
         options["vocab_size"] = args.vocab_size
@@ -438,6 +456,8 @@ def load_tokenizer(job: Preparation, own_tokenizer: TokenizerFiles | None) -> To
         own_tokenizer.write(job.out)
     else:
         encoding = build_tokenizer(job)
+        if job.packing is not None:
+            encoding = encoding.with_bos()
         job.save()
         shards.write_json(path, encoding.to_json())
     return encoding
@@ -492,7 +512,11 @@ def count_tokens_left(job: Preparation, stage: Stage) -> int:
 def open_reader(job: Preparation, number: int, source: Source) -> "TokenReader":
     """Return a reader of the source that begins with the tokens of shard `number`."""
     splits = [stage.split for stage in job.plan if stage.source is source]
-    reader = TokenReader(source, job.encoding, job.args.workers, job.progress_bar)
+    reader_settings = (source, job.encoding, job.args.workers, job.progress_bar)
+    if job.packing is None:
+        reader = TokenReader(*reader_settings)
+    else:
+        reader = job.packing.open_reader(*reader_settings)
     for record in job.records[:number]:
         if record.split in splits:
             reader.cursor = record.cursor
@@ -519,7 +543,9 @@ def write_shards(job: Preparation, expected_tokens: int) -> None:
             path = job.out / f"{job.name}_{stage.split}_{len(job.records):06d}.bin"
             # while it grows, the folder is not a complete corpus
             (job.out / "meta.json").unlink(missing_ok=True)
-            counts = shards.count_tokens(tokens, job.encoding.n_vocab)
+            # the last target of a block belongs to the next one
+            text_tokens = tokens if job.packing is None else job.packing.get_blocks(tokens)
+            counts = shards.count_tokens(text_tokens, job.encoding.n_vocab)
             record = ShardRecord(
                 file=path.name,
                 split=stage.split,
@@ -528,6 +554,7 @@ def write_shards(job: Preparation, expected_tokens: int) -> None:
                 sha256=shards.write_shard(path, tokens, get_format(job)),
                 cursor=reader.cursor,
                 skip=reader.num_used,
+                packed=reader.packed,
             )
             job.records.append(record)
             job.save()
@@ -659,7 +686,13 @@ def finish(job: Preparation, extra: dict) -> None:
         (origin, ["source", "name", "revision", "commit"]),
     ):
         meta.update({key: entries[key] for key in keys if entries.get(key)})
-    records = [dataclasses.asdict(record) for record in job.records]
+    if job.packing is not None:
+        meta.update(
+            window_tokens=job.packing.window_tokens,
+            padding_token=job.encoding.eot_token,
+            packing=job.options["packing"],
+        )
+    records = [{**dataclasses.asdict(record), **record.packed} for record in job.records]
     shards.write_meta(job.out, {**meta, **extra}, records)
     for source in job.sources:
         for line in source.describe_skipped():
@@ -682,6 +715,7 @@ class TokenReader:
     Attributes:
         cursor: of the batch that the next token is in; set both to begin elsewhere
         num_used: number of tokens of that batch that precede it
+        packed: `ShardRecord.packed` of the last tokens
     """
 
     def __init__(
@@ -697,6 +731,7 @@ class TokenReader:
         self.progress_bar = progress_bar
         self.cursor: dict | None = None
         self.num_used = 0
+        self.packed: dict[str, int] = {}
         self.batches: Iterator[tuple[dict, Future]] | None = None
         # of the batch at the cursor
         self.tokens = np.zeros(0, dtype=shards.choose_format(encoding.n_vocab).dtype)
@@ -742,17 +777,17 @@ def tokenize(
 
 
 def encode_batch(encoding: Tokenizer, batch: Batch) -> np.ndarray:
-    """Return the tokens of a batch, in which end-of-text precedes each document.
+    """Return the tokens of a batch, in which encoding.bos_token precedes each document.
 
     Returns:
         uint16 or uint32 (num_tokens,)
     """
-    end_of_text = np.array([encoding.eot_token], dtype=np.uint32)
+    begin_of_text = np.array([encoding.bos_token], dtype=np.uint32)
     starts = batch.starts or [True] * len(batch.texts)
     parts = [np.zeros(0, dtype=np.uint32)]
     for tokens, starts_document in zip(encoding.encode_batch(batch.texts), starts):
         if starts_document:
-            parts.append(end_of_text)
+            parts.append(begin_of_text)
         parts.append(tokens)
     return np.concatenate(parts).astype(shards.choose_format(encoding.n_vocab).dtype)
 

@@ -248,24 +248,32 @@ def write_meta(folder: Path, about: dict, records: list[dict]) -> None:
 
     Args:
         about: what is known of the corpus as a whole: tokenizer, vocab_size, eot_token, source
-        records: of each shard its file, split, tokens, sha256, documents and bytes
+        records: of each shard its file, split, tokens, sha256, documents and bytes, and in a packed
+            corpus the numbers of tokens that were kept, cut and padding
     """
     meta = dict(about)
     summed_keys = ["documents", "bytes", "tokens"]
     if meta["tokenizer"] == "ids":
         # the ids of a synthetic task stand for no bytes
         summed_keys.remove("bytes")
+    if "packing" in meta:
+        summed_keys += ["kept", "cut", "padding"]
     for split in ("val", "train"):
         split_records = [record for record in records if record["split"] == split]
         sums = {key: sum(record[key] for record in split_records) for key in summed_keys}
         meta[split] = sums
         summary = ", ".join(f"{value:,} {key}" for key, value in sums.items())
         if "bytes" in sums:
-            summary = f"{summary} ({sums['bytes'] / sums['tokens']:.2f} bytes per token)"
+            summary = f"{summary} ({sums['bytes'] / count_text_tokens(sums):.2f} bytes per token)"
         print(f"{split}: {summary}")
     listed_keys = ("file", "split", "tokens", "sha256")
     meta["shards"] = [{key: record[key] for key in listed_keys} for record in records]
     write_json(folder / "meta.json", meta)
+
+
+def count_text_tokens(counts: dict[str, int]) -> int:
+    """Return how many tokens of a split stand for its bytes: in a packed corpus, not all tokens."""
+    return counts.get("kept", counts["tokens"])
 
 
 def is_same_corpus(saved_identity: dict, identity: dict) -> bool:
@@ -318,7 +326,7 @@ class Corpus:
         counts = self.meta.get(split, {})
         if "bytes" not in counts:
             return None
-        return counts["bytes"] / counts["tokens"]
+        return counts["bytes"] / count_text_tokens(counts)
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:

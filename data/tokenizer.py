@@ -30,6 +30,9 @@ from data.tokenizer_base import AllowedSpecial, Tokenizer
 from utils import errors, files
 
 END_OF_TEXT = "<|endoftext|>"
+BEGIN_OF_TEXT = "<|beginoftext|>"
+# of the name of a tokenizer in which BEGIN_OF_TEXT has an id of its own
+BOS_SUFFIX = "-bos"
 
 # Words with the space before them, up to three digits, runs of punctuation, and a line break with
 # the indentation after it: at best one token each, which suits source code.
@@ -47,30 +50,47 @@ SINGLE_BYTES = [bytes([value]) for value in range(256)]
 
 
 class BytePairTokenizer(Tokenizer):
-    """A byte-pair encoding of tiktoken, with one special token: end-of-text, which has the last id.
+    """A byte-pair encoding of tiktoken, and end-of-text, whose id follows those of its tokens.
 
     Args:
         pattern: regular expression that splits text; no token crosses its borders
         tokens: in rank order
+        has_bos: whether beginning-of-text has an id of its own, the one after end-of-text
     """
 
     eot_text = END_OF_TEXT
-    special_tokens_set = frozenset({END_OF_TEXT})
 
-    def __init__(self, name: str, pattern: str, tokens: list[bytes]):
+    def __init__(self, name: str, pattern: str, tokens: list[bytes], has_bos: bool = False):
         if len({token for token in tokens if len(token) == 1}) != 256:
             raise ValueError("some bytes have no token")
         self.name = name
         self.pattern = pattern
         self.tokens = tokens
+        self.has_bos = has_bos
         self.eot_token = len(tokens)
-        self.n_vocab = len(tokens) + 1
+        special_tokens = {END_OF_TEXT: self.eot_token}
+        if has_bos:
+            special_tokens[BEGIN_OF_TEXT] = self.bos_token
+        self.special_tokens_set = frozenset(special_tokens)
+        self.n_vocab = len(tokens) + len(special_tokens)
         self.encoding = tiktoken.Encoding(
             name,
             pat_str=pattern,
             mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
-            special_tokens={END_OF_TEXT: self.eot_token},
+            special_tokens=special_tokens,
         )
+
+    @property
+    def bos_token(self) -> int:
+        return self.eot_token + 1 if self.has_bos else self.eot_token
+
+    @property
+    def bos_text(self) -> str:
+        return BEGIN_OF_TEXT if self.has_bos else END_OF_TEXT
+
+    def with_bos(self) -> "BytePairTokenizer":
+        """Return this tokenizer with a beginning-of-text token."""
+        return BytePairTokenizer(f"{self.name}{BOS_SUFFIX}", self.pattern, self.tokens, True)
 
     def encode(self, text: str, *, allowed_special: AllowedSpecial = frozenset()) -> list[int]:
         if allowed_special:
@@ -97,14 +117,19 @@ class BytePairTokenizer(Tokenizer):
         return self.encoding.decode_single_token_bytes(token)
 
     def bytes_by_token(self) -> np.ndarray:
-        return np.array([*(len(token) for token in self.tokens), 0], dtype=np.int64)
+        lengths = [len(token) for token in self.tokens]
+        return np.array(lengths + [0] * len(self.special_tokens_set), dtype=np.int64)
 
     def to_json(self) -> dict:
-        return {
+        description = {
             "name": self.name,
             "pattern": self.pattern,
             "tokens": [base64.b64encode(token).decode("ascii") for token in self.tokens],
         }
+        if self.has_bos:
+            description["eot_token"] = self.eot_token
+            description["bos_token"] = self.bos_token
+        return description
 
     def to_hugging_face(self) -> dict:
         converters = errors.import_optional(
@@ -115,7 +140,8 @@ class BytePairTokenizer(Tokenizer):
         # it would read them from a file
         converter.load_tiktoken_bpe = lambda _path: ranks
         converted = converter.converted()
-        converted.add_special_tokens([END_OF_TEXT])
+        # in the order of their ids
+        converted.add_special_tokens([END_OF_TEXT, BEGIN_OF_TEXT][: len(self.special_tokens_set)])
         return json.loads(converted.to_str())
 
 
@@ -334,16 +360,20 @@ def from_json(description: dict) -> Tokenizer:
     tokens = [base64.b64decode(token) for token in description["tokens"]]
     if description["name"] == "gpt2" and tokenizer_json.name_tokens(tokens) != "gpt2":
         raise ValueError("it is named gpt2, but its tokens are not GPT-2's")
-    return BytePairTokenizer(description["name"], description["pattern"], tokens)
+    has_bos = "bos_token" in description
+    return BytePairTokenizer(description["name"], description["pattern"], tokens, has_bos)
 
 
 def meta_entries(tokenizer: Tokenizer) -> dict:
     """Return what meta.json of a corpus says of its tokenizer."""
-    return {
+    entries = {
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.n_vocab,
         "eot_token": tokenizer.eot_token,
     }
+    if tokenizer.bos_token != tokenizer.eot_token:
+        entries["bos_token"] = tokenizer.bos_token
+    return entries
 
 
 def read(folder: Path) -> Tokenizer:
@@ -380,7 +410,9 @@ def read_hugging_face(folder: Path, description: dict) -> Tokenizer:
     reason = "it has a name of its own"
     if not config.get("name_or_path"):
         try:
-            return BytePairTokenizer(*tokenizer_json.read(description, END_OF_TEXT))
+            *fields, has_bos = tokenizer_json.read(description, END_OF_TEXT, BEGIN_OF_TEXT)
+            encoding = BytePairTokenizer(*fields)
+            return encoding.with_bos() if has_bos else encoding
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = str(error)
     eot_text = config.get("eos_token")
@@ -402,7 +434,7 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a prompt, after end-of-text, which precedes every document in training.
+    """Return the ids of a prompt, after the token that precedes every document in training.
 
     Raises:
         ValueError: the prompt has a `<|name|>` that the tokenizer, and so the model, does not know
@@ -414,4 +446,4 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
                 f"the prompt has the special token {special_token}, which the tokenizer "
                 f"{tokenizer.name} does not know; its special tokens are {special_tokens}"
             )
-    return [tokenizer.eot_token, *tokenizer.encode(text, allowed_special="all")]
+    return [tokenizer.bos_token, *tokenizer.encode(text, allowed_special="all")]

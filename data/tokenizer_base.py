@@ -17,7 +17,9 @@ class Tokenizer(ABC):
 
         name                what meta.json and messages call it
         n_vocab             highest id + 1; a few ids may be unused
-        eot_token           id of the end-of-text token, which precedes every document
+        eot_token           id of the end-of-text token, which precedes every document unless
+                            there is a beginning-of-text token
+        bos_token, bos_text id and text of the token that precedes every document
         eot_text            text of the end-of-text token
         special_tokens_set  texts of all special tokens
         name_or_path        of a tokenizer of your own: its name in tokenizer_config.json, by which
@@ -30,6 +32,14 @@ class Tokenizer(ABC):
     eot_text: str
     special_tokens_set: Set[str]
     name_or_path: str | None = None
+
+    @property
+    def bos_token(self) -> int:
+        return self.eot_token
+
+    @property
+    def bos_text(self) -> str:
+        return self.eot_text
 
     @abstractmethod
     def encode(self, text: str, *, allowed_special: AllowedSpecial = frozenset()) -> list[int]:

@@ -28,11 +28,13 @@ def printable_bytes() -> dict[str, int]:
 # ---- byte-pair encodings of tiktoken ----
 
 
-def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
+def read(
+    description: dict, end_of_text: str, begin_of_text: str
+) -> tuple[str, str, list[bytes], bool]:
     """Read a byte-pair encoding that was converted from tiktoken, even if the library saved it again.
 
     Returns:
-        name, pattern, and tokens in rank order
+        name, pattern, tokens in rank order, and whether there is a beginning-of-text token
 
     Raises:
         ValueError, KeyError, TypeError or AttributeError: it is another kind of tokenizer
@@ -46,11 +48,13 @@ def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
     pattern = split["pattern"]["Regex"]
     vocabulary = dict(description["model"]["vocab"])
     vocabulary.pop(end_of_text, None)
+    vocabulary.pop(begin_of_text, None)
     size = len(vocabulary)
     if not isinstance(pattern, str) or {type(rank) for rank in vocabulary.values()} != {int}:
         raise ValueError("its pattern is not a string, or an id is not an integer")
     added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
-    if added != {end_of_text: size}:
+    has_bos = begin_of_text in added
+    if added.pop(begin_of_text, size + 1) != size + 1 or added != {end_of_text: size}:
         raise ValueError(
             f"its added tokens are {str(added)[:80]}, not only {end_of_text} after all other tokens"
         )
@@ -61,7 +65,7 @@ def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
         bytes(to_byte[character] for character in text)
         for text in sorted(vocabulary, key=vocabulary.get)
     ]
-    return name_tokens(tokens), pattern, tokens
+    return name_tokens(tokens), pattern, tokens, has_bos
 
 
 def name_tokens(tokens: list[bytes]) -> str:

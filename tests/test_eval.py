@@ -471,6 +471,15 @@ def test_add_bos_token_puts_one_end_of_text_first():
     assert own.tok_encode("<|endoftext|>ab") == [256, 97, 98]
 
 
+def test_texts_begin_with_the_beginning_of_text_if_there_is_one():
+    model = build("gpt-mha-rope", **{**TINY, "vocab_size": 258})
+    encoding = tokenizer.byte_tokenizer().with_bos()
+    own = language_model(model, encoding=encoding, add_bos_token=True)
+    assert own.tok_encode("ab") == [257, 97, 98]
+    assert own.tok_encode("<|beginoftext|>ab") == [257, 97, 98]
+    assert (own.prefix_token_id, own.eot_token_id) == (257, 256)
+
+
 def test_end_of_text_within_a_text_is_one_token():
     own = language_model(build("gpt-mha-rope", **TINY))
     assert own.tok_encode("ab<|endoftext|>") == [97, 98, 256]

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from helpers import one_line_error, small_run
 from in_process import call, train_in_processes
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training import metrics, stopping
 from training.config import PROFILE_WARMUP_STEPS
+from training.settings import configure
+from training.setup import name_attention_backend
 from utils.machine import can_compile
 
 NUM_STEPS = 3
@@ -30,7 +34,7 @@ class ProfiledRun(NamedTuple):
 def make_arguments(corpus: Path, folder: Path, **changes) -> list[str]:
     """Return arguments of train.py for a run that evaluates and saves after its last step only."""
     changes = {"eval_interval": MAX_STEPS, "checkpoint_interval": MAX_STEPS, **changes}
-    return small_run(corpus, folder, max_steps=MAX_STEPS, **changes)
+    return small_run(corpus, folder, **{"max_steps": MAX_STEPS, **changes})
 
 
 def train(corpus: Path, folder: Path, **changes) -> str:
@@ -81,6 +85,33 @@ def test_the_trace_has_the_operators_of_both_passes(profiled_run, operator, call
     names = read_event_names(profiled_run.trace_path)
     num_micro_batches = 2 * NUM_STEPS
     assert names.count(operator) == calls_per_micro_batch * num_micro_batches
+
+
+def test_the_backend_that_the_run_names_is_that_of_the_trace(profiled_run):
+    [line] = [line for line in profiled_run.output.splitlines() if "attention backend" in line]
+    backend = line.removeprefix("note: attention backend: ")
+    operators = {
+        "flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "math": "aten::_scaled_dot_product_attention_math",
+    }
+    names = read_event_names(profiled_run.trace_path)
+    assert [name for name, operator in operators.items() if operator in names] == [backend]
+
+
+def test_a_backend_that_torch_does_not_say_is_unknown(corpus, tmp_path, monkeypatch):
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    printed = train(corpus, tmp_path / "run", max_steps=1)
+    assert "note: attention backend: unknown\n" in printed
+
+
+def test_the_choice_of_a_backend_draws_no_random_numbers(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run")
+    config, model_config = configure(arguments, note=lambda _: None)
+    state = torch.random.get_rng_state()
+    with sdpa_kernel(SDPBackend.MATH):
+        backend = name_attention_backend(config, model_config, torch.device("cpu"), torch.float32)
+    assert backend == "math"
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_the_trace_has_the_optimizers_steps(profiled_run):

@@ -23,10 +23,12 @@ class Pair(NamedTuple):
     library: tokenizers.Tokenizer
 
 
-@pytest.fixture(scope="module", params=["bytes", "own pattern", "GPT-2"])
+@pytest.fixture(scope="module", params=["bytes", "bytes with BOS", "own pattern", "GPT-2"])
 def pair(request) -> Pair:
     if request.param == "bytes":
         encoding = tokenizer.byte_tokenizer()
+    elif request.param == "bytes with BOS":
+        encoding = tokenizer.byte_tokenizer().with_bos()
     elif request.param == "GPT-2":
         encoding = tokenizer.gpt2_tokenizer()
     else:
@@ -50,7 +52,7 @@ def test_source_code_and_odd_texts(pair):
 def test_random_mixtures_of_words_and_whitespace(pair):
     generator = random.Random(0)
     characters = " \n\t\r\v\x1c\x85\u00a0\u2028\u200b\u0301\ufeffé²_!尺"
-    words = ["ab", "'s", "'ll", "12", "def", "<|", "<|endoftext|>"]
+    words = ["ab", "'s", "'ll", "12", "def", "<|", "<|endoftext|>", "<|beginoftext|>"]
     for _ in range(300):
         check_ids(pair, "".join(generator.choices([*characters, *words], k=20)))
 

@@ -907,7 +907,7 @@ def test_the_copy_task_trains_and_is_scored(copy_task, tmp_path):
 
 def test_another_block_size_than_that_of_the_documents_is_refused(copy_task, tmp_path):
     line = training_error(*small_run(copy_task, tmp_path / "run", block_size=16))
-    assert "block_size=16, but the documents of this corpus have 9 tokens" in line
+    assert "block_size=16, but the sequences of this corpus have 9 tokens" in line
 
 
 def write_labeled_corpus(folder: Path, has_label: Callable[[int], np.ndarray]) -> Path:
