@@ -65,6 +65,13 @@ PRODUCTION = {
     "mhc_read_dtype": "state",
     "mhc_write_dtype": "state",
 }
+# as in config/attn_res_inkling2_small.py
+INKLING_2 = {
+    "attn_res_routes": "q_k_v",
+    "attn_res_values": "normed",
+    "attn_res_scale": 10**-0.5,
+    "attn_res_norm_eps": 1e-6,
+}
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
 NO_LAMBDA = {"lambda_values": "none", "lambda_input": False}
 MAIN_GAIN = {**NO_LAMBDA, "lambda_gain": True}
@@ -84,6 +91,12 @@ CASES = [
     # asked for
     ("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}),
     ("AttnRes", {"attn_res_blocks": 4, **DEEP}),
+    *(("AttnRes", {"attn_res_heads": h, "attn_res_blocks": None, **DEEP}) for h in (2, 5, 10)),
+    ("AttnRes", {"attn_res_scale": 0.5, "attn_res_norm_eps": 0.1}),
+    ("AttnRes", {"attn_res_form": "delta", "attn_res_scale": 2.0}),
+    *(("AttnRes", {"attn_res_routes": routes, **DEEP}) for routes in ("qk_v", "q_k_v")),
+    ("AttnRes", {"attn_res_values": "normed", "attn_res_norm_eps": 0.1, **DEEP}),
+    ("AttnRes", {**INKLING_2, "attn_res_heads": 2, "attn_res_blocks": 2, **DEEP}),
     *(("MGT", {"mgt_arm": arm, **MGT_GATE}) for arm in ("full", "ddl")),
     *(("MGT", {"mgt_arm": arm}) for arm in ("mhc", "standard", "additive")),
     ("ReZero", {}),
@@ -347,6 +360,22 @@ def test_attention_residuals_start_at_the_mean_of_their_sources(blocks):
         mean = torch.stack([embedding, *sources]).mean(0)
         torch.testing.assert_close(x_in, mean, **CLOSE)
     assert len(inputs) == 4
+
+
+@pytest.mark.parametrize("routes", ["qk_v", "q_k_v"])
+def test_equal_routes_are_attention_residuals(routes):
+    """With equal queries, and equal norms, all routes read the same input."""
+    model = build_random("AttnRes", **DEEP)
+    other = build_initial("AttnRes", attn_res_routes=routes, **DEEP)
+    weights = model.state_dict()
+    for name, tensor in other.state_dict().items():
+        source = name.replace("ln_k", "ln_1").replace("ln_v", "ln_1")
+        tensor.copy_(weights[source])  # a query is copied to every route
+    ids = random_ids(2, 7)
+    torch.testing.assert_close(other(ids)[0], model(ids)[0], **CLOSE)
+    with torch.no_grad():
+        other.transformer.h[1].depth_attn.query[-1].neg_()
+    assert (other(ids)[0] - model(ids)[0]).abs().max() > 1e-4
 
 
 def test_rezero_starts_with_the_embedding_alone():
@@ -686,6 +715,14 @@ MISTAKES = [
     ("HC", {"mhc_iterations": 3}, "mhc_iterations"),
     ("AttnRes", {"attn_res_blocks": 0}, "attn_res_blocks=0: give 1 or more"),
     ("AttnRes", {"attn_res_gate": 0.5}, "attn_res_gate"),
+    ("AttnRes", {"attn_res_heads": 5}, "attn_res_heads=5 does not divide hidden_size="),
+    ("AttnRes", {"attn_res_scale": 0}, "attn_res_scale=0.0: give a number above 0"),
+    ("AttnRes", {"attn_res_routes": "qkv"}, "attn_res_routes"),
+    (
+        "AttnRes",
+        {"attn_res_form": "delta", "attn_res_heads": 2},
+        "attn_res_heads=2 has no effect with attn_res_form=delta",
+    ),
     ("mHC", {"mhc_mix": "permutations", "hc_streams": 6}, "hc_streams=6 with mhc_mix=permutations"),
     ("mHC", {"mhc_mix": "kronecker", "hc_streams": 3}, "give a power of two"),
     ("mHC", {"mhc_mix": "identity", "mhc_iterations": 3}, "no effect with mhc_mix=identity"),
@@ -743,6 +780,7 @@ BFLOAT16_CASES = [
     ("mHC", {}),
     ("GatedResidual", {}),
     ("AttnRes", {}),
+    ("AttnRes", {**INKLING_2, "attn_res_heads": 2}),
     ("ReZero", {}),
     ("DenseFormer", DEEP),
     ("LAuReL", {"laurel_form": "rw"}),
