@@ -66,7 +66,10 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"mgt_arm": "full_post"},
         {"mgt_arm": "additive", "residual_branch_mult": 0.38},
     ),
-    "MUDD-gpt-mha-rope": ({"mudd_ways": "r"},),
+    "MUDD-gpt-mha-rope": (
+        {"mudd_ways": "r"},
+        {"mudd_norm": "prepost"},
+    ),
     "conv-gpt-mha-rope": ({"canon": "ABCD"},),
     "gpt-mha-rope": ({"residual_branch_mult": 0.5},),
     "mHC-gpt-mha-rope": (

@@ -85,6 +85,12 @@ MIXING = [
     ("Lambdas-gpt-mha-rope", {"lambda_skips": True}, (), ()),
     ("MGT-gpt-mha", {}, ("write_SITE.gate.weight", "write_SITE.beta.weight"), ()),
     ("MUDD-gpt-mha-rope", {}, ("dense.first.weight", "dense.second.weight"), ()),
+    (
+        "MUDD-gpt-mha-rope",
+        {"mudd_norm": "prepost"},
+        ("dense.first.weight", "dense.second.weight"),
+        (),
+    ),
     ("ReZero-gpt-mha-rope", {}, (), ()),
     ("conv-gpt-mha-rope", {}, (TOKEN_READ,), (TOKEN_READOUT,)),
     ("mHC-gpt-mha-rope", {}, ("hc_SITE.maps.weight",), ()),

@@ -72,6 +72,7 @@ INKLING_2 = {
     "attn_res_scale": 10**-0.5,
     "attn_res_norm_eps": 1e-6,
 }
+PREPOST = {"mudd_norm": "prepost"}
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
 NO_LAMBDA = {"lambda_values": "none", "lambda_input": False}
 MAIN_GAIN = {**NO_LAMBDA, "lambda_gain": True}
@@ -120,6 +121,7 @@ CASES = [
     *(("mHC", {"mhc_readout": readout, **PRODUCTION}) for readout in ("mean", "sigmoid")),
     *(("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n, **DEEP}) for n in (None, 2)),
     *(("MUDD", {"mudd_ways": roles, **DEEP}) for roles in ("qkvr", "r")),
+    *(("MUDD", {"mudd_ways": roles, **PREPOST, **DEEP}) for roles in ("qkvr", "r")),
     ("Lambdas", DEEP),
     ("Lambdas", {"lambda_values": "head", **EVERY_LAMBDA}),
     ("Lambdas", {**NO_LAMBDA, **EVERY_LAMBDA}),
@@ -395,6 +397,8 @@ def test_rezero_starts_with_the_embedding_alone():
         ("conv", {"conv_init": "identity"}),
         ("MUDD", {"mudd_ways": "r", **DEEP}),
         ("MUDD", DEEP),
+        ("MUDD", {**PREPOST, **DEEP}),
+        ("MUDD", {"mudd_ways": "r", **PREPOST, **DEEP}),
         ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
         ("Lambdas", MAIN_GAIN),
@@ -459,6 +463,8 @@ STARTS = [
     ("HC", {"hc_scale_outputs": True, "init": "normal"}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
     ("HC", {"init": "normal"}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2),
     ("wide", {"ddl_value_channels": 4096}, "write_attn.weights", 1, 0.5),
+    ("MUDD", {}, "dense.first.weight", 0, 0.5 / 16),
+    ("MUDD", PREPOST, "dense.first.weight", 0, 1 / 16),
     ("GatedResidual", {}, "gated_attn.down.weight", 0, 0.02),
     ("GatedResidual", {}, "gated_mlp.up.weight", 0, 0.02),
     ("GatedResidual", {}, "gated_mlp.inject.weight", 0, 0.02),
@@ -490,6 +496,9 @@ def test_initial_biases_and_scales_of_manifold_connections():
 
 EXACT_STARTS = [
     ("MUDD", {}, "h.1.dense.static", [0.0, 0.0, 1.0]),
+    ("MUDD", PREPOST, "h.1.dense.static", [0.0, 0.0, 0.0]),
+    ("MUDD", PREPOST, "h.1.dense.pre_norm.weight", [1.0] * 10),
+    ("MUDD", PREPOST, "h.1.dense.post_norm.weight", [1e-3] * 10),
     ("Lambdas", {}, "h.1.begin.a", [1.0]),
     ("Lambdas", {}, "h.1.begin.b", [0.0]),
     ("Lambdas", MAIN_GAIN, "h.1.begin.a", [1.0]),
@@ -743,6 +752,7 @@ MISTAKES = [
     ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "omit the key"),
     ("conv", {"conv_init": "zero"}, "conv_init"),
     ("LAuReL", {"laurel_form": "lo"}, "laurel_form"),
+    ("MUDD", {"mudd_norm": "pre"}, "mudd_norm"),
     ("LAuReL", {"laurel_rank": 0}, "laurel_rank=0: give 1 or more"),
     (
         "LAuReL",
@@ -783,6 +793,7 @@ BFLOAT16_CASES = [
     ("AttnRes", {**INKLING_2, "attn_res_heads": 2}),
     ("ReZero", {}),
     ("DenseFormer", DEEP),
+    ("MUDD", PREPOST),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_form": "lr"}),
     ("conv", {}),
