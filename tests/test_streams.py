@@ -677,6 +677,19 @@ def test_statistics_of_unequal_weights_over_depth():
     )
 
 
+def test_statistics_of_attention_over_depth_are_means_over_heads():
+    """The first of two heads has the weights 3/4 and 1/4, and the second one 1/2 and 1/2."""
+    block = build_initial("AttnRes", attn_res_heads=2).transformer.h[0]
+    V = torch.eye(10, dtype=torch.float64)[:2, None, None]
+    with torch.no_grad():
+        block.depth_mlp.query[0] = math.log(3) * math.sqrt(1 / 10 + 1e-5)
+    state = tuple(V)
+    values = block.sites[1].write.statistics(state, None, block.depth_mlp(state), None, None)
+    assert values["embedding_weight"].item() == pytest.approx((3 / 4 + 1 / 2) / 2)
+    first_head = math.exp(2 * math.log(2) - 0.75 * math.log(3))
+    assert values["effective_sources"].item() == pytest.approx((first_head + 2) / 2)
+
+
 def test_statistics_of_gated_residual():
     """The one feature of u gives two streams g = 2 sigmoid(1) and 2 sigmoid(-1); a is 1/2."""
     model = build_initial("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
