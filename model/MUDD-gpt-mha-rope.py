@@ -6,6 +6,10 @@ inputs, which the paper calls ways, are those of queries, keys, values and the r
 the residual stream alone; the readout has that one as well. With W2 = 0, and b = 1 for x and 0 for
 the others, the model starts as the additive one. The state is the tuple of the ways, followed by
 h_0, h_1, ...
+
+With PrePostDANorm (section 2.5 of the paper, as in the authors' code), s_j = RMSNorm_j(h_j) takes the
+place of h_j in the sums and in the state, the sum is added to x, and for the residual stream it is
+normalized before. It starts as the additive model with W2 = 0 and b = 0.
 """
 
 from dataclasses import dataclass, replace
@@ -34,6 +38,16 @@ class MUDDConfig(GPTConfig):
         "inputs of each block that have dense connections of their own; qkvr stands for queries, "
         "keys, values and the residual stream, r for the residual stream only",
     )
+    mudd_norm: Literal["none", "prepost"] = option(
+        "none",
+        "norms of the dense connections; prepost normalizes the block outputs before they are "
+        "summed, and their sum for the residual stream (PrePostDANorm)",
+    )
+
+
+# With a sum of 0 the gradient of the norm after it is its weight / sqrt(eps) = 1.
+NORM_EPS = 1e-6
+POST_NORM_WEIGHT = 1e-3
 
 
 class AddToLastWay(Add):
@@ -59,7 +73,10 @@ class AddToLastWay(Add):
 
 
 class DenseConnection(nn.Module):
-    """Maps (x, h_0, ..., h_l) to (the ways, h_0, ..., h_l, x)."""
+    """Maps (x, h_0, ..., h_l) to (the ways, h_0, ..., h_l, x).
+
+    With mudd_norm=prepost it maps (x, s_0, ..., s_l) to (the ways, s_0, ..., s_l, RMSNorm(x)).
+    """
 
     def __init__(self, config: MUDDConfig, layer: int):
         super().__init__()
@@ -67,21 +84,38 @@ class DenseConnection(nn.Module):
         num_ways = 1 if is_last_block else len(config.mudd_ways)
         d = config.hidden_size
         self.static = nn.Parameter(torch.empty(num_ways, layer + 2))  # b
-        self.rules = {"static": Rule(partial(one_hot, index=-1), mixing=True)}
+        self.has_norms = config.mudd_norm == "prepost"
+        if self.has_norms:
+            self.pre_norm = RMSNorm(d, NORM_EPS)
+            self.post_norm = RMSNorm(d, NORM_EPS)
+            self.post_norm.rules = {"weight": Rule(constant(POST_NORM_WEIGHT))}
+        static_start = constant(0.0) if self.has_norms else partial(one_hot, index=-1)
+        self.rules = {"static": Rule(static_start, mixing=True)}
         size = self.static.numel()
-        first_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True, mixing=True)
+        first_std = d**-0.5 if self.has_norms else config.hidden_init_std
+        first_rule = Rule(normal(first_std), OUTPUT, decay=True, mixing=True)
         second_rule = Rule(constant(0.0), FIXED, decay=True, mixing=True)
         self.first = linear(d, size, first_rule)  # W1
         self.second = linear(size, size, second_rule)  # W2
 
     def elementwise_flops(self) -> int:
-        return 2 * self.static.numel() * self.first.in_features
+        num_ways = len(self.static)
+        flops = 2 * self.static.numel() * self.first.in_features
+        if self.has_norms:
+            flops += num_ways * self.first.in_features
+        return flops
 
     def forward(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, *earlier_outputs = state
-        outputs = (*earlier_outputs, x)
-        outputs_fp32 = [output.to(at_least_fp32(x.dtype)) for output in outputs]
-        normed = F.rms_norm(outputs_fp32[-1], x.shape[-1:], eps=1e-6)
+        x_fp32 = x.to(at_least_fp32(x.dtype))
+        if self.has_norms:
+            last_fp32 = self.pre_norm(x_fp32)
+            outputs = (*earlier_outputs, last_fp32.to(x.dtype))
+        else:
+            last_fp32 = x_fp32
+            outputs = (*earlier_outputs, x)
+        outputs_fp32 = [*(output.to(x_fp32.dtype) for output in earlier_outputs), last_fp32]
+        normed = F.rms_norm(x_fp32, x.shape[-1:], eps=NORM_EPS)
         dynamic = linear_fp32(self.second, F.gelu(linear_fp32(self.first, normed)))
         # w_cj: the weight of output j in way c
         weights = dynamic.unflatten(-1, self.static.shape) + self.static  # (B, T, ways, outputs)
@@ -93,6 +127,9 @@ class DenseConnection(nn.Module):
                 torch.addcmul(way_sum, weights[:, :, way, j], output)
                 for way, way_sum in enumerate(sums)
             ]
+        if self.has_norms:
+            *qkv_sums, residual_sum = sums
+            sums = [x_fp32 + way_sum for way_sum in (*qkv_sums, self.post_norm(residual_sum))]
         return *(way_sum.to(x.dtype) for way_sum in sums), *outputs
 
 
@@ -122,14 +159,27 @@ class MUDDBlock(Block):
         return AttentionInputs(query=c, key=self.ln_k(qkv[1]), value=self.ln_v(qkv[2]))
 
 
-def copies_of_embedding(config: MUDDConfig) -> Copies:
+class NormedCopies(Copies):
+    """Expander of mudd_norm=prepost: the ways are the embedding, and s_0 is its RMSNorm."""
+
+    def __init__(self, config: MUDDConfig):
+        super().__init__(len(config.mudd_ways))
+        self.pre_norm = RMSNorm(config.hidden_size, NORM_EPS)
+
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+        return *super().forward(x), self.pre_norm(x)
+
+
+def first_state(config: MUDDConfig) -> nn.Module:
     """Return the expander: the ways and h_0 are all the embedding."""
+    if config.mudd_norm == "prepost":
+        return NormedCopies(config)
     return Copies(len(config.mudd_ways) + 1)
 
 
 class Model(GPT):
     Config = MUDDConfig
-    Expander = staticmethod(copies_of_embedding)
+    Expander = staticmethod(first_state)
     Block = MUDDBlock
     Readout = First
 

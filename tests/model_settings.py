@@ -10,6 +10,14 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     "AttnRes-gpt-mha-rope": (
         {"attn_res_blocks": 2},
         {"attn_res_form": "delta"},
+        {"attn_res_heads": 5, "attn_res_blocks": None},
+        {"attn_res_routes": "qk_v"},
+        {
+            "attn_res_routes": "q_k_v",
+            "attn_res_values": "normed",
+            "attn_res_scale": 0.3,
+            "attn_res_norm_eps": 0.01,
+        },
     ),
     "DDL-gpt-mha-rope": (
         {"ddl_map": "v"},
@@ -58,7 +66,10 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"mgt_arm": "full_post"},
         {"mgt_arm": "additive", "residual_branch_mult": 0.38},
     ),
-    "MUDD-gpt-mha-rope": ({"mudd_ways": "r"},),
+    "MUDD-gpt-mha-rope": (
+        {"mudd_ways": "r"},
+        {"mudd_norm": "prepost"},
+    ),
     "conv-gpt-mha-rope": ({"canon": "ABCD"},),
     "gpt-mha-rope": ({"residual_branch_mult": 0.5},),
     "mHC-gpt-mha-rope": (

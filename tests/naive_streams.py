@@ -191,13 +191,24 @@ def manifold_connections(weights, cfg, xs):
 # Attention Residuals, of one token: V, the list of its sources.
 
 
-def depth_weights(query, V):
-    scores = torch.stack([query @ rms_norm(source, 1.0, 1e-5) for source in V]).exp()
+def depth_weights(query, V, eps=1e-5):
+    scores = torch.stack([query @ rms_norm(source, 1.0, eps) for source in V]).exp()
     return scores / scores.sum()
 
 
-def depth_attention(query, V):
-    return sum(a * source for a, source in zip(depth_weights(query, V), V))
+def depth_attention(query, V, cfg):
+    """Return x_in of one route, from a list of sources V."""
+    eps = cfg["attn_res_norm_eps"]
+    keys = [rms_norm(source, 1.0, eps) for source in V]
+    values = keys if cfg["attn_res_values"] == "normed" and len(V) > 1 else V
+    size = len(query) // cfg["attn_res_heads"]
+    x_in = []
+    for begin in range(0, len(query), size):
+        head = slice(begin, begin + size)
+        scores = torch.stack([cfg["attn_res_scale"] * (query[head] @ key[head]) for key in keys])
+        weights = scores.exp() / scores.exp().sum()
+        x_in.append(sum(a * value[head] for a, value in zip(weights, values)))
+    return torch.cat(x_in)
 
 
 def sources(x, hs, cfg):
@@ -211,19 +222,36 @@ def sources(x, hs, cfg):
 def attention_residuals(weights, cfg, xs):
     outputs = [[] for _ in xs]
     is_delta = cfg["attn_res_form"] == "delta"
+
+    def read(query):
+        return [depth_attention(query, sources(x, hs, cfg), cfg) for x, hs in zip(xs, outputs)]
+
     for site in sites(weights, cfg):
         query = site.block[f"depth_{site.name}.query"]
-        x_ins = [depth_attention(query, sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
-        if is_delta:
-            g = site.block[f"depth_{site.name}.gate"]
-            x_ins = [x + sum(hs) + g * x_in for x, hs, x_in in zip(xs, outputs, x_ins)]
-        for hs, h in zip(outputs, sublayer(site, x_ins)):
+        if query.ndim == 2:
+            new_outputs = attend_by_routes(site.block, cfg, [read(row) for row in query])
+        else:
+            x_ins = read(query)
+            if is_delta:
+                g = site.block[f"depth_{site.name}.gate"]
+                x_ins = [x + sum(hs) + g * x_in for x, hs, x_in in zip(xs, outputs, x_ins)]
+            new_outputs = sublayer(site, x_ins)
+        for hs, h in zip(outputs, new_outputs):
             hs.append(h)
     if is_delta:
         return [x + sum(hs) for x, hs in zip(xs, outputs)]
-    return [
-        depth_attention(weights["readout.query"], sources(x, hs, cfg)) for x, hs in zip(xs, outputs)
-    ]
+    return read(weights["readout.query"])
+
+
+def attend_by_routes(block, cfg, x_ins):
+    """Return the attention's outputs; x_ins are of (queries and keys, values) or of each."""
+    if cfg["attn_res_routes"] == "qk_v":
+        x_qk, x_v = x_ins
+        q = k = normed(x_qk, block, "ln_1")
+        v = normed(x_v, block, "ln_1")
+    else:
+        q, k, v = (normed(x, block, norm) for x, norm in zip(x_ins, ("ln_1", "ln_k", "ln_v")))
+    return attention(select(block, "attn."), q, cfg, k, v)
 
 
 # MGT, of one token: X (d,).
@@ -380,6 +408,8 @@ def mudd(weights, cfg, xs):
     num_inputs = 4 if has_separate_inputs else 1
     inputs = [[x] * num_inputs for x in xs]  # of each token; the last is the residual's
     outputs = [[x] for x in xs]  # h_0, h_1, ... of each token
+    is_normed = cfg["mudd_norm"] == "prepost"
+    pre_norms = [weights["input_embed.pre_norm.weight"]] if is_normed else []
     for _, block in blocks(weights, cfg):
         cs, *other_cs = [
             normed([token_inputs[i] for token_inputs in inputs], block, norm)
@@ -395,8 +425,26 @@ def mudd(weights, cfg, xs):
             hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
             dynamic = (w["second.weight"] @ hidden).reshape(w["static"].shape)
             rows = dynamic + w["static"]
-            inputs[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
+            if is_normed:
+                inputs[t] = normed_sums(x, outputs[t], rows, [*pre_norms, w["pre_norm.weight"]], w)
+            else:
+                inputs[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
+        if is_normed:
+            pre_norms.append(w["pre_norm.weight"])
     return [token_inputs[-1] for token_inputs in inputs]
+
+
+def normed_sums(x, outputs, rows, pre_norms, w):
+    """Return x plus the sum of normed outputs of each way, normed for the last one, of one token."""
+    sums = []
+    for way, row in enumerate(rows):
+        way_sum = sum(
+            a * rms_norm(h, norm, 1e-6) for a, h, norm in zip(row, outputs, pre_norms, strict=True)
+        )
+        if way == len(rows) - 1:
+            way_sum = rms_norm(way_sum, w["post_norm.weight"], 1e-6)
+        sums.append(x + way_sum)
+    return sums
 
 
 def lambdas(weights, cfg, xs):

@@ -55,6 +55,8 @@ CASES = {
         {"lambda_input": False, "lambda_values": "none", "lambda_gain": True},
     ),
     "ways": ("MUDD-gpt-mha-rope", {}),
+    "normed_ways": ("MUDD-gpt-mha-rope", {"mudd_norm": "prepost"}),
+    "routes": ("AttnRes-gpt-mha-rope", {"attn_res_routes": "q_k_v", "attn_res_values": "normed"}),
     "canon": ("conv-gpt-mha-rope", {"canon": "ABCD"}),
 }
 IN_BFLOAT16 = (CC, "convolution", "plain")

@@ -128,6 +128,16 @@ HUNYUAN_V4 = {
     "mhc_maps_init_std": 0.006,
     "mhc_readout_bias_init": "mean",
 }
+ATTN_RES = {"model": "AttnRes-gpt-mha-rope"}
+# as in config/attn_res_inkling2_small.py
+INKLING_2 = {
+    **ATTN_RES,
+    "attn_res_blocks": 2,
+    "attn_res_routes": "q_k_v",
+    "attn_res_values": "normed",
+    "attn_res_scale": SIZE["hidden_size"] ** -0.5,
+    "attn_res_norm_eps": 1e-6,
+}
 MAIN_GAIN = {"lambda_input": False, "lambda_values": "none", "lambda_gain": True}
 # name: (number of processes, keys); all other keys of the model have their defaults of that time
 RUNS = {
@@ -141,6 +151,10 @@ RUNS = {
     "GLM-5.3": (1, GLM_5_3),
     "Hunyuan-V4": (1, HUNYUAN_V4),
     "oHC": (1, {**MHC, "mhc_mix": "orthogonal"}),
+    "MHAR": (1, {**ATTN_RES, "attn_res_blocks": None, "attn_res_heads": 2}),
+    "RD-AttnRes": (1, {**ATTN_RES, "attn_res_blocks": 2, "attn_res_routes": "qk_v"}),
+    "Inkling-2": (1, INKLING_2),
+    "MUDD_prepost": (1, {"model": "MUDD-gpt-mha-rope", "mudd_norm": "prepost"}),
     "own_erase_gate": (1, {"model": "DDL-gpt-mha-rope", "ddl_erase_gate": "own"}),
     "erase_only": (1, {"model": "DDL-gpt-mha-rope", "ddl_update": "erase_only"}),
     "main_gain": (1, {"model": "Lambdas-gpt-mha-rope", **MAIN_GAIN}),

@@ -374,6 +374,7 @@ ADDITIVE_STARTS = [
     ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}),
     ("ReZero-gpt-mha-rope", {}),
     ("MUDD-gpt-mha-rope", {}),
+    ("MUDD-gpt-mha-rope", {"mudd_norm": "prepost"}),
     ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
     (
         "Lambdas-gpt-mha-rope",

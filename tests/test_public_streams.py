@@ -1,8 +1,10 @@
-"""Test mHC and Gated Residual against transformers' layers of DeepSeek-V4 and Qwen4-exp.
+"""Test streams against transformers' layers of DeepSeek-V4, Inkling 2 and Qwen4-exp.
 
 Compare the loss and every gradient of a whole model. transformers computes the residual stream, with
 our parameters in place of its own; sublayers and norms are the model's.
 """
+
+import importlib
 
 import naive_streams
 import pytest
@@ -23,6 +25,7 @@ from model import build
 from model.causality import move_parameters
 from model.gpt import GPT
 from model.kernels.sinkhorn import fused_sinkhorn_knopp
+from model.layers import AttentionInputs
 
 # helpers.py turns the interpreter on where there is no GPU; on one, kernels may round the factors of
 # a product to 10 bits
@@ -184,13 +187,86 @@ def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations, 
     torch.testing.assert_close(logits.grad.double(), float64_logits.grad, rtol=1e-5, atol=1e-5)
 
 
-# ---- Gated Residual: the layer of transformers' Qwen4-exp ----
-
-
 @pytest.fixture
 def norms_in_float64(monkeypatch):
-    """Let the RMSNorm of Qwen4-exp, which casts its input by `.float()`, compute in float64."""
+    """Let layers of transformers, which cast their input by `.float()`, compute in float64."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+# ---- Attention Residuals of Inkling 2: its decoder layers ----
+
+
+INKLING_2 = "transformers.models.inkling2.modeling_inkling2"
+
+
+def public_depth_attention(read):
+    """Return the attention over blocks of transformers' Inkling 2 with the queries of a read."""
+    inkling2 = importlib.import_module(INKLING_2)
+    config = inkling2.Inkling2TextConfig(hidden_size=SIZE["hidden_size"])
+    config._attn_implementation = "sdpa"
+    num_routes = len(read.query) if read.query.ndim == 2 else 1
+    public = inkling2.Inkling2BlockAttentionResidual(config, num_routes)
+    return lambda *states: functional_call(public, {"query": read.query}, states)
+
+
+def run_inkling2(model, x):
+    """Run the decoder layers of Inkling 2 with our sublayers, as its Inkling2TextModel does."""
+    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
+    has_routes = model.config.attn_res_routes == "q_k_v"
+    name = "Inkling2FullDecoderLayer" if has_routes else "Inkling2SlidingDecoderLayer"
+    layer_class = getattr(importlib.import_module(INKLING_2), name)
+    # its first attention has no query; that of ours has a gradient of 0
+    state = x + 0 * model.transformer.h[0].depth_attn.query.sum()
+    block_states = x.unsqueeze(2)[:, :, :0]
+    for layer, block in enumerate(model.transformer.h):
+
+        def attend(hidden_states, block=block, **inputs):
+            k = inputs.get("key_hidden_states", hidden_states)
+            v = inputs.get("value_hidden_states", hidden_states)
+            return block.attn(AttentionInputs(hidden_states, k, v), positions), None
+
+        public_layer = object.__new__(layer_class)
+        nn.Module.__init__(public_layer)
+        vars(public_layer).update(
+            is_block_boundary=2 * layer % model.config.run_length == 0,
+            attention_input=public_depth_attention(block.depth_attn) if layer > 0 else None,
+            mlp_input=public_depth_attention(block.depth_mlp),
+            self_attn=attend,
+            mlp=lambda c, mlp=block.mlp: mlp(c, positions),
+            input_layernorm=block.ln_1,
+            q_input_layernorm=block.ln_1,
+            k_input_layernorm=getattr(block, "ln_k", None),
+            v_input_layernorm=getattr(block, "ln_v", None),
+            post_attention_layernorm=block.ln_2,
+            # ours has no convolutions over tokens
+            post_attention_convolution=lambda h, **_: h,
+            post_mlp_convolution=lambda h, **_: h,
+        )
+        new_state = public_layer(state, block_states)
+        if public_layer.is_block_boundary:
+            block_states = torch.cat([block_states, state.unsqueeze(-2)], dim=-2)
+        state = new_state
+    return public_depth_attention(model.readout)(block_states, state)[0]
+
+
+@pytest.mark.usefixtures("norms_in_float64")
+@pytest.mark.parametrize("routes", ["1", "q_k_v"])
+def test_attention_residuals_equal_those_of_inkling_2(routes):
+    pytest.importorskip(INKLING_2, reason="this transformers has no Inkling 2")
+    model = build_random(
+        "AttnRes-gpt-mha-rope",
+        torch.float64,
+        num_hidden_layers=4,
+        attn_res_blocks=2,
+        attn_res_routes=routes,
+        attn_res_values="normed",
+        attn_res_scale=SIZE["hidden_size"] ** -0.5,
+        attn_res_norm_eps=1e-6,
+    )
+    check_model(model, run_inkling2, 1e-12)
+
+
+# ---- Gated Residual: the layer of transformers' Qwen4-exp ----
 
 
 def public_gated_residual(gated_read, with_inject: bool = True):

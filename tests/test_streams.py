@@ -65,6 +65,14 @@ PRODUCTION = {
     "mhc_read_dtype": "state",
     "mhc_write_dtype": "state",
 }
+# as in config/attn_res_inkling2_small.py
+INKLING_2 = {
+    "attn_res_routes": "q_k_v",
+    "attn_res_values": "normed",
+    "attn_res_scale": 10**-0.5,
+    "attn_res_norm_eps": 1e-6,
+}
+PREPOST = {"mudd_norm": "prepost"}
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
 NO_LAMBDA = {"lambda_values": "none", "lambda_input": False}
 MAIN_GAIN = {**NO_LAMBDA, "lambda_gain": True}
@@ -84,6 +92,12 @@ CASES = [
     # asked for
     ("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}),
     ("AttnRes", {"attn_res_blocks": 4, **DEEP}),
+    *(("AttnRes", {"attn_res_heads": h, "attn_res_blocks": None, **DEEP}) for h in (2, 5, 10)),
+    ("AttnRes", {"attn_res_scale": 0.5, "attn_res_norm_eps": 0.1}),
+    ("AttnRes", {"attn_res_form": "delta", "attn_res_scale": 2.0}),
+    *(("AttnRes", {"attn_res_routes": routes, **DEEP}) for routes in ("qk_v", "q_k_v")),
+    ("AttnRes", {"attn_res_values": "normed", "attn_res_norm_eps": 0.1, **DEEP}),
+    ("AttnRes", {**INKLING_2, "attn_res_heads": 2, "attn_res_blocks": 2, **DEEP}),
     *(("MGT", {"mgt_arm": arm, **MGT_GATE}) for arm in ("full", "ddl")),
     *(("MGT", {"mgt_arm": arm}) for arm in ("mhc", "standard", "additive")),
     ("ReZero", {}),
@@ -107,6 +121,7 @@ CASES = [
     *(("mHC", {"mhc_readout": readout, **PRODUCTION}) for readout in ("mean", "sigmoid")),
     *(("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n, **DEEP}) for n in (None, 2)),
     *(("MUDD", {"mudd_ways": roles, **DEEP}) for roles in ("qkvr", "r")),
+    *(("MUDD", {"mudd_ways": roles, **PREPOST, **DEEP}) for roles in ("qkvr", "r")),
     ("Lambdas", DEEP),
     ("Lambdas", {"lambda_values": "head", **EVERY_LAMBDA}),
     ("Lambdas", {**NO_LAMBDA, **EVERY_LAMBDA}),
@@ -349,6 +364,22 @@ def test_attention_residuals_start_at_the_mean_of_their_sources(blocks):
     assert len(inputs) == 4
 
 
+@pytest.mark.parametrize("routes", ["qk_v", "q_k_v"])
+def test_equal_routes_are_attention_residuals(routes):
+    """With equal queries, and equal norms, all routes read the same input."""
+    model = build_random("AttnRes", **DEEP)
+    other = build_initial("AttnRes", attn_res_routes=routes, **DEEP)
+    weights = model.state_dict()
+    for name, tensor in other.state_dict().items():
+        source = name.replace("ln_k", "ln_1").replace("ln_v", "ln_1")
+        tensor.copy_(weights[source])  # a query is copied to every route
+    ids = random_ids(2, 7)
+    torch.testing.assert_close(other(ids)[0], model(ids)[0], **CLOSE)
+    with torch.no_grad():
+        other.transformer.h[1].depth_attn.query[-1].neg_()
+    assert (other(ids)[0] - model(ids)[0]).abs().max() > 1e-4
+
+
 def test_rezero_starts_with_the_embedding_alone():
     model = build_initial("ReZero")
     ids = random_ids(2, 7)
@@ -366,6 +397,8 @@ def test_rezero_starts_with_the_embedding_alone():
         ("conv", {"conv_init": "identity"}),
         ("MUDD", {"mudd_ways": "r", **DEEP}),
         ("MUDD", DEEP),
+        ("MUDD", {**PREPOST, **DEEP}),
+        ("MUDD", {"mudd_ways": "r", **PREPOST, **DEEP}),
         ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
         ("Lambdas", MAIN_GAIN),
@@ -430,6 +463,8 @@ STARTS = [
     ("HC", {"hc_scale_outputs": True, "init": "normal"}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
     ("HC", {"init": "normal"}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2),
     ("wide", {"ddl_value_channels": 4096}, "write_attn.weights", 1, 0.5),
+    ("MUDD", {}, "dense.first.weight", 0, 0.5 / 16),
+    ("MUDD", PREPOST, "dense.first.weight", 0, 1 / 16),
     ("GatedResidual", {}, "gated_attn.down.weight", 0, 0.02),
     ("GatedResidual", {}, "gated_mlp.up.weight", 0, 0.02),
     ("GatedResidual", {}, "gated_mlp.inject.weight", 0, 0.02),
@@ -461,6 +496,9 @@ def test_initial_biases_and_scales_of_manifold_connections():
 
 EXACT_STARTS = [
     ("MUDD", {}, "h.1.dense.static", [0.0, 0.0, 1.0]),
+    ("MUDD", PREPOST, "h.1.dense.static", [0.0, 0.0, 0.0]),
+    ("MUDD", PREPOST, "h.1.dense.pre_norm.weight", [1.0] * 10),
+    ("MUDD", PREPOST, "h.1.dense.post_norm.weight", [1e-3] * 10),
     ("Lambdas", {}, "h.1.begin.a", [1.0]),
     ("Lambdas", {}, "h.1.begin.b", [0.0]),
     ("Lambdas", MAIN_GAIN, "h.1.begin.a", [1.0]),
@@ -639,6 +677,19 @@ def test_statistics_of_unequal_weights_over_depth():
     )
 
 
+def test_statistics_of_attention_over_depth_are_means_over_heads():
+    """The first of two heads has the weights 3/4 and 1/4, and the second one 1/2 and 1/2."""
+    block = build_initial("AttnRes", attn_res_heads=2).transformer.h[0]
+    V = torch.eye(10, dtype=torch.float64)[:2, None, None]
+    with torch.no_grad():
+        block.depth_mlp.query[0] = math.log(3) * math.sqrt(1 / 10 + 1e-5)
+    state = tuple(V)
+    values = block.sites[1].write.statistics(state, None, block.depth_mlp(state), None, None)
+    assert values["embedding_weight"].item() == pytest.approx((3 / 4 + 1 / 2) / 2)
+    first_head = math.exp(2 * math.log(2) - 0.75 * math.log(3))
+    assert values["effective_sources"].item() == pytest.approx((first_head + 2) / 2)
+
+
 def test_statistics_of_gated_residual():
     """The one feature of u gives two streams g = 2 sigmoid(1) and 2 sigmoid(-1); a is 1/2."""
     model = build_initial("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
@@ -686,6 +737,14 @@ MISTAKES = [
     ("HC", {"mhc_iterations": 3}, "mhc_iterations"),
     ("AttnRes", {"attn_res_blocks": 0}, "attn_res_blocks=0: give 1 or more"),
     ("AttnRes", {"attn_res_gate": 0.5}, "attn_res_gate"),
+    ("AttnRes", {"attn_res_heads": 5}, "attn_res_heads=5 does not divide hidden_size="),
+    ("AttnRes", {"attn_res_scale": 0}, "attn_res_scale=0.0: give a number above 0"),
+    ("AttnRes", {"attn_res_routes": "qkv"}, "attn_res_routes"),
+    (
+        "AttnRes",
+        {"attn_res_form": "delta", "attn_res_heads": 2},
+        "attn_res_heads=2 has no effect with attn_res_form=delta",
+    ),
     ("mHC", {"mhc_mix": "permutations", "hc_streams": 6}, "hc_streams=6 with mhc_mix=permutations"),
     ("mHC", {"mhc_mix": "kronecker", "hc_streams": 3}, "give a power of two"),
     ("mHC", {"mhc_mix": "identity", "mhc_iterations": 3}, "no effect with mhc_mix=identity"),
@@ -706,6 +765,7 @@ MISTAKES = [
     ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "omit the key"),
     ("conv", {"conv_init": "zero"}, "conv_init"),
     ("LAuReL", {"laurel_form": "lo"}, "laurel_form"),
+    ("MUDD", {"mudd_norm": "pre"}, "mudd_norm"),
     ("LAuReL", {"laurel_rank": 0}, "laurel_rank=0: give 1 or more"),
     (
         "LAuReL",
@@ -743,8 +803,10 @@ BFLOAT16_CASES = [
     ("mHC", {}),
     ("GatedResidual", {}),
     ("AttnRes", {}),
+    ("AttnRes", {**INKLING_2, "attn_res_heads": 2}),
     ("ReZero", {}),
     ("DenseFormer", DEEP),
+    ("MUDD", PREPOST),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_form": "lr"}),
     ("conv", {}),

@@ -24,6 +24,9 @@ from training import optimizer
 
 # settings with which a variant has other matrices than by default
 OTHER_CASES = (
+    "AttnRes-gpt-mha-rope+attn_res_heads=4",
+    "AttnRes-gpt-mha-rope+attn_res_routes=qk_v",
+    "AttnRes-gpt-mha-rope+attn_res_routes=q_k_v+attn_res_values=normed",
     "DDL-gpt-mha-rope+ddl_map=v",
     "DDL-gpt-mha-rope+ddl_erase_gate=own",
     "DDL-gpt-mha-rope-CC+ddl_beta_single_linear=False",
@@ -31,6 +34,7 @@ OTHER_CASES = (
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat",
     "GatedResidual-gpt-mha-rope+hc_streams=2+gated_residual_rank=3",
     "Lambdas-gpt-mha-rope+lambda_values=head+lambda_value_embeddings=True",
+    "MUDD-gpt-mha-rope+mudd_norm=prepost",
     "mHC-gpt-mha-rope+mhc_readout=sigmoid",
     "mHC-gpt-mha-rope+mhc_mix=permutations",
 )
