@@ -781,7 +781,8 @@ def test_flops_include_the_canon_layers_in_sublayers(position):
 
 
 WITHOUT_BRANCH_MULT = {
-    f"{name}-gpt-mha-rope" for name in ("AttnRes", "HC", "LAuReL", "ReZero", "mHC", "wide")
+    f"{name}-gpt-mha-rope"
+    for name in ("AttnRes", "Frac", "HC", "LAuReL", "ReZero", "SinglePassMHC", "mHC", "wide")
 }
 
 
@@ -799,6 +800,7 @@ WITH_BRANCH_MULT = (
     "Lambdas-gpt-mha-rope",
     "MGT-gpt-mha",
     "MUDD-gpt-mha-rope",
+    "NormPlacement-gpt-mha-rope",
     "conv-gpt-mha-rope",
 )
 
