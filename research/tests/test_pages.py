@@ -43,8 +43,10 @@ def test_the_table_of_speeds_is_the_stored_result():
     streams = [row for row in streams if "transcription" not in row["model"]]
     later = json.loads((ROOT / "results" / "bench_new_streams_cpu.json").read_text())["rows"]
     gated = json.loads((ROOT / "results" / "bench_gated_residual_cpu.json").read_text())["rows"]
-    assert {row["model"].split()[0] for row in streams + later + gated} == set(model.MODEL_NAMES)
-    for rows in (streams, later, gated):
+    norms = json.loads((ROOT / "results" / "bench_norms_and_parts_cpu.json").read_text())["rows"]
+    measured = {row["model"].split()[0] for row in streams + later + gated + norms}
+    assert measured == set(model.MODEL_NAMES)
+    for rows in (streams, later, gated, norms):
         assert step.format_table(rows) in (DOCS / "speed.md").read_text(encoding="utf-8")
     for row in stored["rows"] + streams:  # the columns agree: medians of the same rounds
         if "baseline_tokens_per_second" in row:
