@@ -1,6 +1,7 @@
 """MUDDFormer with the recipe of config/factory_m_additive.py (published loss 3.1295).
 
-All other settings are those of that file.
+The MLPs that compute the weights are narrower than those of that repository, and the last one is
+not wider than the others.
 
     torchrun --nproc_per_node=1 train.py config/factory_m_mudd.py
 """
@@ -8,3 +9,4 @@ All other settings are those of that file.
 from config.factory_m_additive import *
 
 model = "MUDD-gpt-mha-rope"
+mixing_decay = False

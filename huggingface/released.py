@@ -166,16 +166,14 @@ def read_settings(config: dict, variant: str) -> dict[str, object]:
     settings = check_settings(
         {key: value for key, value in config.items() if key in options}, options
     )
-    hidden_size = settings.get("hidden_size", options["hidden_size"].default)
-    supported_values = {**SUPPORTED_VALUES, "intermediate_size": (None, 8 * hidden_size // 3)}
-    for key in sorted(config.keys() & supported_values.keys() - options.keys()):
-        if config[key] not in supported_values[key]:
-            supported = " or ".join(map(repr, supported_values[key]))
+    for key in sorted(config.keys() & SUPPORTED_VALUES.keys() - options.keys()):
+        if config[key] not in SUPPORTED_VALUES[key]:
+            supported = " or ".join(map(repr, SUPPORTED_VALUES[key]))
             raise ValueError(
                 f"{key}={weights.shorten(config[key])} in the released config: only {supported} is "
                 "supported"
             )
-    unknown_keys = config.keys() - options.keys() - supported_values.keys() - IGNORED_KEYS
+    unknown_keys = config.keys() - options.keys() - SUPPORTED_VALUES.keys() - IGNORED_KEYS
     if unknown_keys:
         # a config of the release has the keys of all variants, whose files are only now imported
         unknown_keys -= collect_options(*every_config()).keys()

@@ -57,6 +57,11 @@ class GPTConfig:
         "number of features per attention head",
         low=1,
     )
+    intermediate_size: int | None = option(
+        None,
+        "inner width of the MLP (default: 8/3 hidden_size, rounded down)",
+        low=1,
+    )
     rope_base: float = option(
         10000.0,
         "base of the rotary position embedding (RoPE); no effect with rope_ratio=0",

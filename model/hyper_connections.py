@@ -302,7 +302,7 @@ class MixAndAdd(nn.Module):
         `mix_kept` is the mean weight mix_ii with which a stream keeps itself, and `mix_error` the
         largest |sum_i mix_ij - 1|, the distance of the weights into a stream from summing to 1.
         """
-        mix = connection.mix.expand(*state.shape[:2], -1, -1)
+        mix = connection.mix.expand(*h.shape[:2], -1, -1)
         return {
             "mix_kept": mix.diagonal(dim1=-2, dim2=-1).mean(-1),
             "mix_error": (mix.sum(-2) - 1).abs().amax(-1),

@@ -242,11 +242,11 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), with inner width floor(8/3 d)."""
+    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), with inner width intermediate_size."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        inner_size = 8 * config.hidden_size // 3
+        inner_size = config.intermediate_size or 8 * config.hidden_size // 3
         self.c_fc1 = sublayer_matrix(config, config.hidden_size, inner_size)
         self.c_fc2 = sublayer_matrix(config, config.hidden_size, inner_size)
         self.c_proj = sublayer_matrix(config, inner_size, config.hidden_size, last=True)

@@ -48,6 +48,7 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"ddl_map": "v"},
         {"ddl_erase_gate": "own", "ddl_beta_single_linear": False},
     ),
+    "Frac-gpt-mha-rope": ({"frac_parts": 5},),
     "GatedResidual-gpt-mha-rope": ({"hc_streams": 2, "gated_residual_rank": 3},),
     "HC-gpt-mha-rope": ({"hc_dynamic": False},),
     "LAuReL-gpt-mha-rope": ({"laurel_form": "rw"},),
@@ -69,6 +70,21 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     "MUDD-gpt-mha-rope": (
         {"mudd_ways": "r"},
         {"mudd_norm": "prepost"},
+    ),
+    "NormPlacement-gpt-mha-rope": (
+        {"norm_placement": "lns"},
+        {"norm_placement": "keel"},
+        {"norm_placement": "post"},
+        {"norm_placement": "deepnorm"},
+    ),
+    "SinglePassMHC-gpt-mha-rope": (
+        {
+            "hc_streams": 2,
+            "mhc_read_eps": 0.01,
+            "mhc_norm_eps": 1e-20,
+            "mhc_read_dtype": "state",
+            "mhc_write_dtype": "state",
+        },
     ),
     "conv-gpt-mha-rope": ({"canon": "ABCD"},),
     "gpt-mha-rope": ({"residual_branch_mult": 0.5},),

@@ -188,6 +188,77 @@ def manifold_connections(weights, cfg, xs):
     return finals
 
 
+def single_pass(weights, cfg, xs):
+    n = cfg["hc_streams"]
+    states = [torch.stack([x] * n) for x in xs]
+    pres = [torch.eye(n, dtype=xs[0].dtype)[0] for _ in xs]  # those of the site before
+    for site in sites(weights, cfg):
+        own = select(site.block, f"hc_{site.name}.")
+        maps = [manifold_weights(own, H, cfg) for H in states]
+        hs = sublayer(site, [pre @ H for H, pre in zip(states, pres)])
+        states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, maps)]
+        pres = [pre for pre, _, _ in maps]
+    return [pre @ H for H, pre in zip(states, pres)]
+
+
+# Frac-Connections, of one token: H (m, d / m), its parts.
+
+
+def frac_weights(w, H):
+    """Return A (m, 2m) and b (m,) of one token."""
+    normed = torch.stack([layer_norm(part, w, "norm") for part in H])
+    *maps_of_mix, maps_of_write = w["maps.weight"]
+    W_a = torch.stack(maps_of_mix).T
+    A = w["mix"] + w["scale"] * (normed @ W_a).tanh()
+    b = w["write"] + w["write_scale"] * (normed @ maps_of_write).tanh()
+    return A, b
+
+
+def frac(weights, cfg, xs):
+    m = cfg["frac_parts"]
+    states = [torch.stack(x.chunk(m)) for x in xs]
+    for site in sites(weights, cfg):
+        own = select(site.block, f"hc_{site.name}.")
+        coefficients = [frac_weights(own, H) for H in states]
+        mixes = [A.T @ H for H, (A, _) in zip(states, coefficients)]  # (2m, d / m)
+        hs = sublayer(site, [torch.cat(list(mix[:m])) for mix in mixes])
+        states = [
+            torch.stack([mix[m + j] + b[j] * h.chunk(m)[j] for j in range(m)])
+            for mix, h, (_, b) in zip(mixes, hs, coefficients)
+        ]
+    return [torch.cat(list(H)) for H in states]
+
+
+# Norms in other places, of one token: X (d,).
+
+
+def norm_placement(weights, cfg, xs):
+    placement = cfg["norm_placement"]
+    L = cfg["num_hidden_layers"]
+    m = branch_mult(cfg)
+    for number, site in enumerate(sites(weights, cfg)):
+        layer = number // 2
+        n = functools.partial(rms_norm, weight=site.block[f"{site.norm}.weight"], eps=1e-5)
+        if placement == "sandwich":
+            after = site.block[f"write_{site.name}.norm.weight"]
+            xs = [X + m * rms_norm(h, after, 1e-5) for X, h in zip(xs, sublayer(site, xs))]
+        elif placement == "lns":
+            hs = site.process([n(X) / math.sqrt(layer + 1) for X in xs])
+            xs = [X + m * h for X, h in zip(xs, hs)]
+        elif placement == "keel":
+            alpha = 1 if layer == 0 else 2 * L
+            xs = [alpha * X + m * h for X, h in zip(xs, sublayer(site, xs))]
+            if number > 0:
+                xs = [rms_norm(X, site.block[f"post_{site.name}.weight"], 1e-5) for X in xs]
+        elif placement == "post":
+            xs = [n(X + m * h) for X, h in zip(xs, site.process(xs))]
+        else:
+            hs = site.process(xs)
+            xs = [(2 * L) ** (1 / 4) * X + m * h for X, h in zip(xs, hs)]
+            xs = [layer_norm(X, site.block, site.norm) for X in xs]
+    return xs
+
+
 # Attention Residuals, of one token: V, the list of its sources.
 
 
@@ -486,6 +557,9 @@ STREAMS = {
     "Lambdas": lambdas,
     "HC": hyper_connections,
     "mHC": manifold_connections,
+    "SinglePassMHC": single_pass,
+    "Frac": frac,
+    "NormPlacement": norm_placement,
     "AttnRes": attention_residuals,
     "MGT": mgt,
     "ReZero": rezero,

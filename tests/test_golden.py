@@ -139,6 +139,7 @@ INKLING_2 = {
     "attn_res_norm_eps": 1e-6,
 }
 MAIN_GAIN = {"lambda_input": False, "lambda_values": "none", "lambda_gain": True}
+NORM_PLACEMENT = {"model": "NormPlacement-gpt-mha-rope"}
 # name: (number of processes, keys); all other keys of the model have their defaults of that time
 RUNS = {
     **{model_name: (1, {"model": model_name}) for model_name in MODEL_NAMES},
@@ -165,6 +166,10 @@ RUNS = {
         1,
         {"model": "MGT-gpt-mha", "mgt_arm": "additive", "residual_branch_mult": 0.38},
     ),
+    **{
+        f"norm_placement_{placement}": (1, {**NORM_PLACEMENT, "norm_placement": placement})
+        for placement in ("lns", "keel", "post", "deepnorm")
+    },
     "no_mixing_decay": (1, {"model": "mHC-gpt-mha-rope", "mixing_decay": False}),
     "gpt-mha-rope_ddp": (2, {"model": ADDITIVE, "engine": "ddp"}),
     "DDL-gpt-mha-rope-CC-EC_ddp": (2, {"model": CC_EC, "engine": "ddp"}),

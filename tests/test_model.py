@@ -5,6 +5,7 @@ The equations are checked against naive.py, which computes them with plain loops
 
 import dataclasses
 import math
+import runpy
 
 import naive
 import pytest
@@ -13,6 +14,7 @@ from helpers import ROOT
 from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, build_tiny
 from torch.utils.flop_counter import FlopCounterMode
 
+from configurator import collect_options
 from model import build, cost, model_class, products
 from model.ddl import Gate, Value, fold_channel_conv, pool, read_value_channels
 from model.gpt import GPT, GPTConfig
@@ -780,8 +782,25 @@ def test_flops_include_the_canon_layers_in_sublayers(position):
     assert cost.flops_per_token(model) - without == 3 * expected_increase
 
 
+# parameters without the embedding that hyper-connection-factory states for its size S, in
+# thousands: those of the backbone, and those that a stream adds
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [("additive", 0.0), ("hc", 98.9), ("hc_static", 0.6), ("mhc", 1188.5), ("frac", 43.3)],
+)
+def test_the_configs_of_the_factory_have_its_published_sizes(name, added):
+    keys = runpy.run_path(str(ROOT / "config" / f"factory_s_{name}.py"))
+    options = collect_options(model_class(keys["model"]).Config)
+    settings = {key: value for key, value in keys.items() if key in options}
+    with torch.device("meta"):
+        model = build(keys["model"], vocab_size=50304, **settings)
+    num_parameters = model.num_parameters() - model.transformer.wte.weight.numel()
+    assert num_parameters / 1e3 == pytest.approx(38_547.968 + added, abs=0.05)
+
+
 WITHOUT_BRANCH_MULT = {
-    f"{name}-gpt-mha-rope" for name in ("AttnRes", "HC", "LAuReL", "ReZero", "mHC", "wide")
+    f"{name}-gpt-mha-rope"
+    for name in ("AttnRes", "Frac", "HC", "LAuReL", "ReZero", "SinglePassMHC", "mHC", "wide")
 }
 
 
@@ -799,6 +818,7 @@ WITH_BRANCH_MULT = (
     "Lambdas-gpt-mha-rope",
     "MGT-gpt-mha",
     "MUDD-gpt-mha-rope",
+    "NormPlacement-gpt-mha-rope",
     "conv-gpt-mha-rope",
 )
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from contract import TINY, tokens
 from torch import nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HyperConnection,
@@ -88,14 +89,14 @@ def build_mhc(n: int, iterations: int, **settings) -> GPT:
     return model
 
 
-def public_manifold(connection: nn.Module, n: int, iterations: int):
+def public_manifold(connection: nn.Module, n: int, iterations: int, norm_eps: float = 1e-6):
     """Return the connection of transformers' DeepSeek-V4, and our parameters by its names."""
     config = DeepseekV4Config(
         hidden_size=SIZE["hidden_size"],
         hc_mult=n,
         hc_sinkhorn_iters=iterations,
         hc_eps=1e-6,
-        rms_norm_eps=1e-6,
+        rms_norm_eps=norm_eps,
     )
     weights = {
         "fn": connection.maps.weight,
@@ -133,6 +134,54 @@ def test_the_readout_equals_that_of_deepseek_v4():
     with torch.no_grad():
         expected = functional_call(public, weights, state)
         torch.testing.assert_close(readout(state), expected, rtol=1e-5, atol=1e-5)
+
+
+class SigmoidRecorder(TorchFunctionMode):
+    """Record what torch.sigmoid returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.sigmoid:
+            self.outputs.append(output)
+        return output
+
+
+def run_single_pass(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Shift the reads of transformers' DeepSeek-V4 by a site; the first reads stream 0."""
+    config = model.config
+    n = config.hc_streams
+    state = x.unsqueeze(2).repeat(1, 1, n, 1)
+    pre = torch.eye(n, dtype=x.dtype)[0].expand(*x.shape[:2], n)
+    for _, connection, process in list_sites(model, x.shape[1]):
+        public, weights = public_manifold(connection, n, config.mhc_iterations, config.mhc_norm_eps)
+        # it uses its read weights without returning them: pre is its first sigmoid plus hc_eps
+        with SigmoidRecorder() as recorder:
+            post, comb, _ = functional_call(public, weights, state)
+        h = process((pre.unsqueeze(-1) * state).sum(2))
+        state = comb.mT @ state + post.unsqueeze(-1) * h.unsqueeze(2)
+        pre = recorder.outputs[0] + public.hc_eps
+    return (pre.unsqueeze(-1) * state).sum(2)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_single_pass_mhc_equals_deepseek_v4_with_shifted_reads(n, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # let it compute in float64
+    model = build_random(
+        "SinglePassMHC-gpt-mha-rope",
+        torch.float64,
+        hc_streams=n,
+        mhc_read_eps=1e-6,
+        mhc_norm_eps=1e-20,
+    )
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.hc_attn.bias.normal_()
+            block.hc_mlp.bias.normal_()
+    check_model(model, run_single_pass, 1e-12)
 
 
 SIZES = [(2, 20), (4, 20), (4, 1), (3, 2)]

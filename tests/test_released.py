@@ -125,7 +125,7 @@ def test_parameterization_is_mapped(keys, mup, num_hidden_layers_base, branch_mu
     ("keys", "message"),
     [
         ({"use_k_shift": True}, "use_k_shift=True in the released config: only False"),
-        ({"intermediate_size": 40}, "intermediate_size=40 in the released config: only None or 26"),
+        ({"intermediate_size": 40}, f"does not fit {CC}: transformer.h.0.mlp.c_fc1.weight"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
         ({"hidden_sizes": 10}, "unknown key 'hidden_sizes' in the released config, did you mean"),
         ({"ddl_beta_intt": 0.3}, "config, did you mean ddl_beta_init"),

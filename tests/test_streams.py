@@ -18,7 +18,10 @@ from model.hyper_connections import mix_orthogonal, quaternion_product, sinkhorn
 from model.parameters import collect_rules
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
-WITH_ROPE = "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
+WITH_ROPE = (
+    "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas "
+    "SinglePassMHC Frac NormPlacement"
+).split()
 # model names by the name of the stream
 MODEL_NAMES = {
     **{name: f"{name}-gpt-mha-rope" for name in WITH_ROPE},
@@ -40,7 +43,7 @@ def build_random(name, **keys):
     model = move_parameters(build_initial(name, **keys))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if name == "mHC" and key.endswith(".bias"):
+            if name in ("mHC", "SinglePassMHC") and key.endswith(".bias"):
                 parameter.normal_()
     return model
 
@@ -73,6 +76,7 @@ INKLING_2 = {
     "attn_res_norm_eps": 1e-6,
 }
 PREPOST = {"mudd_norm": "prepost"}
+PLACEMENTS = ("sandwich", "lns", "keel", "post", "deepnorm")
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
 NO_LAMBDA = {"lambda_values": "none", "lambda_input": False}
 MAIN_GAIN = {**NO_LAMBDA, "lambda_gain": True}
@@ -132,6 +136,14 @@ CASES = [
     ("Lambdas", {**MAIN_GAIN, **EVERY_LAMBDA}),
     ("Lambdas", {**MAIN_GAIN, "lambda_values": "head", "num_hidden_layers": 5}),
     ("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False}),
+    *(("SinglePassMHC", {"hc_streams": n, **DEEP}) for n in (2, 4)),
+    ("SinglePassMHC", {"mhc_mix": "identity", **PRODUCTION}),
+    *(("Frac", {"frac_parts": m, **DEEP}) for m in (1, 2, 5)),
+    *(("NormPlacement", {"norm_placement": placement, **DEEP}) for placement in PLACEMENTS),
+    *(
+        ("NormPlacement", {"norm_placement": placement, "residual_branch_mult": 0.4})
+        for placement in PLACEMENTS
+    ),
 ]
 
 
@@ -224,6 +236,32 @@ def test_manifold_connections_start_close_to_the_additive_stream():
     expected = read_final_state(build_with_backbone_of(model), ids)
     error = (read_final_state(model, ids) / 4 - expected).norm() / expected.norm()
     assert 0 < error < 0.02
+
+
+def test_single_pass_mhc_starts_close_to_the_additive_stream():
+    model = build_initial("SinglePassMHC", **DEEP)
+    ids = random_ids(2, 7)
+    expected = read_final_state(build_with_backbone_of(model, **DEEP), ids)
+    error = (read_final_state(model, ids) - expected).norm() / expected.norm()
+    assert 0 < error < 0.02
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_frac_connections_start_as_the_additive_stream(m):
+    model = build_initial("Frac", frac_parts=m, **DEEP)
+    ids = random_ids(2, 7)
+    expected = read_final_state(build_with_backbone_of(model, **DEEP), ids)
+    torch.testing.assert_close(read_final_state(model, ids), expected, **CLOSE)
+
+
+def test_only_later_blocks_scale_their_normalized_inputs():
+    """Of norm_placement=lns, the first block is that of the additive stream, the second is not."""
+    ids = random_ids(2, 7)
+    for num_layers, is_additive in ((1, True), (2, False)):
+        size = {"num_hidden_layers": num_layers}
+        model = build_initial("NormPlacement", norm_placement="lns", **size)
+        additive = build_with_backbone_of(model, **size)
+        assert torch.allclose(model(ids)[0], additive(ids)[0], **CLOSE) == is_additive
 
 
 def test_manifold_connections_start_close_to_means_and_unit_writes():
@@ -471,6 +509,17 @@ STARTS = [
     ("GatedResidual", {"mup": True}, "gated_attn.down.weight", 0, 0.04),
     ("GatedResidual", {"mup": True}, "gated_mlp.up.weight", 0, 0.04),
     ("GatedResidual", {"mup": True}, "gated_mlp.inject.weight", 0, 0.04),
+    ("SinglePassMHC", {}, "hc_mlp.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
+    *(
+        ("NormPlacement", {"norm_placement": "deepnorm", "init": "normal"}, name, 0, std)
+        for name, std in (
+            ("attn.c_q.weight", 0.5 / 16),
+            ("attn.c_v.weight", 0.5 / 16 / 32**0.25),
+            ("attn.c_proj.weight", 0.5 / 16 / 32**0.25),
+            ("mlp.c_fc1.weight", 0.5 / 16 / 32**0.25),
+            ("mlp.c_proj.weight", 0.5 / 16 / 32**0.25),
+        )
+    ),
     # an inner size that does not grow with the width
     ("GatedResidual", {"mup": True, "gated_residual_rank": 8}, "gated_mlp.up.weight", 0, 0.02),
 ]
@@ -520,6 +569,13 @@ EXACT_STARTS = [
         [-math.log(3)] * 4 + [0] * 4 + [1, 0, 0, 0] * 2,
     ),
     ("mHC", {"mhc_scale_init": 1.0}, "h.0.hc_attn.scales", [1, 1, 1]),
+    ("SinglePassMHC", {}, "h.1.hc_mlp.scales", [0.01] * 3),
+    ("Frac", {}, "h.1.hc_mlp.mix", [1, 0, 1, 0, 0, 1, 0, 1]),
+    ("Frac", {}, "h.1.hc_attn.write", [1, 1]),
+    ("Frac", {}, "h.1.hc_attn.maps.weight", [0] * 25),
+    ("Frac", {}, "h.0.hc_attn.scale", [0.01]),
+    ("Frac", {}, "h.0.hc_attn.write_scale", [0.01]),
+    ("NormPlacement", {}, "h.1.write_mlp.norm.weight", [1] * 10),
     ("mHC", {"mhc_bias_init": "zeros"}, "h.0.hc_attn.bias", [0] * 24),
 ]
 
@@ -557,6 +613,9 @@ def test_defaults_of_mgt_are_those_of_its_paper():
 DECAYED = {
     "HC": {"maps.weight"},
     "mHC": {"maps.weight"},
+    "SinglePassMHC": {"maps.weight"},
+    "Frac": {"maps.weight"},
+    "NormPlacement": set(),
     "GatedResidual": {"down.weight", "up.weight", "inject.weight"},
     "AttnRes": set(),
     "ReZero": set(),
@@ -760,6 +819,10 @@ MISTAKES = [
     ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("Lambdas", {"lambda_gain": True}, "lambda_gain=True has no effect with lambda_input=True"),
+    ("SinglePassMHC", {"mhc_readout": "sum"}, "--mhc_readout is not a key of"),
+    ("SinglePassMHC", {"hc_streams": 1}, "hc_streams=1 leaves mHC no streams to mix"),
+    ("Frac", {"frac_parts": 7}, "frac_parts=7 does not divide hidden_size="),
+    ("NormPlacement", {"norm_placement": "pre"}, "norm_placement"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
     ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
     ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "omit the key"),
@@ -814,6 +877,8 @@ BFLOAT16_CASES = [
     ("wide", {"wide_read": "cc"}),
     ("MGT", {}),
     ("MGT", {"mgt_arm": "standard"}),
+    ("Frac", {}),
+    *(("NormPlacement", {"norm_placement": placement}) for placement in PLACEMENTS),
 ]
 
 

@@ -77,7 +77,8 @@ class GradientRecorder(Stream):
         # a view, because a tensor that is part of several states has another gradient in each
         state = tree_map(lambda part: part.view_as(part), state)
         for part in tree_leaves(state):
-            part.retain_grad()
+            if part.requires_grad:  # a first state may hold constants
+                part.retain_grad()
         self.states.append(state)
         return state
 

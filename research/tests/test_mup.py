@@ -33,6 +33,8 @@ OTHER_CASES = (
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention",
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat",
     "GatedResidual-gpt-mha-rope+hc_streams=2+gated_residual_rank=3",
+    "NormPlacement-gpt-mha-rope+norm_placement=deepnorm",
+    "NormPlacement-gpt-mha-rope+norm_placement=keel",
     "Lambdas-gpt-mha-rope+lambda_values=head+lambda_value_embeddings=True",
     "MUDD-gpt-mha-rope+mudd_norm=prepost",
     "mHC-gpt-mha-rope+mhc_readout=sigmoid",

@@ -48,6 +48,9 @@ WITHOUT_SHORTCUT = (
     "reversible",
     "MUDD",
     "Lambdas",
+    "SinglePassMHC",
+    "Frac",
+    "NormPlacement",
 )
 
 
