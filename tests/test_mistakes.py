@@ -88,6 +88,7 @@ MISTAKES = [
         "with muon_learning_rate=0: parameters with a learning rate of 0 do not decay",
     ),
     ({"engine": "ddp", "shard_size": 1}, "shard_size=1 has no effect with engine=ddp"),
+    ({"dtype": "float8"}, "dtype='float8': give 'auto' or 'float32' or 'bfloat16' or 'float16'"),
     ({"cuda_graphs": True}, "cuda_graphs=True needs a CUDA device and compile=True; omit it"),
     (
         {"wandb_project": "mine"},
@@ -177,6 +178,7 @@ def test_a_mistake_in_the_keys_of_a_run_is_found(arguments, line):
     ("settings", "value"),
     [
         ("device = 'mps'\ndtype = 'bfloat16'\n", "dtype=float32"),
+        ("device = 'mps'\ndtype = 'float16'\n", "dtype=float32"),
         ("learning_rate = 0.0\nweight_decay_rate = 0.1\n", "weight_decay_rate=None"),
     ],
 )

@@ -60,6 +60,10 @@ class TrainState:
     evaluated: bool = True  # False: the evaluation of `step` is still to come
     best_val_loss: float | None = None
     skipped: int = 0  # steps skipped because a loss or gradient was not finite
+    # with dtype=float16 (training/loss_scale.py)
+    loss_scale: float = 2.0**16  # of the next step
+    steps_at_loss_scale: int = 0  # steps taken since it last changed
+    overflows: int = 0  # steps skipped since the last one that was taken
     wandb_id: str | None = None  # of the Weights & Biases run that a resumed run continues
     branched_from: str | None = None  # the --resume that began the run, if it continues another one
 

@@ -285,7 +285,11 @@ class RunLog:
             state.wandb_id = self.wandb_run.id
 
     def log_training_step(
-        self, loss: float, grad_norm: float, learning_rates: dict[str, float]
+        self,
+        loss: float,
+        grad_norm: float,
+        learning_rates: dict[str, float],
+        loss_scale: float | None = None,
     ) -> None:
         """Log a step that the optimizers took, and print it if it is due.
 
@@ -293,6 +297,7 @@ class RunLog:
             loss: mean over the batch, in nats per token
             grad_norm: before clipping
             learning_rates: by name, "lr" among them (`optimizer.set_learning_rates`)
+            loss_scale: of float16
         """
         progress = Progress(self.state.step, self.state.seconds)
         # metrics.jsonl has the speed of this step alone, a progress line the mean since the last
@@ -301,6 +306,7 @@ class RunLog:
             loss=loss,
             grad_norm=grad_norm,
             **learning_rates,
+            loss_scale=loss_scale,
             tokens_per_second=speed.tokens_per_second,
             mfu=speed.mfu,
             memory=get_peak_memory(self.device),
@@ -339,12 +345,18 @@ class RunLog:
         columns.append(f"remaining {format_duration(remaining_seconds)}")
         return columns
 
-    def log_skipped_step(self, loss: float, grad_norm: float) -> None:
-        """Log and print that a step was skipped, because its loss or gradient is not finite."""
-        self.write(skipped=True)
+    def log_skipped_step(
+        self, loss: float, grad_norm: float, loss_scale: float | None = None
+    ) -> None:
+        """Log and print that a step was skipped, because its loss or gradient is not finite.
+
+        loss_scale: of float16
+        """
+        self.write(skipped=True, loss_scale=loss_scale)
+        scale = "" if loss_scale is None else f", with a loss scale of {loss_scale:g}"
         print(
             f"note: step {self.state.step} was skipped: its loss is {loss} and its gradient norm "
-            f"is {grad_norm}",
+            f"is {grad_norm}{scale}",
             flush=True,
         )
 
