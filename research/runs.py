@@ -42,6 +42,7 @@ HIDDEN_SETTINGS = {
     "dry_run",
     "device",
     "max_seconds",
+    "tracker",
     "wandb_log",
     "wandb_project",
     "wandb_entity",

@@ -62,6 +62,7 @@ MISTAKES_IN_KEYS = [
     ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
     ({"max_steps": 0}, "max_steps=0: give 1 or more"),
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
+    ({"wandb_log": True}, "unknown key --wandb_log: give --tracker=wandb"),
     ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
 ]
 # CORPUS is the folder of the corpus, RUN that of a run of six steps, TMP an empty one
@@ -92,8 +93,13 @@ MISTAKES = [
     ({"cuda_graphs": True}, "cuda_graphs=True needs a CUDA device and compile=True; omit it"),
     (
         {"wandb_project": "mine"},
-        "wandb_project=mine has no effect with wandb_log=False; omit wandb_project",
+        "wandb_project=mine has no effect with tracker=None; omit wandb_project",
     ),
+    (
+        {"tracker": "tensorboard", "wandb_run_name": "mine"},
+        "wandb_run_name=mine has no effect with tracker=tensorboard; omit wandb_run_name",
+    ),
+    ({"tracker": "mlflow"}, "tracker='mlflow': give 'wandb' or 'trackio' or 'tensorboard' or None"),
     # the corpus
     ({"dataset": "nowhere"}, "nowhere does not hold *train_*.bin"),
     ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
@@ -291,6 +297,12 @@ CHANGED_RUNS = [
         "--max_steps=9",
         "was trained by another version of this code, with keys that this one does not have: "
         "new_key=3",
+    ),
+    (
+        # a run of the time when Weights & Biases was the only tracker
+        lambda state: state["run_config"].update(wandb_log=False),
+        "--learning_rate=0.5",
+        "was trained with learning_rate=0.01 (not 0.5); to resume it",
     ),
     (
         lambda state: state["run_config"].update(dataset="/nowhere"),

@@ -64,7 +64,7 @@ class TrainState:
     loss_scale: float = 2.0**16  # of the next step
     steps_at_loss_scale: int = 0  # steps taken since it last changed
     overflows: int = 0  # steps skipped since the last one that was taken
-    wandb_id: str | None = None  # of the Weights & Biases run that a resumed run continues
+    wandb_id: str | None = None  # of the tracker's run that a resumed run continues
     branched_from: str | None = None  # the --resume that began the run, if it continues another one
 
     @classmethod
@@ -80,7 +80,7 @@ class TrainState:
         if not evaluates_same_sequences(saved_state, config):
             state.best_val_loss = None
         if not belongs_to(resume_checkpoint, config.out_dir):
-            state.wandb_id = None  # a run that branches off is a new run of Weights & Biases
+            state.wandb_id = None  # a run that branches off is a new run of the tracker
             state.branched_from = config.resume
         return state
 

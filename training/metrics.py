@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, progress lines, and Weights & Biases."""
+"""The record of a run: metrics.jsonl, progress lines, and trackers such as Weights & Biases."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -167,41 +167,96 @@ def set_aside(path: Path) -> None:
         print(f"note: the records of an earlier start are now in {old_path}")
 
 
-# ---- Weights & Biases ----
+# ---- trackers ----
 
 
-def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: TrainState) -> Any:
-    """Start a run of Weights & Biases, or continue the one that the state names.
+class Tracker(NamedTuple):
+    """Where the records of a run are logged in addition."""
 
-    Returns:
-        A `wandb.Run`.
+    id: str | None  # by which a resumed run continues it; None if the run folder is enough
+    log: Callable[[dict], object]  # of a flat record
+    finish: Callable[[], object]
+
+
+def start_tracker(
+    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
+) -> Tracker:
+    """Start a run of the tracker that the key names, or continue the one that the state names.
 
     Raises:
-        ValueError: wandb is not installed, or it cannot start the run
+        ValueError: the package is not installed, or it cannot start the run
     """
-    wandb = errors.import_optional("wandb", "wandb_log=True")
+    start = {"wandb": start_wandb, "trackio": start_trackio, "tensorboard": start_tensorboard}
+    errors.import_optional(config.tracker, f"tracker={config.tracker}")
     try:
-        wandb_run = wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_run_name,
-            dir=run_folder,
-            id=state.wandb_id,
-            resume="allow",  # continue the run of this id if there is one
-            config=settings,
-        )
+        return start[config.tracker](run_folder, config, settings, state)
     except Exception as error:  # no login, no connection, or a project that does not exist
         reason = str(error).strip().partition("\n")[0]
+        advice = "omit the key"
+        if config.tracker == "wandb":
+            advice = "run `wandb login`, or set WANDB_MODE=offline to log without a login,"
         raise ValueError(
-            f"wandb_log=True: Weights & Biases cannot start ({reason}); run `wandb login`, or set "
-            "WANDB_MODE=offline to log without a login, and repeat the command with --resume=auto"
+            f"tracker={config.tracker} cannot start ({reason}); {advice} and repeat the command "
+            "with --resume=auto"
         ) from error
-    # curves over the steps of training, and not over the number of calls of `log`
-    wandb_run.define_metric("*", step_metric="step")
-    return wandb_run
+
+
+def start_wandb(
+    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
+) -> Tracker:
+    import wandb
+
+    run = wandb.init(
+        project=config.wandb_project,
+        name=config.wandb_run_name,
+        dir=run_folder,
+        id=state.wandb_id,
+        resume="allow",  # continue the run of this id if there is one
+        config=settings,
+    )
+    # Curves over the steps of training, and not over the number of calls of `log`. `log` gets no
+    # `step`, because a resumed run repeats an evaluation that was interrupted, and Weights & Biases
+    # drops what is logged for a step that it has already.
+    run.define_metric("*", step_metric="step")
+    return Tracker(run.id, run.log, run.finish)
+
+
+def start_trackio(
+    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
+) -> Tracker:
+    import trackio
+
+    # it finds the run to continue by name
+    run = trackio.init(
+        project=config.wandb_project,
+        name=state.wandb_id or config.wandb_run_name,
+        resume="allow" if state.wandb_id else "never",
+        config=settings,
+        embed=False,
+    )
+    return Tracker(run.name, lambda record: run.log(record, step=record["step"]), run.finish)
+
+
+def start_tensorboard(
+    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
+) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # of a resumed run, the earlier curves end with the step of the checkpoint
+    purge_step = state.step + 1 if state.step else None
+    writer = SummaryWriter(run_folder / "tensorboard", purge_step=purge_step)
+    writer.add_text("settings", f"```\n{json.dumps(settings, indent=1)}\n```", state.step)
+
+    def log(record: dict) -> None:
+        for key, value in record.items():
+            if key != "step":
+                writer.add_scalar(key, value, record["step"])
+
+    return Tracker(None, log, writer.close)
 
 
 def flatten(record: dict) -> dict:
-    """Flatten nested dicts and lists to keys such as "outer/inner/07", which wandb can plot."""
+    """Flatten nested dicts and lists to keys such as "outer/inner/07", which trackers plot."""
     flat = {}
     for key, value in record.items():
         if isinstance(value, list):
@@ -232,7 +287,7 @@ class Speed(NamedTuple):
 
 
 class RunLog:
-    """Write metrics.jsonl, print progress lines, and log to Weights & Biases if asked for.
+    """Write metrics.jsonl, print progress lines, and log to a tracker if asked for.
 
     Only the main process has one. Every line of metrics.jsonl has `step`, `tokens`, `flops` and
     `seconds`, which count from the first step of the run, over all its restarts; `seconds` are
@@ -253,11 +308,11 @@ class RunLog:
         """Open the log of a run.
 
         Args:
-            settings: all keys of the run and of its model, for Weights & Biases
+            settings: all keys of the run and of its model, for the tracker
             state: the counters of the run, which the log reads whenever it writes a line
 
         Raises:
-            ValueError: Weights & Biases cannot start
+            ValueError: the tracker cannot start
         """
         self.path = run_folder / "metrics.jsonl"
         self.config = config
@@ -278,11 +333,11 @@ class RunLog:
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 
         truncate_after(self.path, state.step, state.evaluated)
-        self.wandb_run = None
-        if config.wandb_log:
-            self.wandb_run = start_wandb(run_folder, config, settings, state)
+        self.tracker: Tracker | None = None
+        if config.tracker is not None:
+            self.tracker = start_tracker(run_folder, config, settings, state)
             # checkpoints store it, so that a resumed run continues the same curves
-            state.wandb_id = self.wandb_run.id
+            state.wandb_id = self.tracker.id
 
     def log_training_step(
         self,
@@ -419,7 +474,7 @@ class RunLog:
         return Speed(self.tokens_per_step * steps_per_second, mfu)
 
     def write(self, **values: object) -> None:
-        """Append a line to metrics.jsonl, and log it to Weights & Biases.
+        """Append a line to metrics.jsonl, and log it to the tracker.
 
         A value of None is omitted. If the disk is full, the line is written with a later one.
         """
@@ -433,19 +488,17 @@ class RunLog:
         }
         self.unwritten += json.dumps(record).encode() + b"\n"
         self.flush()
-        if self.wandb_run is not None:
-            # Without `step`, because a resumed run repeats an evaluation that was interrupted, and
-            # Weights & Biases drops what is logged for a step that it has already.
-            self.call_wandb(lambda: self.wandb_run.log(flatten(record)))
+        if self.tracker is not None:
+            self.call_tracker(lambda: self.tracker.log(flatten(record)))
 
-    def call_wandb(self, action: Callable[[], object]) -> None:
-        """Call Weights & Biases. If it fails, say so and train on without it."""
+    def call_tracker(self, action: Callable[[], object]) -> None:
+        """Call the tracker. If it fails, say so and train on without it."""
         try:
             action()
         except Exception as error:  # of any kind: its log is no reason to end a run
-            self.wandb_run = None
+            self.tracker = None
             print(
-                f"warning: Weights & Biases failed ({type(error).__name__}: {error}); training "
+                f"warning: {self.config.tracker} failed ({type(error).__name__}: {error}); training "
                 "continues without it, and metrics.jsonl has all records",
                 file=sys.stderr,
             )
@@ -478,7 +531,7 @@ class RunLog:
             self.has_warned = True
 
     def close(self) -> None:
-        """Write what is left, and finish the run of Weights & Biases."""
+        """Write what is left, and finish the run of the tracker."""
         self.flush()
-        if self.wandb_run is not None:
-            self.call_wandb(self.wandb_run.finish)
+        if self.tracker is not None:
+            self.call_tracker(self.tracker.finish)
