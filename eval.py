@@ -256,7 +256,7 @@ def main() -> None:
         if world.is_main:
             report(records, papers, out)
             for message in missing_tasks:
-                print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+                print(f"{Path(sys.argv[0]).name}: {message}; it is skipped", file=sys.stderr)
     distributed.stop(world)
     sys.exit(3 if missing_tasks else 0)
 

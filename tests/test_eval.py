@@ -891,7 +891,7 @@ def test_a_task_that_cannot_be_loaded_is_named_and_the_others_are_evaluated(
     )
     assert code == 3
     [line] = error.strip().splitlines()
-    assert "task gaps is skipped, because it cannot be loaded (" in line
+    assert "task gaps cannot be loaded (" in line
     assert cause in line
     assert "questions (acc_norm)" in output
     [record] = read_records(out).values()

@@ -132,12 +132,12 @@ def find_last_evaluation(path: Path) -> dict | None:
     return None
 
 
-def find_evaluation(path: Path, step: int) -> dict | None:
-    """Return the record of the evaluation after a step, None if metrics.jsonl has none."""
+def find_evaluation(path: Path, step: int, key: str = "val_loss") -> dict | None:
+    """Return the record of the evaluation after a step that has a key, None if there is none."""
     if not path.is_file():
         return None
     for record in read(path):
-        if record["step"] == step and "val_loss" in record:
+        if record["step"] == step and key in record:
             return record
     return None
 
@@ -463,6 +463,14 @@ class RunLog:
             columns.append(f"all {split_size} sequences")
         else:
             columns.append(f"{num_sequences} of {split_size} sequences")
+        print(" | ".join(columns), flush=True)
+
+    def log_tasks(self, values: dict[str, dict[str, float]]) -> None:
+        """Log and print an evaluation on tasks (`downstream.evaluate_tasks`)."""
+        self.write(tasks=values)
+        columns = [f"step {self.state.step}"]
+        for task, metrics in values.items():
+            columns.extend(f"{task} {name} {value:.2f}" for name, value in metrics.items())
         print(" | ".join(columns), flush=True)
 
     def compute_speed(self, start: Progress, end: Progress) -> Speed:
