@@ -59,9 +59,8 @@ def read_tasks(run: Path) -> dict[int, dict]:
     return {record["step"]: record["tasks"] for record in read_records(run) if "tasks" in record}
 
 
-@pytest.mark.parametrize("step", [2, 4])
-def test_the_values_are_those_of_eval_on_the_checkpoint(run, tasks, tmp_path, step):
-    out = tmp_path / "eval"
+def evaluate_checkpoint(run: Path, step: int, tasks: dict, out: Path) -> dict[str, dict]:
+    """Return the values that eval.py shows for a checkpoint."""
     result = call(
         "eval.py",
         run / "checkpoints" / f"step_{step:08d}",
@@ -74,7 +73,12 @@ def test_the_values_are_those_of_eval_on_the_checkpoint(run, tasks, tmp_path, st
     assert result.returncode == 0, result.stderr.decode()
     [file] = out.glob("results_*.json")
     shown = json.loads(file.read_text())["shown"]
-    expected = {name: {metric: value} for name, (metric, value, _) in shown.items()}
+    return {name: {metric: value} for name, (metric, value, _) in shown.items()}
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_the_values_are_those_of_eval_on_the_checkpoint(run, tasks, tmp_path, step):
+    expected = evaluate_checkpoint(run, step, tasks, tmp_path / "eval")
     assert read_tasks(run)[step] == expected
     assert expected.keys() == set(NAMES)
 
@@ -93,19 +97,16 @@ def test_its_time_is_no_time_of_training(run):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_three_ranks_have_the_values_of_eval(run, corpus, tasks, tmp_path, engine):
-    keys = {**tasks, "global_batch_size": 6, "micro_batch_size": 1, "engine": engine}
-    values = train(corpus, tmp_path / "three", num_ranks=3, **keys)
-    alone = train(corpus, tmp_path / "one", **{**keys, "engine": "ddp"})
-    assert values.keys() == alone.keys() == {2, 4}
-    for step in alone:
-        for name in NAMES:
-            assert values[step][name] == pytest.approx(alone[step][name], rel=1e-3)
-    without = {**keys, "eval_tasks": None}
-    for key in ("eval_tasks_path", "eval_tasks_interval", "eval_tasks_limit"):
-        del without[key]
-    train(corpus, tmp_path / "without", num_ranks=3, **without)
-    assert read_final_tensors(tmp_path / "three") == read_final_tensors(tmp_path / "without")
+def test_two_ranks_have_the_values_of_eval_and_train_as_without_tasks(
+    corpus, tasks, tmp_path, engine
+):
+    keys = {"engine": engine, "micro_batch_size": 1, "num_hidden_layers": 1}
+    values = train(corpus, tmp_path / "with", num_ranks=2, **keys, **tasks)
+    expected = evaluate_checkpoint(tmp_path / "with", 2, tasks, tmp_path / "eval")
+    for name in NAMES:
+        assert values[2][name] == pytest.approx(expected[name], rel=1e-9)
+    train(corpus, tmp_path / "without", num_ranks=2, **keys)
+    assert read_final_tensors(tmp_path / "with") == read_final_tensors(tmp_path / "without")
 
 
 def test_a_run_that_is_stopped_in_the_tasks_resumes_with_them(
