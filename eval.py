@@ -28,6 +28,8 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+import torch
+
 from configurator import argument, option, read_command_line
 from evaluation import comparison, published, subjects, tasks
 from evaluation.runner import evaluate_tasks, evaluate_validation, read_other_records
@@ -36,6 +38,7 @@ from model import kernels
 from model.decoding import round_matrices
 from training import distributed
 from utils import files
+from utils.units import format_dtype
 
 TABLE_FORMATS = {
     "md": comparison.format_markdown,
@@ -88,7 +91,7 @@ class Options:
         "maximum number of sequences per forward pass (default: 512 on a GPU, 64 on a CPU)",
         low=1,
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
     )
@@ -211,9 +214,9 @@ def main() -> None:
             out.mkdir(parents=True, exist_ok=True)
 
         # Evaluate one model after the other, on the validation split and then on the tasks.
-        is_bfloat16 = distributed.computes_in_bfloat16(args.dtype, device)
+        dtype = distributed.get_compute_dtype(args.dtype, device)
         settings = {
-            "dtype": "bfloat16" if is_bfloat16 else "float32",
+            "dtype": format_dtype(dtype),
             "batch_size": args.batch_size or (512 if device.type == "cuda" else 64),
         }
         task_settings = {
@@ -227,8 +230,8 @@ def main() -> None:
             model, tokenizer, model_name = subject.load(device)
             kernels.use(model, "auto", device)
             # autocast would otherwise round the same weights again in every forward pass
-            if is_bfloat16:
-                round_matrices(model)
+            if dtype != torch.float32:
+                round_matrices(model, dtype)
             papers[subject.identity] = published.find(model_name, model.config, subject.state)
             if corpora:
                 record = evaluate_validation(
@@ -253,7 +256,7 @@ def main() -> None:
         if world.is_main:
             report(records, papers, out)
             for message in missing_tasks:
-                print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+                print(f"{Path(sys.argv[0]).name}: {message}; it is skipped", file=sys.stderr)
     distributed.stop(world)
     sys.exit(3 if missing_tasks else 0)
 

@@ -31,7 +31,7 @@ from model import kernels
 from model.decoding import Decoder, round_matrices
 from model.generation import Piece, Sampling, generate_text
 from model.gpt import GPT
-from training.distributed import computes_in_bfloat16, pick_device
+from training.distributed import get_compute_dtype, pick_device
 from training.model_folder import load_model
 from utils import files, machine
 
@@ -59,7 +59,7 @@ class ModelOptions:
         "auto",
         "device to run on; auto uses the GPU if there is one",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
     )
@@ -304,11 +304,11 @@ def main() -> None:
             batch_size = min(len(prompts) * args.num_samples, args.batch_size)
             torch.set_num_threads(choose_num_threads(model.num_parameters(), batch_size))
         kernels.use(model, "auto", device)
-        use_bfloat16 = computes_in_bfloat16(args.dtype, device)
+        dtype = get_compute_dtype(args.dtype, device)
         # autocast would otherwise round the same weights again at every token
-        if use_bfloat16:
-            round_matrices(model)
-        with torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16):
+        if dtype != torch.float32:
+            round_matrices(model, dtype)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             if not args.serve:
                 sample(model, tokenizer, prompts, args, sampling, device)
                 return

@@ -201,8 +201,8 @@ def is_stored(record: dict, task: LoadedTask, log_samples: bool) -> bool:
 
 def make_autocast(world: World, settings: dict) -> torch.autocast:
     """Return the context of forward passes in the dtype of the settings."""
-    is_bfloat16 = settings["dtype"] == "bfloat16"
-    return torch.autocast(world.device.type, torch.bfloat16, enabled=is_bfloat16)
+    dtype = getattr(torch, settings["dtype"])
+    return torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
 
 
 def print_result(subject: Subject, line: str, seconds: float) -> None:

@@ -103,6 +103,7 @@ def load_tasks(
     include_path: str | None,
     world: World,
     retry_minutes: float = DEFAULT_RETRY_MINUTES,
+    keys: tuple[str, str] = ("--tasks", "--include_path"),
 ) -> tuple[list[LoadedTask], list[str]]:
     """Load tasks on all processes.
 
@@ -111,6 +112,7 @@ def load_tasks(
     Args:
         include_path: folder with the user's task files
         retry_minutes: how long to retry for a task if the hub does not respond
+        keys: which give the names and the folder, for messages
 
     Returns:
         The tasks that could be loaded, and a message for each of the others.
@@ -118,7 +120,7 @@ def load_tasks(
     Raises:
         ValueError: there is no such task or folder, or lm-eval is not installed
     """
-    manager = make_task_manager(names, include_path)
+    manager = make_task_manager(names, include_path, *keys)
     if world.world_size == 1:
         return load(names, manager, retry_minutes)
     # a download may take longer than the timeout of the usual group
@@ -135,7 +137,9 @@ def load_tasks(
     return loaded, messages
 
 
-def make_task_manager(names: list[str], include_path: str | None) -> "TaskManager":
+def make_task_manager(
+    names: list[str], include_path: str | None, names_key: str, path_key: str
+) -> "TaskManager":
     """Return a task manager of lm-eval that knows the names.
 
     Raises:
@@ -143,7 +147,7 @@ def make_task_manager(names: list[str], include_path: str | None) -> "TaskManage
             not installed
     """
     if include_path is not None and not os.path.isdir(include_path):
-        raise ValueError(f"--include_path={include_path}: there is no such folder")
+        raise ValueError(f"{path_key}={include_path}: there is no such folder")
     task_manager_class = import_lm_eval().tasks.TaskManager
     # lm-eval's own task files take seconds to read, so they are only read if they are needed
     if include_path is not None:
@@ -155,9 +159,9 @@ def make_task_manager(names: list[str], include_path: str | None) -> "TaskManage
         if name not in manager.all_tasks:
             suggestion = errors.suggest(name, manager.all_tasks)
             if include_path is None:
-                raise ValueError(f"--tasks: lm-eval has no task {name}{suggestion}")
+                raise ValueError(f"{names_key}: lm-eval has no task {name}{suggestion}")
             raise ValueError(
-                f"--tasks: neither lm-eval nor --include_path={include_path} has a task "
+                f"{names_key}: neither lm-eval nor {path_key}={include_path} has a task "
                 f"{name}{suggestion}{describe_damaged_file(include_path)}"
             )
     return manager
@@ -195,7 +199,7 @@ def load(
         # the hub, the network, the disk, the dataset and the task's code raise many types of errors
         except Exception as error:
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            messages.append(f"task {name} is skipped, because it cannot be loaded ({cause})")
+            messages.append(f"task {name} cannot be loaded ({cause})")
             if isinstance(error, RetriesExhausted):
                 retry_minutes = 0  # do not wait as long again for each of the others
             continue

@@ -76,7 +76,8 @@ class GPTConfig:
     )
     state_dtype: Literal["bfloat16", "float32"] = option(
         "bfloat16",
-        "dtype of the residual state in a run that computes in bfloat16",
+        "dtype of the residual state in a run that computes in bfloat16 or float16; bfloat16 means "
+        "the dtype in which the run computes",
         changes_no_weight=True,
     )
     use_qk_rmsnorm: bool = option(

@@ -10,6 +10,11 @@ from torch.autograd.function import once_differentiable
 # tokens of GPT-2's vocabulary; on a GPU, which wants few and large products, 1 GiB, 10,496 tokens.
 MAX_LOGITS = {"cpu": 2**27, "cuda": 2**29}
 
+# The loss scale of float16 reaches only the backward pass, and the gradients that are computed in the
+# forward pass need one too: over 2^14 tokens, p / 2^14 is 0 in float16 if p < 5e-4. This one cannot
+# overflow if all hidden values are below 32.
+FLOAT16_GRAD_SCALE = 2.0**10
+
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
@@ -81,6 +86,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss, hidden_grad, weight_grad = loss_and_gradients(
             hidden, weight, targets, scale, chunk_size, with_gradients=True
         )
+        ctx.grad_scale = FLOAT16_GRAD_SCALE if hidden.dtype == torch.float16 else 1.0
         ctx.save_for_backward(hidden_grad, weight_grad)
         return loss
 
@@ -88,6 +94,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, loss_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
+        loss_grad = loss_grad / ctx.grad_scale
         return (
             (hidden_grad * loss_grad).to(hidden_grad.dtype),
             (weight_grad * loss_grad).to(weight_grad.dtype),
@@ -109,7 +116,8 @@ def loss_and_gradients(
 
     With p = softmax(scale * z) and n targets other than -1, dloss/dz = scale * (p - onehot) / n for
     the tokens of these targets. The products with it are computed in the dtype of hidden, as in a
-    linear layer, and summed over chunks in that of weight.
+    linear layer, and summed over chunks in that of weight. In float16 the gradients are multiplied by
+    FLOAT16_GRAD_SCALE.
     """
     rounded_weight = weight.to(hidden.dtype)
     is_counted = targets != -1
@@ -135,7 +143,9 @@ def loss_and_gradients(
         log_sum_exp = (max_logit + exp_sum.log()).squeeze(1)
         losses.append(torch.where(counted, log_sum_exp - target_logit, 0).sum())
         if with_gradients:
-            factor = torch.where(counted, scale / is_counted.sum().to(exp_sum.dtype), 0)
+            grad_scale = FLOAT16_GRAD_SCALE if h.dtype == torch.float16 else 1.0
+            num_counted = is_counted.sum().to(exp_sum.dtype)
+            factor = torch.where(counted, scale * grad_scale / num_counted, 0)
             p = exp_logits.div_(exp_sum)
             z_grad = torch.where(is_target, p - 1, p).mul_(factor[:, None]).to(h.dtype)
             hidden_grads.append(z_grad @ rounded_weight)

@@ -236,7 +236,7 @@ def test_every_setting_of_nanogpt_is_a_key_or_answered_with_our_key():
     with pytest.raises(ValueError, match="unknown key") as refused:
         configurator.check_names(unknown, schema, prefix="--")
     answers = str(refused.value).split("; ")
-    assert len(answers) == len(unknown) == 17
+    assert len(answers) == len(unknown) == 18
     for name, answer in zip(unknown, answers):
         assert answer.startswith(f"unknown key --{name}: ")
         suggested_keys = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", answer.partition(": ")[2])

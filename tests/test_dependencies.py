@@ -37,7 +37,7 @@ def test_a_bare_machine_trains_and_samples_and_names_what_is_missing(corpus, tmp
         "pip install fastapi uvicorn": ["sample.py", run, "--serve"],
         "pip install transformers": ["export.py", run, tmp_path / "new"],
         "pip install lm_eval": ["eval.py", run, f"--out={tmp_path / 'eval'}"],
-        "pip install wandb": ["train.py", *small_run(corpus, tmp_path / "new", wandb_log=True)],
+        "pip install wandb": ["train.py", *small_run(corpus, tmp_path / "new", tracker="wandb")],
     }
     if (ROOT / "research").exists():
         grid = [argument for argument in small_run(corpus, run)[:-1] if "out_dir" not in argument]

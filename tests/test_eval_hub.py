@@ -127,7 +127,7 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     assert result.returncode == 3, result.stderr.decode()
     retry_message, absent_message = result.stderr.decode().splitlines()
     assert retry_message == "task physical: the Hub responds with status 500; retrying in 1 s"
-    assert "task absent is skipped, because it cannot be loaded (DatasetNotFound" in absent_message
+    assert "task absent cannot be loaded (DatasetNotFound" in absent_message
     assert "nobody/has_this" in absent_message
     hub_responses = read_responses(tmp_path / "out", "physical")
     local_responses = read_responses(tmp_path / "out", "local")

@@ -22,7 +22,7 @@ WILD_VALUES = [
     "ü",
 ]
 # keys that take long or need the network, and are not mutated
-UNCHANGED_KEYS = {"compile", "wandb_log", "wandb_project", "wandb_run_name", "max_seconds", "help"}
+UNCHANGED_KEYS = {"compile", "tracker", "wandb_project", "wandb_run_name", "max_seconds", "help"}
 
 
 def mutate(draw: random.Random, arguments: list[str]) -> list[str]:

@@ -131,6 +131,21 @@ def test_eight_chunks_in_half_precision_are_as_close_as_one():
     assert eight.weight_grad < 1.1 * one.weight_grad + 1e-5
 
 
+def test_small_gradients_in_float16_are_not_rounded_to_zero(monkeypatch):
+    """Each of 2^14 tokens has a gradient of 6e-5 times p, and the loss scale multiplies only the sum."""
+    hidden, weight, targets = make_inputs(num_tokens=2**14, vocab_size=300, width=64)
+    hidden = hidden.detach().half().requires_grad_()
+    exact = compute_reference_loss(hidden.double(), weight, targets, 0.3)
+    exact_gradients = torch.autograd.grad(exact, (hidden, weight))
+    float32_weight = weight.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        value = linear_cross_entropy(hidden, float32_weight, targets, 0.3, chunk_size=256)
+    gradients = torch.autograd.grad(2.0**16 * value, (hidden, float32_weight))
+    for gradient, exact_gradient in zip(gradients, exact_gradients):
+        error = gradient.double() / 2**16 - exact_gradient
+        assert error.norm() < 0.01 * exact_gradient.norm()
+
+
 # ---- sizes of chunks ----
 
 

@@ -4,9 +4,10 @@ import contextlib
 import json
 import resource
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -168,18 +169,19 @@ def fail(*_arguments: object) -> None:
 @pytest.mark.parametrize("action", ["write", "close"])
 def test_a_failure_of_wandb_does_not_end_the_run(open_log, capsys, action):
     log = open_log()
-    log.wandb_run = SimpleNamespace(log=fail, finish=fail)
+    log.config.tracker = "wandb"
+    log.tracker = metrics.Tracker("id", log=fail, finish=fail)
     getattr(log, action)()
-    assert log.wandb_run is None
+    assert log.tracker is None
     assert (
-        "warning: Weights & Biases failed (ConnectionError: its service has ended); training "
+        "warning: wandb failed (ConnectionError: its service has ended); training "
         "continues without it"
     ) in capsys.readouterr().err
 
 
 def test_a_failure_of_wandb_loses_no_record(open_log):
     log = open_log()
-    log.wandb_run = SimpleNamespace(log=fail)
+    log.tracker = metrics.Tracker("id", log=fail, finish=fail)
     log.write(loss=1.0)
     log.write(loss=2.0)
     assert [record["loss"] for record in metrics.read(log.path)] == [1.0, 2.0]
@@ -276,11 +278,12 @@ def test_wandb_takes_the_rest_from_its_environment_variables(open_log, offline, 
     monkeypatch.setenv("WANDB_ENTITY", "our-team")
     monkeypatch.setenv("WANDB_RUN_GROUP", "widths")
     monkeypatch.setenv("WANDB_TAGS", "small,dv4")
-    log = open_log(wandb_log=True)
-    assert log.wandb_run.entity == "our-team"
-    assert log.wandb_run.group == "widths"
-    assert log.wandb_run.tags == ("small", "dv4")
-    assert log.state.wandb_id == log.wandb_run.id
+    log = open_log(tracker="wandb")
+    wandb_run = sys.modules["wandb"].run
+    assert wandb_run.entity == "our-team"
+    assert wandb_run.group == "widths"
+    assert wandb_run.tags == ("small", "dv4")
+    assert log.state.wandb_id == wandb_run.id
     log.close()
     [logged] = log.path.parent.glob("wandb/offline-run-*/*.wandb")
     # wandb's own process may write the file a moment after the run has finished
@@ -289,9 +292,9 @@ def test_wandb_takes_the_rest_from_its_environment_variables(open_log, offline, 
 
 
 def test_wandb_needs_no_group_and_no_tags(open_log, offline):
-    log = open_log(wandb_log=True)
-    assert not log.wandb_run.group
-    assert not log.wandb_run.tags
+    log = open_log(tracker="wandb")
+    assert not sys.modules["wandb"].run.group
+    assert not sys.modules["wandb"].run.tags
     log.close()
 
 
@@ -302,10 +305,10 @@ def test_a_failing_wandb_ends_in_one_line_with_the_fix(open_log, monkeypatch):
         raise wandb.errors.UsageError("api_key not configured (no-tty).\nRun wandb login.")
 
     monkeypatch.setattr(wandb, "init", fail)
-    with pytest.raises(ValueError, match="wandb_log=True") as raised:
-        open_log(wandb_log=True)
+    with pytest.raises(ValueError, match="tracker=wandb") as raised:
+        open_log(tracker="wandb")
     assert str(raised.value) == (
-        "wandb_log=True: Weights & Biases cannot start (api_key not configured (no-tty).); run "
+        "tracker=wandb cannot start (api_key not configured (no-tty).); run "
         "`wandb login`, or set WANDB_MODE=offline to log without a login, and repeat the command with "
         "--resume=auto"
     )
@@ -325,7 +328,7 @@ def train(arguments: list[str]) -> None:
     assert result.returncode == 0, result.stderr.decode()
 
 
-WANDB = {**CONSTANT_RATE, "wandb_log": True, "wandb_run_name": "named"}
+WANDB = {**CONSTANT_RATE, "tracker": "wandb", "wandb_run_name": "named"}
 
 
 @pytest.fixture
@@ -357,6 +360,54 @@ def test_a_resumed_run_is_the_same_for_wandb_and_a_branch_is_another(wandb_run, 
     [branch_id] = read_wandb_ids(branch)
     assert first_id == resumed_id
     assert branch_id != first_id
+
+
+# ---- trackio and TensorBoard ----
+
+
+@pytest.fixture(scope="module")
+def trackio(tmp_path_factory) -> Iterator[ModuleType]:
+    """Import trackio with a database of its own; it reads the variable once in a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+        yield pytest.importorskip("trackio")
+
+
+def train_interrupted(corpus: Path, run: Path, **keys) -> dict[int, float]:
+    """Train four steps, lose the last checkpoint, resume to six, and return the losses by step."""
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 2, **keys}
+    train(small_run(corpus, run, **keys, max_steps=4))
+    shutil.rmtree(checkpoint.find(run))
+    train(small_run(corpus, run, **keys, max_steps=6))
+    records = metrics.read(run / "metrics.jsonl")
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def test_a_resumed_run_is_one_run_of_trackio_and_a_branch_is_another(corpus, tmp_path, trackio):
+    keys = {"tracker": "trackio", "wandb_project": "small"}
+    losses = train_interrupted(corpus, tmp_path / "first", **keys)
+    branch = {**CONSTANT_RATE, **keys, "resume": tmp_path / "first", "max_steps": 8}
+    train(small_run(corpus, tmp_path / "branch", **branch))
+    [first_id] = set(read_wandb_ids(tmp_path / "first"))
+    [branch_id] = set(read_wandb_ids(tmp_path / "branch"))
+    storage = trackio.sqlite_storage.SQLiteStorage
+    assert set(storage.get_runs("small")) == {first_id, branch_id}
+    logged = storage.get_logs("small", first_id)
+    # steps 3 and 4 are repeated, and have the same losses
+    assert [log["step"] for log in logged if "loss" in log] == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert {log["step"]: log["loss"] for log in logged if "loss" in log} == losses
+    assert any("val_loss" in log for log in logged)
+
+
+def test_a_resumed_run_has_each_step_once_in_tensorboard(corpus, tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    losses = train_interrupted(corpus, tmp_path, tracker="tensorboard", statistics_interval=2)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("loss")}
+    assert logged == pytest.approx(losses, rel=1e-6)  # its numbers are float32
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert "residual/attn.state_rms/01" in events.Tags()["scalars"]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ MISTAKES_IN_KEYS = [
     ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
     ({"max_steps": 0}, "max_steps=0: give 1 or more"),
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
+    ({"wandb_log": True}, "unknown key --wandb_log: give --tracker=wandb"),
     ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
 ]
 # CORPUS is the folder of the corpus, RUN that of a run of six steps, TMP an empty one
@@ -88,11 +89,24 @@ MISTAKES = [
         "with muon_learning_rate=0: parameters with a learning rate of 0 do not decay",
     ),
     ({"engine": "ddp", "shard_size": 1}, "shard_size=1 has no effect with engine=ddp"),
+    ({"dtype": "float8"}, "dtype='float8': give 'auto' or 'float32' or 'bfloat16' or 'float16'"),
     ({"cuda_graphs": True}, "cuda_graphs=True needs a CUDA device and compile=True; omit it"),
     (
         {"wandb_project": "mine"},
-        "wandb_project=mine has no effect with wandb_log=False; omit wandb_project",
+        "wandb_project=mine has no effect with tracker=None; omit wandb_project",
     ),
+    (
+        {"tracker": "tensorboard", "wandb_run_name": "mine"},
+        "wandb_run_name=mine has no effect with tracker=tensorboard; omit wandb_run_name",
+    ),
+    ({"eval_tasks_limit": 3}, "eval_tasks_limit=3 has no effect with eval_tasks=None; omit eval"),
+    ({"eval_tasks": "hellaswaq"}, "eval_tasks: lm-eval has no task hellaswaq, did you mean hella"),
+    (
+        {"eval_tasks": "mine", "eval_tasks_path": "TMP/no"},
+        "eval_tasks_path=TMP/no: there is no such",
+    ),
+    ({"eval_tasks": ","}, "eval_tasks=, names no task; omit it"),
+    ({"tracker": "mlflow"}, "tracker='mlflow': give 'wandb' or 'trackio' or 'tensorboard' or None"),
     # the corpus
     ({"dataset": "nowhere"}, "nowhere does not hold *train_*.bin"),
     ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
@@ -177,6 +191,7 @@ def test_a_mistake_in_the_keys_of_a_run_is_found(arguments, line):
     ("settings", "value"),
     [
         ("device = 'mps'\ndtype = 'bfloat16'\n", "dtype=float32"),
+        ("device = 'mps'\ndtype = 'float16'\n", "dtype=float32"),
         ("learning_rate = 0.0\nweight_decay_rate = 0.1\n", "weight_decay_rate=None"),
     ],
 )
@@ -289,6 +304,12 @@ CHANGED_RUNS = [
         "--max_steps=9",
         "was trained by another version of this code, with keys that this one does not have: "
         "new_key=3",
+    ),
+    (
+        # a run of the time when Weights & Biases was the only tracker
+        lambda state: state["run_config"].update(wandb_log=False),
+        "--learning_rate=0.5",
+        "was trained with learning_rate=0.01 (not 0.5); to resume it",
     ),
     (
         lambda state: state["run_config"].update(dataset="/nowhere"),

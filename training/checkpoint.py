@@ -58,9 +58,14 @@ class TrainState:
     # evaluation and saving
     seconds: float = 0.0
     evaluated: bool = True  # False: the evaluation of `step` is still to come
+    tasks_evaluated: bool = True  # the same of the evaluation on eval_tasks
     best_val_loss: float | None = None
     skipped: int = 0  # steps skipped because a loss or gradient was not finite
-    wandb_id: str | None = None  # of the Weights & Biases run that a resumed run continues
+    # with dtype=float16 (training/loss_scale.py)
+    loss_scale: float = 2.0**16  # of the next step
+    steps_at_loss_scale: int = 0  # steps taken since it last changed
+    overflows: int = 0  # steps skipped since the last one that was taken
+    wandb_id: str | None = None  # of the tracker's run that a resumed run continues
     branched_from: str | None = None  # the --resume that began the run, if it continues another one
 
     @classmethod
@@ -76,13 +81,14 @@ class TrainState:
         if not evaluates_same_sequences(saved_state, config):
             state.best_val_loss = None
         if not belongs_to(resume_checkpoint, config.out_dir):
-            state.wandb_id = None  # a run that branches off is a new run of Weights & Biases
+            state.wandb_id = None  # a run that branches off is a new run of the tracker
             state.branched_from = config.resume
         return state
 
     def is_complete(self, max_steps: int) -> bool:
         """Return whether all steps are done, and the last one is evaluated."""
-        return self.step > max_steps or (self.step == max_steps and self.evaluated)
+        is_evaluated = self.evaluated and self.tasks_evaluated
+        return self.step > max_steps or (self.step == max_steps and is_evaluated)
 
 
 def evaluates_same_sequences(saved_state: dict, config: TrainConfig) -> bool:

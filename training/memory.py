@@ -17,10 +17,10 @@ from model.gpt import GPT, GPTConfig
 from model.loss import default_chunk_size
 from model.parameters import collect_rules
 from training.config import TrainConfig
-from training.distributed import computes_in_bfloat16
+from training.distributed import get_compute_dtype
 from training.metrics import compute_nominal_flops_per_token, get_peak_flops
 from utils import machine
-from utils.units import format_bytes, format_duration
+from utils.units import format_bytes, format_dtype, format_duration
 
 # The loss holds log-probabilities and two gradients of each logit, in float32; compiled, it holds one
 # of them and a gradient in the compute dtype.
@@ -156,13 +156,21 @@ def estimate_activations(
     except Exception:  # code of a variant may look at values, for which torch raises many kinds
         return None
     model = build_without_memory(config.model, model_config, 1)
-    is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
-    state_dtype = getattr(torch, model_config.state_dtype if is_bfloat16 else "float32")
+    state_dtype = get_state_dtype(config, model_config, torch.device(device_type))
     num_tokens = config.local_micro_batch_size * model_config.block_size
     states = (
         model_config.num_hidden_layers * num_tokens * cost.state_bytes_per_token(model, state_dtype)
     )
     return one_block + states
+
+
+def get_state_dtype(
+    config: TrainConfig, model_config: GPTConfig, device: torch.device
+) -> torch.dtype:
+    """Return the dtype of the residual state of a run on a device."""
+    if model_config.state_dtype == "float32":
+        return torch.float32
+    return get_compute_dtype(config.dtype, device)
 
 
 def count_saved_bytes(
@@ -180,7 +188,7 @@ def count_saved_bytes(
         saved[storage._cdata] = storage
         return tensor
 
-    is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
+    dtype = get_compute_dtype(config.dtype, torch.device(device_type))
     with FakeTensorMode():
         model = build(config.model, resize(model_config, num_layers))
         if config.kernels != "off" and device_type == "cuda":
@@ -188,7 +196,7 @@ def count_saved_bytes(
             kernels.use(model, "auto", device_type, config.state_checkpoint_interval)
         ids = torch.zeros(config.local_micro_batch_size, model_config.block_size, dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
+        with hooks, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             model.hidden(ids)
         for tensor in [*model.parameters(), *model.buffers()]:
             saved.pop(tensor.untyped_storage()._cdata, None)
@@ -248,8 +256,7 @@ def describe_run(
     num_tokens = num_sequences * model_config.block_size
     # a dry run on a machine without the GPU of the run describes the run on a GPU
     run_device = torch.device("cuda") if config.device == "auto" else device
-    is_bfloat16 = computes_in_bfloat16(config.dtype, run_device)
-    dtype = model_config.state_dtype if is_bfloat16 else "float32"
+    state_dtype = get_state_dtype(config, model_config, run_device)
     tokens = (
         f"{config.max_steps:,} steps x {config.global_batch_size} sequences x "
         f"{model_config.block_size} tokens = {num_tokens:,} tokens"
@@ -263,7 +270,8 @@ def describe_run(
         describe_memory(config, model_config, run_device),
         tokens,
         f"{num_tokens * cost.flops_per_token(model):.3g} FLOPs, "
-        f"{cost.state_bytes_per_token(model, getattr(torch, dtype))} bytes of {dtype} state per token",
+        f"{cost.state_bytes_per_token(model, state_dtype)} bytes of "
+        f"{format_dtype(state_dtype)} state per token",
         f"{format_bytes(checkpoint_bytes)} per checkpoint; the disk needs room for "
         f"{config.keep_last + 1} of them",
     ]
@@ -306,7 +314,7 @@ def describe_memory(config: TrainConfig, model_config: GPTConfig, device: torch.
         for name, size in dataclasses.asdict(estimate).items()
         if size
     ]
-    dtype = "bfloat16" if computes_in_bfloat16(config.dtype, device) else "float32"
+    dtype = format_dtype(get_compute_dtype(config.dtype, device))
     name = "GPU" if device.type == "cuda" else "CPU"
     limit = ""
     if device.type == "cuda" and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, progress lines, and Weights & Biases."""
+"""The record of a run: metrics.jsonl, progress lines, and trackers such as Weights & Biases."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -132,12 +132,12 @@ def find_last_evaluation(path: Path) -> dict | None:
     return None
 
 
-def find_evaluation(path: Path, step: int) -> dict | None:
-    """Return the record of the evaluation after a step, None if metrics.jsonl has none."""
+def find_evaluation(path: Path, step: int, key: str = "val_loss") -> dict | None:
+    """Return the record of the evaluation after a step that has a key, None if there is none."""
     if not path.is_file():
         return None
     for record in read(path):
-        if record["step"] == step and "val_loss" in record:
+        if record["step"] == step and key in record:
             return record
     return None
 
@@ -167,41 +167,96 @@ def set_aside(path: Path) -> None:
         print(f"note: the records of an earlier start are now in {old_path}")
 
 
-# ---- Weights & Biases ----
+# ---- trackers ----
 
 
-def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: TrainState) -> Any:
-    """Start a run of Weights & Biases, or continue the one that the state names.
+class Tracker(NamedTuple):
+    """Where the records of a run are logged in addition."""
 
-    Returns:
-        A `wandb.Run`.
+    id: str | None  # by which a resumed run continues it; None if the run folder is enough
+    log: Callable[[dict], object]  # of a flat record
+    finish: Callable[[], object]
+
+
+def start_tracker(
+    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
+) -> Tracker:
+    """Start a run of the tracker that the key names, or continue the one that the state names.
 
     Raises:
-        ValueError: wandb is not installed, or it cannot start the run
+        ValueError: the package is not installed, or it cannot start the run
     """
-    wandb = errors.import_optional("wandb", "wandb_log=True")
+    start = {"wandb": start_wandb, "trackio": start_trackio, "tensorboard": start_tensorboard}
+    errors.import_optional(config.tracker, f"tracker={config.tracker}")
     try:
-        wandb_run = wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_run_name,
-            dir=run_folder,
-            id=state.wandb_id,
-            resume="allow",  # continue the run of this id if there is one
-            config=settings,
-        )
+        return start[config.tracker](run_folder, config, settings, state)
     except Exception as error:  # no login, no connection, or a project that does not exist
         reason = str(error).strip().partition("\n")[0]
+        advice = "omit the key"
+        if config.tracker == "wandb":
+            advice = "run `wandb login`, or set WANDB_MODE=offline to log without a login,"
         raise ValueError(
-            f"wandb_log=True: Weights & Biases cannot start ({reason}); run `wandb login`, or set "
-            "WANDB_MODE=offline to log without a login, and repeat the command with --resume=auto"
+            f"tracker={config.tracker} cannot start ({reason}); {advice} and repeat the command "
+            "with --resume=auto"
         ) from error
-    # curves over the steps of training, and not over the number of calls of `log`
-    wandb_run.define_metric("*", step_metric="step")
-    return wandb_run
+
+
+def start_wandb(
+    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
+) -> Tracker:
+    import wandb
+
+    run = wandb.init(
+        project=config.wandb_project,
+        name=config.wandb_run_name,
+        dir=run_folder,
+        id=state.wandb_id,
+        resume="allow",  # continue the run of this id if there is one
+        config=settings,
+    )
+    # Curves over the steps of training, and not over the number of calls of `log`. `log` gets no
+    # `step`, because a resumed run repeats an evaluation that was interrupted, and Weights & Biases
+    # drops what is logged for a step that it has already.
+    run.define_metric("*", step_metric="step")
+    return Tracker(run.id, run.log, run.finish)
+
+
+def start_trackio(
+    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
+) -> Tracker:
+    import trackio
+
+    # it finds the run to continue by name
+    run = trackio.init(
+        project=config.wandb_project,
+        name=state.wandb_id or config.wandb_run_name,
+        resume="allow" if state.wandb_id else "never",
+        config=settings,
+        embed=False,
+    )
+    return Tracker(run.name, lambda record: run.log(record, step=record["step"]), run.finish)
+
+
+def start_tensorboard(
+    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
+) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # of a resumed run, the earlier curves end with the step of the checkpoint
+    purge_step = state.step + 1 if state.step else None
+    writer = SummaryWriter(run_folder / "tensorboard", purge_step=purge_step)
+    writer.add_text("settings", f"```\n{json.dumps(settings, indent=1)}\n```", state.step)
+
+    def log(record: dict) -> None:
+        for key, value in record.items():
+            if key != "step":
+                writer.add_scalar(key, value, record["step"])
+
+    return Tracker(None, log, writer.close)
 
 
 def flatten(record: dict) -> dict:
-    """Flatten nested dicts and lists to keys such as "outer/inner/07", which wandb can plot."""
+    """Flatten nested dicts and lists to keys such as "outer/inner/07", which trackers plot."""
     flat = {}
     for key, value in record.items():
         if isinstance(value, list):
@@ -232,7 +287,7 @@ class Speed(NamedTuple):
 
 
 class RunLog:
-    """Write metrics.jsonl, print progress lines, and log to Weights & Biases if asked for.
+    """Write metrics.jsonl, print progress lines, and log to a tracker if asked for.
 
     Only the main process has one. Every line of metrics.jsonl has `step`, `tokens`, `flops` and
     `seconds`, which count from the first step of the run, over all its restarts; `seconds` are
@@ -253,11 +308,11 @@ class RunLog:
         """Open the log of a run.
 
         Args:
-            settings: all keys of the run and of its model, for Weights & Biases
+            settings: all keys of the run and of its model, for the tracker
             state: the counters of the run, which the log reads whenever it writes a line
 
         Raises:
-            ValueError: Weights & Biases cannot start
+            ValueError: the tracker cannot start
         """
         self.path = run_folder / "metrics.jsonl"
         self.config = config
@@ -278,14 +333,18 @@ class RunLog:
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 
         truncate_after(self.path, state.step, state.evaluated)
-        self.wandb_run = None
-        if config.wandb_log:
-            self.wandb_run = start_wandb(run_folder, config, settings, state)
+        self.tracker: Tracker | None = None
+        if config.tracker is not None:
+            self.tracker = start_tracker(run_folder, config, settings, state)
             # checkpoints store it, so that a resumed run continues the same curves
-            state.wandb_id = self.wandb_run.id
+            state.wandb_id = self.tracker.id
 
     def log_training_step(
-        self, loss: float, grad_norm: float, learning_rates: dict[str, float]
+        self,
+        loss: float,
+        grad_norm: float,
+        learning_rates: dict[str, float],
+        loss_scale: float | None = None,
     ) -> None:
         """Log a step that the optimizers took, and print it if it is due.
 
@@ -293,6 +352,7 @@ class RunLog:
             loss: mean over the batch, in nats per token
             grad_norm: before clipping
             learning_rates: by name, "lr" among them (`optimizer.set_learning_rates`)
+            loss_scale: of float16
         """
         progress = Progress(self.state.step, self.state.seconds)
         # metrics.jsonl has the speed of this step alone, a progress line the mean since the last
@@ -301,6 +361,7 @@ class RunLog:
             loss=loss,
             grad_norm=grad_norm,
             **learning_rates,
+            loss_scale=loss_scale,
             tokens_per_second=speed.tokens_per_second,
             mfu=speed.mfu,
             memory=get_peak_memory(self.device),
@@ -339,12 +400,18 @@ class RunLog:
         columns.append(f"remaining {format_duration(remaining_seconds)}")
         return columns
 
-    def log_skipped_step(self, loss: float, grad_norm: float) -> None:
-        """Log and print that a step was skipped, because its loss or gradient is not finite."""
-        self.write(skipped=True)
+    def log_skipped_step(
+        self, loss: float, grad_norm: float, loss_scale: float | None = None
+    ) -> None:
+        """Log and print that a step was skipped, because its loss or gradient is not finite.
+
+        loss_scale: of float16
+        """
+        self.write(skipped=True, loss_scale=loss_scale)
+        scale = "" if loss_scale is None else f", with a loss scale of {loss_scale:g}"
         print(
             f"note: step {self.state.step} was skipped: its loss is {loss} and its gradient norm "
-            f"is {grad_norm}",
+            f"is {grad_norm}{scale}",
             flush=True,
         )
 
@@ -398,6 +465,14 @@ class RunLog:
             columns.append(f"{num_sequences} of {split_size} sequences")
         print(" | ".join(columns), flush=True)
 
+    def log_tasks(self, values: dict[str, dict[str, float]]) -> None:
+        """Log and print an evaluation on tasks (`downstream.evaluate_tasks`)."""
+        self.write(tasks=values)
+        columns = [f"step {self.state.step}"]
+        for task, metrics in values.items():
+            columns.extend(f"{task} {name} {value:.2f}" for name, value in metrics.items())
+        print(" | ".join(columns), flush=True)
+
     def compute_speed(self, start: Progress, end: Progress) -> Speed:
         """Return the mean speed between two points of the run."""
         steps_per_second = (end.step - start.step) / (end.seconds - start.seconds)
@@ -407,7 +482,7 @@ class RunLog:
         return Speed(self.tokens_per_step * steps_per_second, mfu)
 
     def write(self, **values: object) -> None:
-        """Append a line to metrics.jsonl, and log it to Weights & Biases.
+        """Append a line to metrics.jsonl, and log it to the tracker.
 
         A value of None is omitted. If the disk is full, the line is written with a later one.
         """
@@ -421,19 +496,17 @@ class RunLog:
         }
         self.unwritten += json.dumps(record).encode() + b"\n"
         self.flush()
-        if self.wandb_run is not None:
-            # Without `step`, because a resumed run repeats an evaluation that was interrupted, and
-            # Weights & Biases drops what is logged for a step that it has already.
-            self.call_wandb(lambda: self.wandb_run.log(flatten(record)))
+        if self.tracker is not None:
+            self.call_tracker(lambda: self.tracker.log(flatten(record)))
 
-    def call_wandb(self, action: Callable[[], object]) -> None:
-        """Call Weights & Biases. If it fails, say so and train on without it."""
+    def call_tracker(self, action: Callable[[], object]) -> None:
+        """Call the tracker. If it fails, say so and train on without it."""
         try:
             action()
         except Exception as error:  # of any kind: its log is no reason to end a run
-            self.wandb_run = None
+            self.tracker = None
             print(
-                f"warning: Weights & Biases failed ({type(error).__name__}: {error}); training "
+                f"warning: {self.config.tracker} failed ({type(error).__name__}: {error}); training "
                 "continues without it, and metrics.jsonl has all records",
                 file=sys.stderr,
             )
@@ -466,7 +539,7 @@ class RunLog:
             self.has_warned = True
 
     def close(self) -> None:
-        """Write what is left, and finish the run of Weights & Biases."""
+        """Write what is left, and finish the run of the tracker."""
         self.flush()
-        if self.wandb_run is not None:
-            self.call_wandb(self.wandb_run.finish)
+        if self.tracker is not None:
+            self.call_tracker(self.tracker.finish)

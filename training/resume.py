@@ -75,11 +75,15 @@ def saved_settings(state: dict) -> dict[str, object]:
         return {}
     model_config_class = model_class(state["model"]).Config
     options = collect_options(TrainConfig, model_config_class)
+    run_config = dict(state["run_config"])
+    # what the key tracker was before there were several
+    if run_config.pop("wandb_log", False):
+        run_config["tracker"] = "wandb"
     return {
         # lowest precedence first
         **{name: option.default for name, option in options.items()},
         **state["model_config"],
-        **state["run_config"],
+        **run_config,
         "model": state["model"],
     }
 

@@ -1,4 +1,6 @@
-"""Format durations, counts and sizes for people."""
+"""Format durations, counts, sizes and dtypes for people."""
+
+import torch
 
 
 def format_duration(seconds: float) -> str:
@@ -24,3 +26,8 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:,.3g} TiB"
+
+
+def format_dtype(dtype: torch.dtype) -> str:
+    """Format torch.bfloat16 as bfloat16."""
+    return str(dtype).removeprefix("torch.")
