@@ -465,7 +465,12 @@ def write_run(name: str) -> dict:
     train(num_processes, settings, out)
     shutil.rmtree(GOLDEN / "checkpoints" / name, ignore_errors=True)
     golden_step = out / "checkpoints" / f"step_{RESUMED_STEP:08d}"
-    shutil.copytree(golden_step, GOLDEN / "checkpoints" / name)
+    kept = GOLDEN / "checkpoints" / name
+    shutil.copytree(golden_step, kept)
+    # without the folder of this clone
+    state_file = kept / "state.json"
+    state_file.write_text(state_file.read_text().replace(f"{ROOT}/", ""))
+    write_checksums(kept)
     return {
         "settings": settings,
         "made": describe_machine(),
