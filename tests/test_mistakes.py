@@ -100,7 +100,6 @@ MISTAKES = [
         "wandb_run_name=mine has no effect with tracker=tensorboard; omit wandb_run_name",
     ),
     ({"eval_tasks_limit": 3}, "eval_tasks_limit=3 has no effect with eval_tasks=None; omit eval"),
-    ({"eval_tasks": "hellaswaq"}, "eval_tasks: lm-eval has no task hellaswaq, did you mean hella"),
     (
         {"eval_tasks": "mine", "eval_tasks_path": "TMP/no"},
         "eval_tasks_path=TMP/no: there is no such",
