@@ -95,6 +95,7 @@ def test_the_readme_has_commands():
         "evaluation",
         "export",
         "kernels",
+        "parallel",
         "recipe",
         "runs",
         "serving",
@@ -199,7 +200,9 @@ def list_headings(page: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ["cluster", "evaluation", "recipe", "runs", "variants"])
+@pytest.mark.parametrize(
+    "page", ["cluster", "evaluation", "parallel", "recipe", "runs", "variants"]
+)
 def test_links_between_pages_lead_to_headings(page):
     links = re.findall(r"\]\((\w+)\.md(?:#([\w-]+))?\)", read_page(page))
     assert links

@@ -270,7 +270,7 @@ def test_the_costs_of_the_variants_page_are_counted(models):
 
 @pytest.mark.parametrize(
     "page",
-    [*(DOCS / f"{name}.md" for name in ("demo", "mup", "sweeps")), *STUDIES],
+    [*(DOCS / f"{name}.md" for name in ("demo", "mup", "speed", "sweeps")), *STUDIES],
     ids=str,
 )
 def test_commands_of_the_pages_exist(page, monkeypatch):
