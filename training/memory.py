@@ -323,7 +323,7 @@ def describe_memory(config: TrainConfig, model_config: GPTConfig, device: torch.
     if device.type == "cuda":
         # gpt_small and ddl_dv4_cc_ec_small, micro-batches of 16: results/gpu
         comparison = (
-            "; compiled steps of DDL and of the additive model needed 0.82 of it on an H200"
+            "; on an H200, compiled steps of the additive model needed 0.70 of it, of DDL 0.83"
         )
     return (
         f"estimated memory of one process on a {name} in {dtype}: {format_bytes(estimate.total)}"
