@@ -138,7 +138,10 @@ def load_tasks(
 
 
 def make_task_manager(
-    names: list[str], include_path: str | None, names_key: str, path_key: str
+    names: list[str],
+    include_path: str | None,
+    names_key: str = "--tasks",
+    path_key: str = "--include_path",
 ) -> "TaskManager":
     """Return a task manager of lm-eval that knows the names.
 

@@ -155,7 +155,7 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     assert [task.name for task in loaded] == ["here"]
     assert clock.seconds == 300
     assert "(ConnectionError: down); gave up after --retry_minutes=5)" in missing[0]
-    assert "task b is skipped" in missing[1]
+    assert "task b cannot be loaded" in missing[1]
     assert all(
         line.startswith("task a: ConnectionError") for line in capsys.readouterr().err.splitlines()
     )
