@@ -611,5 +611,5 @@ def test_the_config_fits_every_difficulty(difficult_corpus):
 def test_another_block_size_than_that_of_the_documents_is_refused(difficult_corpus):
     config_file, corpus = difficult_corpus
     config, model_config = configure([config_file, f"--dataset={corpus}", "--block_size=99"])
-    with pytest.raises(ValueError, match="block_size=99, but the documents"):
+    with pytest.raises(ValueError, match="block_size=99, but the sequences"):
         open_data(config, model_config)
