@@ -512,11 +512,8 @@ def count_tokens_left(job: Preparation, stage: Stage) -> int:
 def open_reader(job: Preparation, number: int, source: Source) -> "TokenReader":
     """Return a reader of the source that begins with the tokens of shard `number`."""
     splits = [stage.split for stage in job.plan if stage.source is source]
-    reader_settings = (source, job.encoding, job.args.workers, job.progress_bar)
-    if job.packing is None:
-        reader = TokenReader(*reader_settings)
-    else:
-        reader = job.packing.open_reader(*reader_settings)
+    make_reader = TokenReader if job.packing is None else job.packing.open_reader
+    reader = make_reader(source, job.encoding, job.args.workers, job.progress_bar)
     for record in job.records[:number]:
         if record.split in splits:
             reader.cursor = record.cursor

@@ -465,12 +465,12 @@ def write_run(name: str) -> dict:
     train(num_processes, settings, out)
     shutil.rmtree(GOLDEN / "checkpoints" / name, ignore_errors=True)
     golden_step = out / "checkpoints" / f"step_{RESUMED_STEP:08d}"
-    kept = GOLDEN / "checkpoints" / name
-    shutil.copytree(golden_step, kept)
+    stored_checkpoint = GOLDEN / "checkpoints" / name
+    shutil.copytree(golden_step, stored_checkpoint)
     # without the folder of this clone
-    state_file = kept / "state.json"
+    state_file = stored_checkpoint / "state.json"
     state_file.write_text(state_file.read_text().replace(f"{ROOT}/", ""))
-    write_checksums(kept)
+    write_checksums(stored_checkpoint)
     return {
         "settings": settings,
         "made": describe_machine(),

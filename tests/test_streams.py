@@ -255,7 +255,7 @@ def test_frac_connections_start_as_the_additive_stream(m):
 
 
 def test_only_later_blocks_scale_their_normalized_inputs():
-    """Of norm_placement=lns, the first block is that of the additive stream, the second is not."""
+    """With norm_placement=lns the first block is that of the additive stream; the second is not."""
     ids = random_ids(2, 7)
     for num_layers, is_additive in ((1, True), (2, False)):
         size = {"num_hidden_layers": num_layers}
