@@ -18,6 +18,38 @@ from .gpt import GPT, without_initialization
 from .layers import Positions
 
 
+class Cost(NamedTuple):
+    """What a token costs."""
+
+    flops: int  # floating-point operations of a training step
+    state_numbers: int  # numbers in the residual state, where it is largest
+
+
+# a run asks for the cost of its model several times
+known_costs: dict[tuple, Cost] = {}
+
+
+def count_cost(model: GPT) -> Cost:
+    """Run a model of the same class and config once on fake tensors, and return what it costs.
+
+    It is another model, because the parameters of this one may be sharded, and its stream may be
+    fused.
+
+    Raises:
+        ValueError: a read does not return x_in (B, T, d), or a write does not return a state
+    """
+    key = (model.variant, repr(model.config))
+    if key not in known_costs:
+        try:
+            with FakeTensorMode():
+                fake_model = without_initialization(model.variant)(model.config)
+                known_costs[key] = run_forward_pass(fake_model)
+        except DataDependentOutputException:
+            # the model looks at the values of its tensors, so it needs real ones
+            known_costs[key] = run_forward_pass(model.variant(model.config))
+    return known_costs[key]
+
+
 def flops_per_token(model: GPT) -> int:
     """Return the floating-point operations of a training step per token.
 
@@ -26,31 +58,12 @@ def flops_per_token(model: GPT) -> int:
     writes of the residual stream, but not norms, activation functions and the optimizer. The
     backward pass counts as two forward passes.
     """
-    block_size = model.config.block_size
-    forward_pass = count_forward_pass(model, block_size)
-    model = forward_pass.model
-    parts = [model.input_embed, model.readout]
-    for site in model.sites:
-        parts += [site.read, site.sublayer, site.write, site.post_write]
-    elementwise_flops = sum(
-        part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
-    )
-    return 3 * (forward_pass.matrix_flops + elementwise_flops * block_size) // block_size
+    return count_cost(model).flops
 
 
 def state_bytes_per_token(model: GPT, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes of the residual state of one token, in dtype, where it is largest."""
-    states = count_forward_pass(model, num_tokens=1).states
-    return max(count_state_numbers(state) for state in states) * dtype.itemsize
-
-
-def check_stream(model: GPT) -> None:
-    """Run the model once, on a token without data.
-
-    Raises:
-        ValueError: a read does not return x_in (B, T, d), or a write does not return a state
-    """
-    count_forward_pass(model, num_tokens=1)
+    return count_cost(model).state_numbers * dtype.itemsize
 
 
 def count_attention_flops(
@@ -66,47 +79,32 @@ def count_attention_flops(
 ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count_attention_flops}
 
 
-class ForwardPass(NamedTuple):
-    """A forward pass of one sequence."""
-
-    # the model on the CPU, with fake parameters if possible
-    model: GPT
-
-    # operations of its matrix products
-    matrix_flops: int
-
-    # the state after each block
-    states: list[State]
-
-
-def count_forward_pass(model: GPT, num_tokens: int) -> ForwardPass:
-    """Run a model of the same class and config for one sequence of num_tokens tokens.
-
-    It is another model, on fake tensors, because the parameters of this one may be sharded, and its
-    stream may be fused.
-    """
-    try:
-        with FakeTensorMode():
-            fake_model = without_initialization(model.variant)(model.config)
-            return run_forward_pass(fake_model, num_tokens)
-    except DataDependentOutputException:
-        # the model looks at the values of its tensors, so it needs real ones
-        return run_forward_pass(model.variant(model.config), num_tokens)
-
-
 @torch.no_grad()
-def run_forward_pass(model: GPT, num_tokens: int) -> ForwardPass:
+def run_forward_pass(model: GPT) -> Cost:
+    """Run a model for one sequence of block_size tokens, and return what a token costs."""
     # it imports Triton, which takes 0.15 s; generating and evaluating do without it
     from torch.utils.flop_counter import FlopCounterMode
 
+    block_size = model.config.block_size
     states = []
     for layer in model.transformer.h:
         layer.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
     counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
-    checking_stream = CheckingStream(num_tokens, model.config.hidden_size)
+    checking_stream = CheckingStream(block_size, model.config.hidden_size)
     with counter, model.through(checking_stream):
-        model(torch.zeros(1, num_tokens, dtype=torch.int64))
-    return ForwardPass(model, counter.get_total_flops(), states)
+        model(torch.zeros(1, block_size, dtype=torch.int64))
+
+    parts = [model.input_embed, model.readout]
+    for site in model.sites:
+        parts += [site.read, site.sublayer, site.write, site.post_write]
+    elementwise_flops = sum(
+        part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
+    )
+    matrix_flops = counter.get_total_flops()
+    return Cost(
+        flops=3 * (matrix_flops + elementwise_flops * block_size) // block_size,
+        state_numbers=max(count_state_numbers(state) for state in states),
+    )
 
 
 class CheckingStream(Stream):

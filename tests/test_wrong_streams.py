@@ -69,7 +69,7 @@ FAULTY_FILES = {
         BLOCK.format(
             "self.sites = [replace(s, read=lambda x, past: x[..., 1:]) for s in self.sites]"
         ),
-        "function of block 0, attn, returns (1, 1, 11); it must return x_in (B, T, d), here (1, 1, 12)",
+        "function of block 0, attn, returns (1, 16, 11); it must return x_in (B, T, d), here (1, 16, 12)",
     ),
     "no rule": (
         GATED.replace("Rule(constant(config.gate_init))", "None").replace('"gate": None', ""),

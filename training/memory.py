@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import build, cost, errors_as_value_errors, kernels
-from model.gpt import GPT, GPTConfig
+from model import build, cost, errors_as_value_errors, kernels, model_class
+from model.gpt import GPT, GPTConfig, without_initialization
 from model.loss import default_chunk_size
 from model.parameters import collect_rules
 from training.config import TrainConfig
@@ -190,7 +190,8 @@ def count_saved_bytes(
 
     dtype = get_compute_dtype(config.dtype, torch.device(device_type))
     with FakeTensorMode():
-        model = build(config.model, resize(model_config, num_layers))
+        variant = without_initialization(model_class(config.model))
+        model = variant(resize(model_config, num_layers))
         if config.kernels != "off" and device_type == "cuda":
             # the operators of the kernels say themselves what they save
             kernels.use(model, "auto", device_type, config.state_checkpoint_interval)
