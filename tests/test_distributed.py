@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults import Fault, FaultyTraining
-from helpers import small_run
+from helpers import SMALL, small_run
 from in_process import (
     call,
     find_free_port,
@@ -22,6 +21,7 @@ from in_process import (
     start_in_fork,
     train_in_processes,
 )
+from torch import nn
 from torch._dynamo.utils import counters
 from training_runs import CONSTANT_RATE, completed_steps, read_records
 
@@ -55,55 +55,51 @@ def test_the_memory_of_a_step_is_reused_in_the_next():
     assert int(result.stdout) < 200
 
 
-@pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
-def test_a_later_process_finds_the_compiled_model():
-    """The model disables autocast for its gates; torch by itself does not cache such a graph."""
-    world = SimpleNamespace(device=torch.device("cpu"), world_size=1)
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    cache_counters = []
-    for _ in range(2):
-        torch._dynamo.reset()
-        counters.clear()
-        model = build(
-            "DDL-gpt-mha-rope",
-            vocab_size=9,
-            block_size=4,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            head_dim=4,
-            hidden_size=4,
-        )
-        train_model, _ = distributed.parallelize(model, world, engine="ddp", compile=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            train_model(ids, ids)[1].backward()
-        cache_counters.append(
-            {
-                name: counters["aot_autograd"][f"autograd_cache_{name}"]
-                for name in ("bypass", "miss", "hit")
-            }
-        )
-    assert cache_counters[0]["bypass"] == 0
-    assert cache_counters[1] == {"bypass": 0, "miss": 0, "hit": 1}
+class Product(nn.Module):
+    """A product of matrices in an autocast of its own, as that of a gate in float32."""
 
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
 
-@pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
-def test_a_cached_graph_belongs_to_one_autocast():
-    """Graphs that differ only in the arguments of autocast are cached separately."""
-    distributed.cache_graphs_with_autocast()
-
-    def product(x, weight, enabled, dtype):
+    def forward(self, x: torch.Tensor, enabled: bool, dtype: torch.dtype) -> torch.Tensor:
         with torch.autocast("cpu", dtype, enabled=enabled):
-            return torch.nn.functional.linear(x, weight)
+            return nn.functional.linear(x, self.weight)
 
+
+@pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
+def test_a_later_process_finds_the_graph_of_its_autocast():
+    """torch by itself does not cache a graph that enters autocast; each autocast has its own."""
+    model = Product()
+    world = World(0, 1, torch.device("cpu"))
+    compiled_model, _ = distributed.parallelize(model, world, engine="ddp", compile=True)
     x = torch.randn(8, 8)
-    weight = torch.randn(8, 8, requires_grad=True)
     cases = [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)]
+    num_hits = []
     for case in cases * 2:  # the second time, all three are in the cache
         torch._dynamo.reset()
         counters.clear()
-        compiled = torch.compile(product)(x, weight, *case)
-        compiled.sum().backward()
-        torch.testing.assert_close(compiled, product(x, weight, *case), rtol=0, atol=0)
+        product = compiled_model(x, *case)
+        product.sum().backward()
+        torch.testing.assert_close(product, model(x, *case), rtol=0, atol=0)
+        num_hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert num_hits[3:] == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
+def test_a_later_process_finds_the_compiled_model():
+    """DDL computes its gates in float32, for which it leaves autocast."""
+    world = World(0, 1, torch.device("cpu"))
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        model = build("DDL-gpt-mha-rope", **{**SMALL, "num_hidden_layers": 1})
+        compiled_model, _ = distributed.parallelize(model, world, engine="ddp", compile=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            compiled_model(ids, ids)[1].backward()
+        assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 

@@ -59,7 +59,7 @@ def run(corpus, tmp_path_factory):
 
 
 def test_ctrl_c_while_text_is_written(run):
-    process = begin("sample.py", run, "--max_new_tokens=1000000", "--prompt=a")
+    process = begin("sample.py", run, "--max_new_tokens=1000000", "--prompt=a", "--compile=False")
     assert process.stdout.read(30)
     assert interrupted(process) == (130, ["sample.py: interrupted"])
 

@@ -238,7 +238,7 @@ def test_an_allocation_that_fails_ends_in_one_line(corpus, tmp_path):
         tmp_path / "run",
         block_size=512,
         hidden_size=128,
-        ddl_value_channels=16,
+        ddl_value_channels=64,
         global_batch_size=32,
         micro_batch_size=32,
     )

@@ -11,8 +11,8 @@ from nbclient import NotebookClient
 
 NOTEBOOK = Path("docs", "colab.ipynb")
 FEW_STEPS = (
-    "--max_steps=4 --eval_interval=2 --eval_batches=1 --eval_full=False --block_size=64 "
-    "--compile=False"
+    "--max_steps=2 --eval_interval=1 --eval_batches=1 --eval_full=False --block_size=64 "
+    "--num_hidden_layers=2 --compile=False"
 )
 # of the repository's folders, those that the notebook does not need
 LEFT_OUT = (".git", ".venv*", "__pycache__", "research", "results", "runs", "sweeps", "tests")
@@ -49,15 +49,15 @@ def test_the_notebook_trains_samples_and_draws_the_gates(tmp_path, monkeypatch):
     printed = execute(notebook, clone / "docs", monkeypatch)
     _, _, _, _, training, loss_curve, samples, _, gates, _, changed, comparison, last = range(13)
 
-    assert "step 4 | validation loss" in printed[training]
+    assert "step 2 | validation loss" in printed[training]
     assert printed[samples].startswith("def")
-    assert "step 4 | validation loss" in printed[changed]
+    assert "step 2 | validation loss" in printed[changed]
     num_pictures = {loss_curve: 1, gates: 1, comparison: 2}
     for index, expected in num_pictures.items():
         assert len(list_pictures(notebook.cells[index])) == expected
-    # 4 blocks of two sublayers
-    assert printed[last].strip() == "8 True True"
-    [state] = clone.glob("runs/notebook_beta*/checkpoints/step_00000004/state.json")
+    # 2 blocks of two sublayers
+    assert printed[last].strip() == "4 True True"
+    [state] = clone.glob("runs/notebook_beta*/checkpoints/step_00000002/state.json")
     model_config = json.loads(state.read_text())["model_config"]
     assert (model_config["ddl_beta_init"], model_config["ddl_value_channels"]) == (0.5, 2)
 
