@@ -93,6 +93,9 @@ def test_an_eager_pass_saves_what_is_counted(name):
     allocated = measure_allocated(name, is_bfloat16)
     terms = memory.estimate_memory(config, model_config, "cpu")
     assert 0.6 * allocated < terms.activations + terms.logits < 1.2 * allocated
+    # the run that is refused needs at least its weights, moments and a part of these activations
+    least = memory.compute_least_memory(config, model_config)
+    assert 0 < least - terms.weights - terms.optimizer_state < allocated
 
 
 @pytest.mark.parametrize(
@@ -112,12 +115,6 @@ def test_a_base_depth_of_the_same_size_changes_no_estimate(name, activation_chec
 # ---- the terms of the estimate ----
 
 
-def test_weights_and_gradients_are_in_float32():
-    num_parameters = count_additive_parameters()
-    terms = estimate(name="gpt-mha-rope", dtype="bfloat16")
-    assert terms.weights == terms.gradients == 4 * num_parameters
-
-
 def test_adamw_has_two_moments_and_muon_one_of_the_matrices():
     adamw = estimate(name="gpt-mha-rope").optimizer_state
     muon = estimate(name="gpt-mha-rope", optimizer="muon").optimizer_state
@@ -134,15 +131,6 @@ def test_fsdp_shards_weights_gradients_and_optimizer_state(shard_size, num_shard
     assert shard.optimizer_state == full.optimizer_state // num_shards
     assert full.gathered == 0
     assert 0 < shard.gathered <= full.weights
-
-
-def test_checkpointing_saves_fewer_activations():
-    assert estimate(activation_checkpointing=True).activations < estimate().activations
-
-
-def test_activations_grow_with_the_micro_batch():
-    one = estimate(micro_batch_size=1).activations
-    assert estimate().activations == pytest.approx(BATCH_SIZE * one, rel=0.05)
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
@@ -203,15 +191,6 @@ def test_a_run_that_does_not_fit_is_refused(corpus, set_available_memory, tmp_pa
         "give a --micro_batch_size below 2, --activation_checkpointing=True, or a smaller" in line
     )
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_the_lower_bound_is_below_what_an_eager_pass_allocates(name):
-    config, model_config = make_configs(name)
-    moments = 8 * memory.count_parameters(name, model_config)
-    weights = 4 * memory.count_parameters(name, model_config)
-    lower_bound = memory.compute_least_memory(config, model_config)
-    assert lower_bound - weights - moments < measure_allocated(name, False)
 
 
 def test_several_processes_of_a_machine_share_its_memory(monkeypatch):
