@@ -1,13 +1,13 @@
 """Test eval.py: results equal lm-eval's own `hf` model item by item; tables, stores, mistakes."""
 
 import csv
-import dataclasses
 import io
 import json
 import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import lm_eval_tasks
@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from export_helpers import export_run, save_run
 from helpers import one_line_error, small_run, write_checksums
 from in_process import call, call_in_processes
 
 from data import shards, tokenizer
 from data.shards import open_corpus
-from model import MODEL_NAMES, build
+from model import build
 from model.causality import move_parameters
 
 pytest.importorskip("lm_eval")
@@ -31,7 +32,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-import export
+import eval
 from evaluation import comparison, published, subjects, tasks
 from evaluation.language_model import LanguageModel, make_batches
 from training import checkpoint
@@ -88,35 +89,6 @@ def language_model(model, batch_size=4, encoding=None, add_bos_token=False):
 
 # ---- the numbers ----
 
-# the other models take two seconds each
-IN_EVERY_RUN = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC")
-MODELS = [
-    name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow)
-    for name in MODEL_NAMES
-]
-
-
-def export_model(model, model_name, encoding, folder):
-    """Save a model and export it; return its checkpoint and the exported folder."""
-    saved = checkpoint.save(
-        folder,
-        checkpoint.get_model_tensors(model),
-        {},
-        {
-            "step": 1,
-            "seconds": 0.0,
-            "model": model_name,
-            "model_config": dataclasses.asdict(model.config),
-            "run_config": {},
-            "corpus": {},
-        },
-        encoding.to_json(),
-    )
-    exported = folder / "exported"
-    exported.mkdir()
-    export.write(exported, "exported", saved, "float32")
-    return saved, exported
-
 
 def check_sample(task_name, own, expected):
     """Compare one item's requests, answers and metrics with those of lm-eval's model."""
@@ -135,13 +107,14 @@ def check_sample(task_name, own, expected):
         assert own["acc_norm"] == expected["acc_norm"]
 
 
-@pytest.mark.parametrize("model_name", MODELS)
 def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
-    folder, encoding, tmp_path, monkeypatch, model_name
+    folder, encoding, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # seconds of pip
+    model_name = "DDL-gpt-mha-rope-CC-EC"
     model = move_parameters(build(model_name, **TINY))
-    saved, exported = export_model(model, model_name, encoding, tmp_path)
+    saved = save_run(tmp_path / "run", model, model_name, encoding)
+    exported = export_run(saved, tmp_path / "exported")
     hf_model = HFLM(
         str(exported), trust_remote_code=True, device="cpu", dtype="float32", batch_size=16
     )
@@ -679,10 +652,7 @@ def test_two_processes_write_what_one_writes(run, folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exports") / "exported"
-    folder.mkdir()
-    export.write(folder, "exported", checkpoint.find(run), "float32")
-    return folder
+    return export_run(run, tmp_path_factory.mktemp("exports") / "exported")
 
 
 def test_a_group_without_a_figure_shows_those_of_its_tasks(run, tmp_path):
@@ -1121,6 +1091,12 @@ def test_a_task_that_is_defined_without_examples_stays_so(tmp_path):
             tasks.set_num_shots(task, number)
             shots[task.name] = task.tasks[task.name].get_config("num_fewshot")
         assert shots == {"questions": 0, "gaps": number, "endings": number}
+
+
+def test_paper_stands_for_the_papers_eight_tasks():
+    names = eval.parse_tasks(SimpleNamespace(tasks="paper, mine", val=False))
+    assert names == [*tasks.PAPER_METRICS, "mine"]
+    assert len(names) == 9
 
 
 @pytest.mark.slow
