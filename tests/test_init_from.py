@@ -222,18 +222,16 @@ def test_a_resumed_run_does_not_accept_another_folder(run_without_folder, corpus
     assert "init_from=" in run_train(arguments, exit_code=2)
 
 
-def test_the_folder_gives_the_length_of_the_context(corpus, folders, tmp_path):
-    arguments = arguments_without_model(corpus, tmp_path, init_from=folders / "released")
-    assert configure(arguments)[1].block_size == 16
-
-
-def test_a_longer_context_is_accepted(corpus, folders, tmp_path):
-    arguments = arguments_without_model(
-        corpus, tmp_path, init_from=folders / "released", block_size=40
+@pytest.mark.parametrize(("keys", "block_size"), [({}, 16), ({"block_size": 40}, 40)])
+def test_the_context_may_be_longer_than_that_of_the_folder(
+    corpus, folders, tmp_path, keys, block_size
+):
+    folder = folders / "released"
+    config, model_config = configure(
+        arguments_without_model(corpus, tmp_path, init_from=folder, **keys)
     )
-    config, model_config = configure(arguments)
     assert config.model == MODEL_NAME
-    assert model_config.block_size == 40
+    assert model_config.block_size == block_size
     assert model_config.ddl_value_channels == 2
 
 
@@ -279,10 +277,19 @@ def write_config(folders, tmp_path) -> Callable[[str], str]:
     return write
 
 
-def test_an_initial_value_in_a_config_file_has_no_effect(write_config, capsys):
-    _, model_config = configure([write_config("hidden_size = 12\nddl_beta_init = 0.25\n")])
+@pytest.mark.parametrize(
+    ("text", "ignored"),
+    [
+        ("hidden_size = 12\nddl_beta_init = 0.25\n", "ddl_beta_init"),
+        ("hidden_size = 24\nnum_hidden_layers = 3\n", "hidden_size, num_hidden_layers"),
+    ],
+)
+def test_initial_values_and_sizes_in_a_config_file_have_no_effect(
+    write_config, capsys, text, ignored
+):
+    _, model_config = configure([write_config(text)])
     assert vars(model_config) == vars(build(MODEL_NAME, **SETTINGS).config)
-    assert "note: init_from ignores ddl_beta_init" in capsys.readouterr().out
+    assert f"note: init_from ignores {ignored}" in capsys.readouterr().out
 
 
 def test_a_run_with_an_initial_value_that_has_no_effect_is_resumed(corpus, folders, tmp_path):
@@ -294,20 +301,16 @@ def test_a_run_with_an_initial_value_that_has_no_effect_is_resumed(corpus, folde
     assert read_state(tmp_path, 2)["model_config"] == vars(build(MODEL_NAME, **SETTINGS).config)
 
 
-def test_a_contradiction_in_a_config_file_is_refused(write_config):
-    with pytest.raises(ValueError, match=r"rope_base=500000\.0, but init_from=.* has 10000\.0"):
-        configure([write_config("rope_base = 5e5\n")])
-
-
-def test_sizes_in_a_config_file_yield_to_those_of_the_weights(write_config, capsys):
-    _, model_config = configure([write_config("hidden_size = 24\nnum_hidden_layers = 3\n")])
-    assert vars(model_config) == vars(build(MODEL_NAME, **SETTINGS).config)
-    assert "note: init_from ignores hidden_size, num_hidden_layers" in capsys.readouterr().out
-
-
-def test_a_number_in_a_config_file_is_no_folder(write_config):
-    with pytest.raises(ValueError, match="init_from=5: give text or None"):
-        configure([write_config("init_from = 5\n")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rope_base = 5e5\n", r"rope_base=500000\.0, but init_from=.* has 10000\.0"),
+        ("init_from = 5\n", "init_from=5: give text or None"),
+    ],
+)
+def test_a_contradiction_in_a_config_file_is_refused(write_config, text, message):
+    with pytest.raises(ValueError, match=message):
+        configure([write_config(text)])
 
 
 @pytest.mark.parametrize("kind", ["run", "exported"])

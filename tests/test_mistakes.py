@@ -222,24 +222,15 @@ IDLE = [
 SHORT_RUN = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0"]
 
 
-@pytest.mark.parametrize(("argument", "disabled"), [(row[0], row[2]) for row in IDLE])
-def test_an_argument_without_an_effect_is_refused(argument, disabled):
+@pytest.mark.parametrize(("argument", "enabling_argument", "disabled"), IDLE)
+def test_an_argument_without_an_effect_is_refused(argument, enabling_argument, disabled, tmp_path):
     message = f"{argument[2:]} has no effect with {disabled}(, ddl_update=delta)?; omit "
     with pytest.raises(ValueError, match=message):
         configure([*SHORT_RUN, f"--{disabled}", argument])
-
-
-@pytest.mark.parametrize(("argument", "enabling_argument"), [row[:2] for row in IDLE])
-def test_an_argument_is_accepted_beside_the_one_that_it_needs(argument, enabling_argument):
     key, _, value = argument[2:].partition("=")
     run_config, model_config = configure([*SHORT_RUN, argument, enabling_argument])
     assert str({**vars(run_config), **vars(model_config)}[key]) == value
-
-
-@pytest.mark.parametrize(("argument", "disabled"), [(row[0], row[2]) for row in IDLE])
-def test_a_config_file_may_hold_a_key_without_an_effect(argument, disabled, tmp_path):
-    """One file may serve several variants."""
-    key, _, value = argument[2:].partition("=")
+    # a config file may hold the key, because one file may serve several variants
     (tmp_path / "file.py").write_text(f"{key} = {value}\n")
     configure([str(tmp_path / "file.py"), *SHORT_RUN, f"--{disabled}"])
 

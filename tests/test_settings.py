@@ -80,9 +80,6 @@ def test_a_width_of_the_heads_that_is_not_the_hidden_size_is_noted(corpus, tmp_p
     assert expected in run_train(*arguments)
 
 
-# ---- mistakes ----
-
-
 # ---- the run folder ----
 
 
