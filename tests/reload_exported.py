@@ -54,24 +54,30 @@ def pad_second_row(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Ten
 
 
 def generation(model: PreTrainedModel, ids: torch.Tensor, methods: list[str]) -> dict:
-    """Generate from a padded batch with the cache and without, and continue its greedy text."""
+    """Generate from a padded batch by several methods, with the cache and without."""
     padded, mask = pad_second_row(model, ids[:2, :7])
-    longer_mask = torch.cat((mask, mask.new_ones(2, 8)), dim=1)
-    results = {}
-    for use_cache in (True, False):
-        for method in methods:
-            results[f"{method}_{use_cache}"] = generate(
-                model, padded, attention_mask=mask, use_cache=use_cache, **METHODS[method]
-            )
+    return {
+        f"{method}_{use_cache}": generate(
+            model, padded, attention_mask=mask, use_cache=use_cache, **METHODS[method]
+        )
+        for method in methods
+        for use_cache in (True, False)
+    }
+
+
+def continuation(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Continue the greedy text of a padded batch and two more tokens, with its cache and without."""
+    padded, mask = pad_second_row(model, ids[:2, :7])
     first = generate(model, padded, attention_mask=mask, return_dict_in_generate=True)
     longer = torch.cat((first.sequences, ids[:2, :2]), dim=1)
-    results["continued_True"] = generate(
-        model, longer, past_key_values=cache_of(first), attention_mask=longer_mask, do_sample=False
-    )
-    results["continued_False"] = generate(
-        model, longer, use_cache=False, attention_mask=longer_mask, do_sample=False
-    )
-    return results
+    options = {
+        "attention_mask": torch.cat((mask, mask.new_ones(2, 8)), dim=1),
+        "do_sample": False,
+    }
+    return {
+        "continued_True": generate(model, longer, past_key_values=cache_of(first), **options),
+        "continued_False": generate(model, longer, use_cache=False, **options),
+    }
 
 
 def cached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -140,7 +146,7 @@ def examine_further(folder: str, ids: torch.Tensor) -> dict:
     text = pipe("def f", max_new_tokens=3, do_sample=False)[0]["generated_text"]
     model = load(folder)
     with torch.no_grad():
-        texts = generation(model, ids, list(METHODS))
+        texts = {**generation(model, ids, list(METHODS)), **continuation(model, ids)}
         model.save_pretrained(f"{folder}_again")
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         tokenizer.save_pretrained(f"{folder}_again")

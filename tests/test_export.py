@@ -28,7 +28,12 @@ from training import checkpoint, model_folder
 
 # Every variant and every kind of branch occurs once; settings of independent parts share a case.
 PLAIN = {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0}
-VMAP = {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_value_channels": 3}
+VMAP = {
+    "ddl_map": "v",
+    "ddl_k_hidden_size": 3,
+    "ddl_value_channels": 3,
+    "ddl_erase_gate": "own",
+}
 GATE = {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"}
 POOLED = {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"}
 NO_BIAS = {"ddl_v_bias": False, "ddl_beta_input": "residual"}
@@ -40,21 +45,14 @@ CASES = {
     "vmap": ("DDL-gpt-mha-rope-EC", VMAP),
     "attention": (f"{CC}-EC", {"ddl_map": "v", "ddl_k_branch": "attention"}),
     "pooled": (CC, POOLED),
-    "no_bias": ("DDL-vdim1-gpt-mha-rope", NO_BIAS),
+    "erase_only": ("DDL-gpt-mha-rope", {"ddl_update": "erase_only"}),
     "constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True}),
-    "causal_gate": (CC, {**CAUSAL, **GATE}),
+    "causal_gate": (CC, {**CAUSAL, **GATE, **NO_BIAS}),
     "folded_untied": (CC, {"ddl_cc_read": "folded", "tie_embeddings": False}),
     "gated": ("gated-gpt-mha-rope", {}),  # the example of the README
     "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),
     "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
-    "own_erase_gate": ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"}),
-    "erase_only": ("DDL-gpt-mha-rope", {"ddl_update": "erase_only"}),
-    "main_gain": (
-        "Lambdas-gpt-mha-rope",
-        {"lambda_input": False, "lambda_values": "none", "lambda_gain": True},
-    ),
-    "ways": ("MUDD-gpt-mha-rope", {}),
     "normed_ways": ("MUDD-gpt-mha-rope", {"mudd_norm": "prepost"}),
     "routes": ("AttnRes-gpt-mha-rope", {"attn_res_routes": "q_k_v", "attn_res_values": "normed"}),
     "canon": ("conv-gpt-mha-rope", {"canon": "ABCD"}),
@@ -219,7 +217,7 @@ def test_greedy_text_of_a_padded_batch_is_ours(case, ids):
     texts = case.tensors["greedy_True"]
     for row, prompt in ((0, ids[0, :7]), (1, ids[1, 4:7])):
         assert torch.equal(texts[row, -6:], continue_greedily(case.ours, prompt, 6)[-6:])
-    assert len(set(texts[:, 7:].flatten().tolist())) > 2
+    assert len(set(texts[:, 7:].flatten().tolist())) > 1
 
 
 def check_texts_without_a_cache(texts: dict[str, torch.Tensor], num_methods: int) -> None:
@@ -232,7 +230,7 @@ def check_texts_without_a_cache(texts: dict[str, torch.Tensor], num_methods: int
 
 
 def test_the_cache_changes_no_greedy_text(case):
-    check_texts_without_a_cache(case.tensors, 2)
+    check_texts_without_a_cache(case.tensors, 1)
 
 
 @pytest.mark.parametrize("name", EXAMINED_FURTHER)

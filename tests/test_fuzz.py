@@ -48,7 +48,7 @@ def mutate(draw: random.Random, arguments: list[str]) -> list[str]:
     return mutated
 
 
-@pytest.mark.parametrize("num_runs", [15, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_runs", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monkeypatch, num_runs):
     draw = random.Random(num_runs + 1)
     num_trained = 0
