@@ -17,6 +17,7 @@ import torch
 from export_helpers import CC, TINY, build_noisy, export_run, save_run
 from helpers import EXAMPLES, ROOT, one_line_error
 from in_process import call
+from models import DDL
 from safetensors.torch import load_file, save_file
 
 import export
@@ -443,34 +444,35 @@ def test_the_script_names_the_file_and_the_import_that_it_refuses(user_folder, t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def plain_model() -> model.gpt.GPT:
-    return build(CC, **TINY)
-
-
-def test_a_model_with_a_buffer_can_be_exported(plain_model):
-    export.check_exportable(plain_model)
-    plain_model.transformer.h[0].register_buffer("scale", torch.ones(2))
-    export.check_exportable(plain_model)
-
-
-def test_a_buffer_that_is_not_saved_is_refused(plain_model):
-    plain_model.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
-    with pytest.raises(ValueError, match=r"transformer\.h\.0\.steps is a non-persistent buffer"):
-        export.check_exportable(plain_model)
-
-
-def test_a_parameter_that_the_wrapper_does_not_copy_is_refused(plain_model):
-    plain_model.out_gain = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match="out_gain"):
-        export.check_exportable(plain_model)
-
-
-def test_a_forward_that_the_wrapper_does_not_call_is_refused(plain_model):
-    forward = {"forward": lambda self, *_: None}
-    plain_model.__class__ = type("Capped", (type(plain_model),), forward)
-    with pytest.raises(ValueError, match="forward"):
-        export.check_exportable(plain_model)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda plain: plain.transformer.h[0].register_buffer(
+                "steps", torch.ones(2), persistent=False
+            ),
+            r"transformer\.h\.0\.steps is a non-persistent buffer",
+        ),
+        # the wrapper does not copy it
+        (lambda plain: setattr(plain, "out_gain", torch.nn.Parameter(torch.ones(2))), "out_gain"),
+        # the wrapper does not call it
+        (
+            lambda plain: setattr(
+                plain, "__class__", type("Capped", (type(plain),), {"forward": lambda *_: None})
+            ),
+            "forward",
+        ),
+    ],
+    ids=["buffer", "parameter", "forward"],
+)
+def test_what_the_wrapper_would_lose_is_refused(change, message):
+    plain = build(CC, **TINY)
+    export.check_exportable(plain)
+    plain.transformer.h[0].register_buffer("scale", torch.ones(2))
+    export.check_exportable(plain)
+    change(plain)
+    with pytest.raises(ValueError, match=message):
+        export.check_exportable(plain)
 
 
 def test_the_two_files_that_transformers_loads_name_all_others(reloaded):
@@ -556,20 +558,15 @@ PAPERS = {
     "HC-gpt-mha-rope": "2409.19606",
     "LAuReL-gpt-mha-rope": "2411.07501",
     "Lambdas-gpt-mha-rope": "2410.17897",
-    "MGT-gpt-mha": None,
     "MUDD-gpt-mha-rope": "2502.12170",
-    "NormPlacement-gpt-mha-rope": None,
     "ReZero-gpt-mha-rope": "2003.04887",
     "SinglePassMHC-gpt-mha-rope": "2609.19969",
     "conv-gpt-mha-rope": "2512.17351",
-    "gpt-mha-rope": None,
     "mHC-gpt-mha-rope": "2512.24880",
-    "wide-gpt-mha-rope": None,
-    "DDL-gpt-mha-rope": "2601.00417",
-    "DDL-gpt-mha-rope-CC": "2601.00417",
-    "DDL-gpt-mha-rope-CC-EC": "2601.00417",
-    "DDL-gpt-mha-rope-EC": "2601.00417",
-    "DDL-vdim1-gpt-mha-rope": "2601.00417",
+    **dict.fromkeys(DDL, "2601.00417"),
+    **dict.fromkeys(
+        ("MGT-gpt-mha", "NormPlacement-gpt-mha-rope", "gpt-mha-rope", "wide-gpt-mha-rope")
+    ),
 }
 
 
@@ -612,32 +609,32 @@ def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, m
     assert torch.ops.ddl.exact_linear.default is first
 
 
-def test_an_export_that_fails_leaves_what_was_there(noisy_run, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError("disk full")
+def fail_to_save(*_, **__):
+    raise OSError("disk full")
 
+
+def fail_to_rename(path: Path, target: Path, replace=Path.replace) -> Path:
+    """Fail for the new folder alone."""
+    if path.name == "new":
+        raise OSError("device or resource busy")
+    return replace(path, target)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fail", "message"),
+    [
+        (checkpoint, "save_file", fail_to_save, "disk full"),
+        (Path, "replace", fail_to_rename, "resource busy"),
+    ],
+)
+def test_an_export_that_fails_leaves_what_was_there(
+    noisy_run, tmp_path, monkeypatch, owner, name, fail, message
+):
     out = export_run(noisy_run, tmp_path / "exports" / "out")
     contents = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(owner, name, fail)
     for arguments in ([out, "--overwrite"], [out.with_name("other")]):
-        assert "disk full" in one_line_error(call("export.py", noisy_run, *arguments))
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == contents
-
-
-def test_a_rename_that_fails_leaves_what_was_there(noisy_run, tmp_path, monkeypatch):
-    out = export_run(noisy_run, tmp_path / "exports" / "out")
-    contents = {path.name: path.read_bytes() for path in out.iterdir()}
-    replace = Path.replace
-
-    def fail_for_the_new_folder(path, target):
-        if path.name == "new":
-            raise OSError("device or resource busy")
-        return replace(path, target)
-
-    monkeypatch.setattr(Path, "replace", fail_for_the_new_folder)
-    for arguments in ([out, "--overwrite"], [out.with_name("other")]):
-        assert "resource busy" in one_line_error(call("export.py", noisy_run, *arguments))
+        assert message in one_line_error(call("export.py", noisy_run, *arguments))
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert {path.name: path.read_bytes() for path in out.iterdir()} == contents
 

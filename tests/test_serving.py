@@ -670,18 +670,3 @@ def test_an_address_that_cannot_be_had_ends_in_one_line(run):
     assert f"--port={port}: Address already in use" in error
     with pytest.raises(ValueError, match=r"--host=192\.0\.2\.1"):
         serving_app.listen("192.0.2.1", 0)
-
-
-def test_too_many_new_tokens_are_refused_before_anything_is_served():
-    with pytest.raises(ValueError, match="--max_new_tokens=5000: give at most 2048 with --serve"):
-        serving_app.serve(
-            None,
-            None,
-            {},
-            host="127.0.0.1",
-            port=0,
-            sampling=Sampling(),
-            max_new_tokens=5000,
-            stop=[],
-            first_seed=0,
-        )

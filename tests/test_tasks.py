@@ -122,28 +122,19 @@ def test_every_document_begins_with_end_of_text_and_no_label(solved_task):
     half = meta["window_tokens"] // 2
     assert meta["eot_token"] == task.vocab_size - 1
     assert half == task.positions + 1
+    assert (len(prepared.val), len(prepared.train)) == (30, 60)
     documents = np.concatenate([prepared.val, prepared.train])
     assert (documents[:, 0] == meta["eot_token"]).all()
     assert (documents[:, half] == 0).all()
 
 
-def test_each_split_has_the_requested_number_of_documents(solved_task):
-    prepared, _ = solved_task
-    assert len(prepared.val) == 30
-    assert len(prepared.train) == 60
-
-
-def test_meta_counts_tokens_and_no_bytes(solved_task):
+def test_meta_names_the_difficulty_and_counts_tokens_and_no_bytes(solved_task):
     prepared, _ = solved_task
     corpus = prepared.corpus
     num_tokens = 60 * corpus.meta["window_tokens"]
     assert corpus.meta["train"] == {"documents": 60, "tokens": num_tokens}
     assert corpus.bytes_per_token("val") is None  # ids stand for no bytes
-
-
-def test_meta_names_the_difficulty(solved_task):
-    prepared, _ = solved_task
-    assert prepared.corpus.meta["difficulty"] == vars(prepared.task)
+    assert corpus.meta["difficulty"] == vars(prepared.task)
 
 
 def test_every_sequence_trains_and_scores_as_many_positions(solved_task):
@@ -268,19 +259,11 @@ def copies(tmp_path_factory) -> PreparedTask:
     return prepare(out, Copies(5), "--sequences=600", "--val_sequences=70", "--shard_tokens=1000")
 
 
-def test_second_halves_repeat_the_first(copies):
-    documents = np.concatenate([copies.val, copies.train])
-    assert (documents[:, 1:6] == documents[:, 6:]).all()
-
-
-def test_every_copy_begins_with_end_of_text(copies):
+def test_second_halves_repeat_the_first_after_end_of_text(copies):
     documents = np.concatenate([copies.val, copies.train])
     assert (documents[:, 0] == copies.corpus.meta["eot_token"]).all()
-
-
-def test_each_split_has_the_requested_number_of_copies(copies):
-    assert len(copies.val) == 70
-    assert len(copies.train) == 600
+    assert (documents[:, 1:6] == documents[:, 6:]).all()
+    assert (len(copies.val), len(copies.train)) == (70, 600)
     assert copies.corpus.meta["train"]["tokens"] == 600 * 11
 
 
@@ -506,15 +489,12 @@ def run(tmp_path_factory) -> TaskRun:
     return TaskRun(folder / "run", folder / "data", result.stdout)
 
 
-def test_a_run_is_scored(run):
+def test_a_run_is_scored_without_bits_per_byte(run):
     last = run.read_last_record()
     assert last["val_sequences"] == 20
     assert 0 <= last["val_exact_match"] <= last["val_accuracy"] < 1
-
-
-def test_a_run_on_ids_has_no_bits_per_byte(run):
     assert b"bits per byte" not in run.output
-    assert "val_bits_per_byte" not in run.read_last_record()
+    assert "val_bits_per_byte" not in last
 
 
 def test_a_resumed_run_takes_its_sizes_from_the_run(run, tmp_path):
