@@ -546,20 +546,14 @@ def test_weights_without_checksums_have_an_identity(run, tmp_path):
     assert subjects.find(copy).identity != identity
 
 
-@pytest.fixture
-def run_on_replaced_corpus(run, tmp_path) -> Path:
-    """Copy a run, and change the digest of the corpus that it was trained on."""
+def test_a_corpus_that_was_replaced_is_not_evaluated_unawares(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     folder = checkpoint.find(copy)
     state = json.loads((folder / "state.json").read_text())
     state["corpus"]["sample_sha256"] = "0" * 64
     (folder / "state.json").write_text(json.dumps(state))
     write_checksums(folder)
-    return copy
-
-
-def test_a_corpus_that_was_replaced_is_not_evaluated_unawares(run_on_replaced_corpus):
-    message = one_line_error(call("eval.py", run_on_replaced_corpus, "--val"))
+    message = one_line_error(call("eval.py", copy, "--val"))
     assert "is no longer the corpus that" in message
 
 

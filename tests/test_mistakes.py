@@ -1,7 +1,6 @@
 """What train.py refuses: one line on stderr, exit code 2, and nothing written."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,8 +46,9 @@ def branch(finished_run, tmp_path) -> Path:
 
 # ---- arguments ----
 
-# (arguments, the line)
-MISTAKES_IN_KEYS = [
+# (arguments, the line); CORPUS is the folder of the corpus, RUN that of a run of six steps, TMP an
+# empty one
+MISTAKES = [
     ({"max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps, "),
     ({"learning_ratee": 1e-3}, "unknown key --learning_ratee, did you mean learning_rate"),
     ({"d_v": 4}, "unknown key --d_v: the key is ddl_value_channels"),
@@ -64,10 +64,10 @@ MISTAKES_IN_KEYS = [
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
     ({"wandb_log": True}, "unknown key --wandb_log: give --tracker=wandb"),
     ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
-]
-# CORPUS is the folder of the corpus, RUN that of a run of six steps, TMP an empty one
-MISTAKES = [
-    *MISTAKES_IN_KEYS,
+    # sizes that no machine holds are refused at once
+    ({"num_hidden_layers": 10**9}, "needs more than"),
+    ({"block_size": 10**8}, "needs more than"),
+    ({"hidden_size": 10**11}, "needs more than"),
     # keys that do not fit each other or the model
     ({"model": "gpt-mha-rope", "ddl_beta_init": 1.0}, "--ddl_beta_init is not a key of gpt-mha"),
     ({"ddl_beta_init": 3}, "ddl_beta_init=3.0: give a number from 0 to 2"),
@@ -178,12 +178,6 @@ def test_mistakes_end_in_one_line_with_nothing_written(
     error = training_error(*map(fill_in, small_run(corpus, tmp_path / "out", **arguments)))
     assert fill_in(line) in error
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("arguments", "line"), MISTAKES_IN_KEYS)
-def test_a_mistake_in_the_keys_of_a_run_is_found(arguments, line):
-    with pytest.raises(ValueError, match=re.escape(line)):
-        configure([f"--{key}={value}" for key, value in arguments.items()])
 
 
 @pytest.mark.parametrize(
