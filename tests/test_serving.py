@@ -309,7 +309,7 @@ def address(run):
         ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1]
         assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1  # a closed tab must not end the server
         connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-        body = json.dumps({"max_new_tokens": 2000, "temperature": 0.0})
+        body = json.dumps({"max_new_tokens": 2000, "temperature": 0.0, "stop": []})
         connection.request("POST", "/generate", body, {"content-type": "application/json"})
         response = connection.getresponse()
         response.readline()
