@@ -39,8 +39,6 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, **options) -> torch.Tens
 
 METHODS = {
     "greedy": {"do_sample": False},
-    "beams": {"num_beams": 3},
-    "sampled": {"do_sample": True},
     "returned": {"do_sample": True, "num_return_sequences": 3},
     "several_beams": {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
 }
@@ -55,27 +53,31 @@ def pad_second_row(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Ten
     return padded, mask
 
 
-def generation(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Generate by several methods, with the cache and without."""
-    prompts = ids[:2, :7]
-    padded, padding_mask = pad_second_row(model, prompts)
-    results = {}
-    for method, options in METHODS.items():
-        for prefix, inputs, mask in (("", prompts, None), ("padded_", padded, padding_mask)):
-            for use_cache in (True, False):
-                results[f"{prefix}{method}_{use_cache}"] = generate(
-                    model, inputs, attention_mask=mask, use_cache=use_cache, **options
-                )
-    first = generate(model, padded, attention_mask=padding_mask, return_dict_in_generate=True)
+def generation(model: PreTrainedModel, ids: torch.Tensor, methods: list[str]) -> dict:
+    """Generate from a padded batch by several methods, with the cache and without."""
+    padded, mask = pad_second_row(model, ids[:2, :7])
+    return {
+        f"{method}_{use_cache}": generate(
+            model, padded, attention_mask=mask, use_cache=use_cache, **METHODS[method]
+        )
+        for method in methods
+        for use_cache in (True, False)
+    }
+
+
+def continuation(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Continue the greedy text of a padded batch and two more tokens, with its cache and without."""
+    padded, mask = pad_second_row(model, ids[:2, :7])
+    first = generate(model, padded, attention_mask=mask, return_dict_in_generate=True)
     longer = torch.cat((first.sequences, ids[:2, :2]), dim=1)
-    mask = torch.cat((padding_mask, padding_mask.new_ones(2, 8)), dim=1)
-    results["continued_True"] = generate(
-        model, longer, past_key_values=cache_of(first), attention_mask=mask, do_sample=False
-    )
-    results["continued_False"] = generate(
-        model, longer, use_cache=False, attention_mask=mask, do_sample=False
-    )
-    return results
+    options = {
+        "attention_mask": torch.cat((mask, mask.new_ones(2, 8)), dim=1),
+        "do_sample": False,
+    }
+    return {
+        "continued_True": generate(model, longer, past_key_values=cache_of(first), **options),
+        "continued_False": generate(model, longer, use_cache=False, **options),
+    }
 
 
 def cached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -89,7 +91,7 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(model: PreTrainedModel, ids: torch.Tensor) -> dict:
-    """Return loss and gradients, also with checkpointing, and whether a step changes the weights."""
+    """Return the loss and the gradients, also with checkpointing."""
     model.train()
     labels = ids.clone()
     labels[0, :3] = -100
@@ -102,10 +104,7 @@ def gradients(model: PreTrainedModel, ids: torch.Tensor) -> dict:
             if parameter.grad is not None:
                 gradients[f"{prefix}{name}"] = parameter.grad.clone()
         model.gradient_checkpointing_enable()
-    old_weight = model.transformer.wte.weight.detach().clone()
-    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
-    changed = (model.transformer.wte.weight != old_weight).any()
-    return {"loss": out.loss.detach(), "changed": changed, **gradients}
+    return {"loss": out.loss.detach(), **gradients}
 
 
 def padded_logits(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -123,14 +122,10 @@ def padded_logits(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.
 
 def examine(folder: str, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict]:
     """Return the tensors that a folder's model computes, and a summary as JSON has it."""
-    # this generates before any forward pass
-    text = pipeline("text-generation", model=folder, trust_remote_code=True)
-    text = text("def f", max_new_tokens=3, do_sample=False)[0]["generated_text"]
     model = load(folder)
     summary = {
         "tied": model.lm_head.weight is model.transformer.wte.weight,
         "dtype": str(model.dtype),
-        "text": text,
         "names": sorted(model.state_dict()),
     }
     with torch.no_grad():
@@ -139,17 +134,28 @@ def examine(folder: str, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], di
             "cached": cached_logits(model, ids),
             **padded_logits(model, ids),
             "last": model(ids, logits_to_keep=1).logits,
-            "cos": model.gpt.rope_cos,
-            "sin": model.gpt.rope_sin,
-            **generation(model, ids),
+            **generation(model, ids, ["greedy"]),
         }
+    return {**tensors, **gradients(model, ids)}, summary
+
+
+def examine_further(folder: str, ids: torch.Tensor) -> dict:
+    """Return texts by every method of generation, and logits of further ways to load a folder."""
+    # this generates before any forward pass
+    pipe = pipeline("text-generation", model=folder, trust_remote_code=True)
+    text = pipe("def f", max_new_tokens=3, do_sample=False)[0]["generated_text"]
+    model = load(folder)
+    with torch.no_grad():
+        texts = {**generation(model, ids, list(METHODS)), **continuation(model, ids)}
         model.save_pretrained(f"{folder}_again")
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         tokenizer.save_pretrained(f"{folder}_again")
-        tensors["again"] = load(f"{folder}_again")(ids).logits
-        tensors["double"] = load(folder, dtype=torch.float64)(ids).logits
-    tensors.update(gradients(model, ids))
-    return tensors, summary
+        return {
+            "pipeline": text,
+            "texts": texts,
+            "again": load(f"{folder}_again")(ids).logits,
+            "double": load(folder, dtype=torch.float64)(ids).logits,
+        }
 
 
 def error_messages(folder: str) -> dict[str, str]:
@@ -195,10 +201,8 @@ def examine_tokenizer(folder: str, texts: list[str]) -> dict:
     }
 
 
-def examine_in_bfloat16(
-    folder: str, ids: torch.Tensor, pairs: list[list[str]]
-) -> dict[str, torch.Tensor]:
-    """Return logits, gradients, text and lm-eval's scores of a folder loaded in bfloat16."""
+def examine_in_bfloat16(folder: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return logits, gradients and text of a folder loaded in bfloat16."""
     model = load(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     out = model(ids, labels=ids)
@@ -216,18 +220,7 @@ def examine_in_bfloat16(
             text = generate(model, ids[:2], do_sample=False, use_cache=use_cache)
             tensors[f"text_{use_cache}"] = text
         tensors["padded_text"] = generate(model, padded, attention_mask=mask, do_sample=False)
-    tensors["scores"] = torch.tensor(compute_loglikelihoods(folder, pairs))
     return tensors
-
-
-def compute_loglikelihoods(folder: str, pairs: list[list[str]]) -> list[float]:
-    """Return lm-eval's score of each (context, continuation), computed in bfloat16."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    model = HFLM(folder, trust_remote_code=True, device="cpu", batch_size=2, dtype="bfloat16")
-    requests = [Instance("loglikelihood", {}, tuple(pair), i) for i, pair in enumerate(pairs)]
-    return [float(score) for score, _ in model.loglikelihood(requests, disable_tqdm=True)]
 
 
 def main() -> None:
@@ -239,9 +232,10 @@ def main() -> None:
     for folder in job["folders"]:
         tensors, summaries[folder] = examine(folder, ids)
         torch.save(tensors, f"{folder}.pt")
+    for folder in job["further"]:
+        torch.save(examine_further(folder, ids), f"{folder}.further.pt")
     for folder in job["bfloat16"]:
-        tensors = examine_in_bfloat16(folder, ids, job["pairs"])
-        torch.save(tensors, f"{folder}.bfloat16.pt")
+        torch.save(examine_in_bfloat16(folder, ids), f"{folder}.bfloat16.pt")
     summary = {
         "folders": summaries,
         "refusals": error_messages(job["folders"][0]),

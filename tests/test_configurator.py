@@ -97,24 +97,19 @@ class Other:
 SCHEMA = collect_options(Run)
 
 
-def test_options_have_the_names_and_defaults_of_the_fields():
-    assert {name: declared.default for name, declared in SCHEMA.items()} == {
-        "steps": 10,
-        "rate": 0.25,
-        "fast": False,
-        "name": "plain",
-        "kind": "delta",
-        "limit": None,
-        "scale": 2.0,
-        "mode": None,
-        "bare": 0.5,
-        "ranged": 2,
-    }
-
-
-def test_options_have_the_order_of_the_fields():
-    names = ["steps", "rate", "fast", "name", "kind", "limit", "scale", "mode", "bare", "ranged"]
-    assert list(SCHEMA) == names
+def test_options_have_the_names_defaults_and_order_of_the_fields():
+    assert [(name, declared.default) for name, declared in SCHEMA.items()] == [
+        ("steps", 10),
+        ("rate", 0.25),
+        ("fast", False),
+        ("name", "plain"),
+        ("kind", "delta"),
+        ("limit", None),
+        ("scale", 2.0),
+        ("mode", None),
+        ("bare", 0.5),
+        ("ranged", 2),
+    ]
 
 
 def test_options_have_the_help_types_choices_and_ranges_of_the_fields():
@@ -244,33 +239,39 @@ def test_every_setting_of_nanogpt_is_a_key_or_answered_with_our_key():
     assert "unknown key --lr: the key is learning_rate" in answers
 
 
-def test_a_command_line_is_split_into_files_and_options():
-    words = ["a.py", "--steps=3", "--name=x=y", "--fast", "--limit=", "b.py", "--steps=4", "-h"]
-    options = {"steps": "4", "name": "x=y", "fast": None, "limit": "", "help": None}
-    assert configurator.split_arguments(words) == (["a.py", "b.py"], options)
-
-
-def test_the_home_folder_is_found_behind_an_equals_sign(monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "positional", "options"),
+    [
+        (
+            "a.py --steps=3 --name=x=y --fast --limit= b.py --steps=4 -h",
+            ["a.py", "b.py"],
+            {"steps": "4", "name": "x=y", "fast": None, "limit": "", "help": None},
+        ),
+        ("--fast config/small.py", ["config/small.py"], {"fast": None}),
+        # the home folder is found behind an equals sign
+        (
+            "--out_dir=~/runs/a --prompt=a~/b ~/c.py",
+            ["~/c.py"],
+            {"out_dir": "/home/me/runs/a", "prompt": "a~/b"},
+        ),
+    ],
+)
+def test_a_command_line_is_split_into_files_and_options(monkeypatch, words, positional, options):
     monkeypatch.setenv("HOME", "/home/me")
-    words = ["--out_dir=~/runs/a", "--prompt=a ~/b", "~/c.py"]
-    options = {"out_dir": "/home/me/runs/a", "prompt": "a ~/b"}
-    assert configurator.split_arguments(words) == (["~/c.py"], options)
+    assert configurator.split_arguments(words.split()) == (positional, options)
 
 
-def test_an_option_with_one_dash_is_refused():
-    with pytest.raises(ValueError, match=r"^-steps=3: keys have two dashes, --key=value$"):
-        configurator.split_arguments(["-steps=3"])
-
-
-def test_a_value_after_a_space_is_refused():
-    with pytest.raises(ValueError, match=r"^--steps 3: give --steps=3, without a space$"):
-        configurator.split_arguments(["--steps", "3"])
-
-
-def test_a_key_of_nanogpt_before_a_space_is_answered_with_ours():
-    message = "^--batch_size 5: the keys are global_batch_size"
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-steps=3", "^-steps=3: keys have two dashes, --key=value$"),
+        ("--steps 3", "^--steps 3: give --steps=3, without a space$"),
+        ("--batch_size 5", "^--batch_size 5: the keys are global_batch_size"),
+    ],
+)
+def test_a_word_that_is_no_option_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
-        configurator.split_arguments(["--batch_size", "5"])
+        configurator.split_arguments(words.split())
 
 
 def test_choices_may_be_numbers():
@@ -287,12 +288,6 @@ def test_choices_may_be_numbers():
             configurator.parse(order, text)
 
 
-def test_a_config_file_may_follow_a_bare_key():
-    positional, options = configurator.split_arguments(["--fast", "config/small.py"])
-    assert positional == ["config/small.py"]
-    assert options == {"fast": None}
-
-
 def test_an_unknown_key_is_answered_with_the_nearest():
     message = r"^unknown key stpes, did you mean steps\?; unknown key zzzzzz$"
     with pytest.raises(ValueError, match=message):
@@ -303,17 +298,14 @@ def test_the_command_line_takes_precedence_over_the_file():
     file_settings = {"steps": 3, "rate": 1, "depth": 5}
     typed = {"steps": "4", "other": "x"}
     assert configurator.read_settings(file_settings, typed, SCHEMA) == {"steps": 4, "rate": 1.0}
+    with pytest.raises(ValueError, match="steps='3': give a whole number"):
+        configurator.read_settings({"steps": "3"}, {}, SCHEMA)
 
 
 def test_a_bare_key_means_true_or_needs_a_value():
     assert configurator.read_settings({}, {"fast": None}, SCHEMA) == {"fast": True}
     with pytest.raises(ValueError, match=r"^--name needs a value: give --name=VALUE$"):
         configurator.read_settings({}, {"name": None}, SCHEMA)
-
-
-def test_text_for_a_number_in_a_file_is_refused():
-    with pytest.raises(ValueError, match="steps='3': give a whole number"):
-        configurator.read_settings({"steps": "3"}, {}, SCHEMA)
 
 
 # ---- scripts without a config file ----

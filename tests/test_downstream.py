@@ -11,7 +11,8 @@ from training_runs import read_final_tensors, read_records
 
 from training import checkpoint, downstream, metrics, plot, stopping
 
-pytest.importorskip("lm_eval")
+# imported here, and not in every fork of this process
+pytest.importorskip("lm_eval.evaluator")
 
 NAMES = ("questions", "endings", "texts")
 # the tasks hold texts, for which the model is long enough
@@ -96,11 +97,11 @@ def test_its_time_is_no_time_of_training(run):
     assert {by_step[record["step"]] - record["seconds"] for record in records} == {0.0}
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_have_the_values_of_eval_and_train_as_without_tasks(
     corpus, tasks, tmp_path, engine
 ):
-    keys = {"engine": engine, "micro_batch_size": 1, "num_hidden_layers": 1}
+    keys = {"engine": engine, "micro_batch_size": 1, "num_hidden_layers": 1, "max_steps": 2}
     values = train(corpus, tmp_path / "with", num_ranks=2, **keys, **tasks)
     expected = evaluate_checkpoint(tmp_path / "with", 2, tasks, tmp_path / "eval")
     for name in NAMES:

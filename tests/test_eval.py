@@ -1,13 +1,13 @@
 """Test eval.py: results equal lm-eval's own `hf` model item by item; tables, stores, mistakes."""
 
 import csv
-import dataclasses
 import io
 import json
 import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import lm_eval_tasks
@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from export_helpers import export_run, save_run
 from helpers import one_line_error, small_run, write_checksums
 from in_process import call, call_in_processes
 
 from data import shards, tokenizer
 from data.shards import open_corpus
-from model import MODEL_NAMES, build
+from model import build
 from model.causality import move_parameters
 
 pytest.importorskip("lm_eval")
@@ -31,7 +32,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-import export
+import eval
 from evaluation import comparison, published, subjects, tasks
 from evaluation.language_model import LanguageModel, make_batches
 from training import checkpoint
@@ -52,7 +53,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return lm_eval_tasks.write_tasks(tmp_path_factory.mktemp("tasks"), 52)
+    return lm_eval_tasks.write_tasks(tmp_path_factory.mktemp("tasks"), 26)
 
 
 @pytest.fixture(autouse=True)
@@ -88,35 +89,6 @@ def language_model(model, batch_size=4, encoding=None, add_bos_token=False):
 
 # ---- the numbers ----
 
-# the other models take two seconds each
-IN_EVERY_RUN = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC")
-MODELS = [
-    name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow)
-    for name in MODEL_NAMES
-]
-
-
-def export_model(model, model_name, encoding, folder):
-    """Save a model and export it; return its checkpoint and the exported folder."""
-    saved = checkpoint.save(
-        folder,
-        checkpoint.get_model_tensors(model),
-        {},
-        {
-            "step": 1,
-            "seconds": 0.0,
-            "model": model_name,
-            "model_config": dataclasses.asdict(model.config),
-            "run_config": {},
-            "corpus": {},
-        },
-        encoding.to_json(),
-    )
-    exported = folder / "exported"
-    exported.mkdir()
-    export.write(exported, "exported", saved, "float32")
-    return saved, exported
-
 
 def check_sample(task_name, own, expected):
     """Compare one item's requests, answers and metrics with those of lm-eval's model."""
@@ -135,13 +107,14 @@ def check_sample(task_name, own, expected):
         assert own["acc_norm"] == expected["acc_norm"]
 
 
-@pytest.mark.parametrize("model_name", MODELS)
 def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
-    folder, encoding, tmp_path, monkeypatch, model_name
+    folder, encoding, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # seconds of pip
+    model_name = "DDL-gpt-mha-rope-CC-EC"
     model = move_parameters(build(model_name, **TINY))
-    saved, exported = export_model(model, model_name, encoding, tmp_path)
+    saved = save_run(tmp_path / "run", model, model_name, encoding)
+    exported = export_run(saved, tmp_path / "exported")
     hf_model = HFLM(
         str(exported), trust_remote_code=True, device="cpu", dtype="float32", batch_size=16
     )
@@ -169,7 +142,7 @@ def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
                     own_value = evaluated["results"][task.name][key]
                     assert own_value == pytest.approx(value, rel=1e-5), key
     # the comparison means something: items were scored, and not always the same choice won
-    assert sum(map(len, chosen.values())) == 2 * 4 * 52
+    assert sum(map(len, chosen.values())) == 2 * 4 * 26
     assert all(len(set(choices)) > 1 for choices in chosen.values())
 
 
@@ -411,24 +384,6 @@ def test_more_shots_than_documents_are_refused(load_choices, settings, max_shots
         tasks.set_num_shots(task, 4)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [["test_split: data"], ["validation_split: data", "fewshot_split: data"]],
-    ids=["test", "validation"],
-)
-def test_examples_that_may_be_the_evaluated_document_are_noted(load_choices, settings):
-    task = load_choices(*settings)
-    tasks.set_num_shots(task, 3)
-    [note] = tasks.describe_leaks(task)
-    assert note.startswith("the few-shot examples of mine are drawn from the data split")
-    task.tasks["mine"].build_all_requests()
-    # all three documents are examples, as in lm-eval
-    assert all(
-        request.args[0].count(request.doc["question"]) == 2
-        for request in task.tasks["mine"].instances
-    )
-
-
 def test_notes_of_a_task_are_printed_once(load_choices, run, tmp_path):
     load_choices("test_split: data")
     arguments = ("--tasks=mine", f"--include_path={tmp_path}", "--shots=3", f"--out={tmp_path}")
@@ -439,50 +394,57 @@ def test_notes_of_a_task_are_printed_once(load_choices, run, tmp_path):
     assert "6 of 6 requests were cut on the left to block_size=40" in notes[1]
 
 
+OWN_SAMPLES = "fewshot_config: {samples: [{question: a, choices: [b], label: 0}]}"
+
+
 @pytest.mark.parametrize(
-    ("settings", "num_shots"),
+    ("settings", "num_shots", "num_occurrences"),
     [
-        (["test_split: data"], 0),
-        (["test_split: data", "fewshot_split: data"], 2),
-        (["validation_split: data"], 2),
-        (
-            [
-                "test_split: data",
-                "fewshot_config: {samples: [{question: a, choices: [b], label: 0}]}",
-            ],
-            1,
-        ),
+        # all three documents are examples, as in lm-eval
+        (["test_split: data"], 3, 2),
+        (["validation_split: data", "fewshot_split: data"], 3, 2),
+        (["test_split: data"], 0, 1),
+        (["test_split: data", "fewshot_split: data"], 2, 1),
+        (["validation_split: data"], 2, 1),
+        (["test_split: data", OWN_SAMPLES], 1, 1),
     ],
 )
-def test_examples_that_are_other_documents_are_not_noted(load_choices, settings, num_shots):
+def test_examples_that_may_be_the_evaluated_document_are_noted(
+    load_choices, settings, num_shots, num_occurrences
+):
     task = load_choices(*settings)
     tasks.set_num_shots(task, num_shots)
-    assert tasks.describe_leaks(task) == []
+    notes = tasks.describe_leaks(task)
+    assert len(notes) == num_occurrences - 1
+    start = "the few-shot examples of mine are drawn from the data split"
+    assert all(note.startswith(start) for note in notes)
     task.tasks["mine"].build_all_requests()
     assert all(
-        request.args[0].count(request.doc["question"]) == 1
+        request.args[0].count(request.doc["question"]) == num_occurrences
         for request in task.tasks["mine"].instances
     )
 
 
-def test_add_bos_token_puts_one_end_of_text_first():
-    own = language_model(build("gpt-mha-rope", **TINY), add_bos_token=True)
-    assert own.tok_encode("ab") == [256, 97, 98]
-    assert own.tok_encode("<|endoftext|>ab") == [256, 97, 98]
-
-
-def test_texts_begin_with_the_beginning_of_text_if_there_is_one():
-    model = build("gpt-mha-rope", **{**TINY, "vocab_size": 258})
-    encoding = tokenizer.byte_tokenizer().with_bos()
-    own = language_model(model, encoding=encoding, add_bos_token=True)
-    assert own.tok_encode("ab") == [257, 97, 98]
-    assert own.tok_encode("<|beginoftext|>ab") == [257, 97, 98]
-    assert (own.prefix_token_id, own.eot_token_id) == (257, 256)
-
-
-def test_end_of_text_within_a_text_is_one_token():
-    own = language_model(build("gpt-mha-rope", **TINY))
-    assert own.tok_encode("ab<|endoftext|>") == [97, 98, 256]
+@pytest.mark.parametrize(
+    ("has_bos", "add_bos_token", "text", "ids"),
+    [
+        (False, True, "ab", [256, 97, 98]),
+        (False, True, "<|endoftext|>ab", [256, 97, 98]),
+        (False, False, "ab<|endoftext|>", [97, 98, 256]),
+        (True, True, "ab", [257, 97, 98]),
+        (True, True, "<|beginoftext|>ab", [257, 97, 98]),
+    ],
+)
+def test_add_bos_token_puts_one_token_first(has_bos, add_bos_token, text, ids):
+    """It is the beginning of text, if there is one, and the end of text otherwise."""
+    encoding = tokenizer.byte_tokenizer()
+    if has_bos:
+        encoding = encoding.with_bos()
+    model = build("gpt-mha-rope", **TINY)
+    own = language_model(model, encoding=encoding, add_bos_token=add_bos_token)
+    assert own.tok_encode(text) == ids
+    assert own.prefix_token_id == (257 if has_bos else 256)
+    assert own.eot_token_id == 256
 
 
 def test_a_task_that_generates_more_than_block_size_is_refused():
@@ -541,12 +503,16 @@ def validation(run, tmp_path_factory):
     return record, output
 
 
-@pytest.mark.parametrize("key", ["val_loss", "val_perplexity", "val_bits_per_byte"])
-def test_the_validation_split_is_measured_as_in_training(run, validation, key):
+def test_the_validation_split_is_measured_as_in_training(run, validation):
     record, output = validation
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert record["record"][key] == pytest.approx(last[key], rel=1e-6)
-    assert f"{record['record'][key]:.4f}" in output
+    for key in ("val_loss", "val_perplexity", "val_bits_per_byte"):
+        assert record["record"][key] == pytest.approx(last[key], rel=1e-6)
+        assert f"{record['record'][key]:.4f}" in output
+    # a result names its circumstances; a model that is not in the paper is compared with nothing
+    assert all(record[key] for key in ("commit", "date", "machine", "command"))
+    assert "\nThe paper reports no results for tiny, step 6 (" in output
+    assert "| published" not in output
 
 
 def test_the_whole_validation_split_is_evaluated(run, corpus, validation):
@@ -580,20 +546,14 @@ def test_weights_without_checksums_have_an_identity(run, tmp_path):
     assert subjects.find(copy).identity != identity
 
 
-@pytest.fixture
-def run_on_replaced_corpus(run, tmp_path) -> Path:
-    """Copy a run, and change the digest of the corpus that it was trained on."""
+def test_a_corpus_that_was_replaced_is_not_evaluated_unawares(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     folder = checkpoint.find(copy)
     state = json.loads((folder / "state.json").read_text())
     state["corpus"]["sample_sha256"] = "0" * 64
     (folder / "state.json").write_text(json.dumps(state))
     write_checksums(folder)
-    return copy
-
-
-def test_a_corpus_that_was_replaced_is_not_evaluated_unawares(run_on_replaced_corpus):
-    message = one_line_error(call("eval.py", run_on_replaced_corpus, "--val"))
+    message = one_line_error(call("eval.py", copy, "--val"))
     assert "is no longer the corpus that" in message
 
 
@@ -604,17 +564,6 @@ def test_a_corpus_that_has_moved_is_named_with_the_checkpoint_that_it_comes_from
         ValueError, match=rf"/nowhere .*--val; {subject.folder} was trained on this"
     ):
         subjects.open_corpus_of(subject, "")
-
-
-def test_a_result_names_its_circumstances(validation):
-    record, _ = validation
-    assert all(record[key] for key in ("commit", "date", "machine", "command"))
-
-
-def test_a_model_that_is_not_in_the_paper_is_compared_with_nothing(validation):
-    _, output = validation
-    assert "\nThe paper reports no results for tiny, step 6 (" in output
-    assert "| published" not in output
 
 
 def test_each_corpus_and_dtype_has_a_table(run, corpus, tmp_path):
@@ -679,10 +628,7 @@ def test_two_processes_write_what_one_writes(run, folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exports") / "exported"
-    folder.mkdir()
-    export.write(folder, "exported", checkpoint.find(run), "float32")
-    return folder
+    return export_run(run, tmp_path_factory.mktemp("exports") / "exported")
 
 
 def test_a_group_without_a_figure_shows_those_of_its_tasks(run, tmp_path):
@@ -1121,6 +1067,12 @@ def test_a_task_that_is_defined_without_examples_stays_so(tmp_path):
             tasks.set_num_shots(task, number)
             shots[task.name] = task.tasks[task.name].get_config("num_fewshot")
         assert shots == {"questions": 0, "gaps": number, "endings": number}
+
+
+def test_paper_stands_for_the_papers_eight_tasks():
+    names = eval.parse_tasks(SimpleNamespace(tasks="paper, mine", val=False))
+    assert names == [*tasks.PAPER_METRICS, "mine"]
+    assert len(names) == 9
 
 
 @pytest.mark.slow

@@ -1,36 +1,27 @@
 """eval.py with its tasks' data on a hub, whose answers fail for a while."""
 
-import dataclasses
+import io
 import json
+import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from export_helpers import build_noisy, save_run
 from helpers import run_script
 from hub_server import Fault, HubServer
-from hub_tasks import repositories
+from lm_eval_tasks import phrase
 
 from data import hub as hub_module
-from data import tokenizer
-from model import build
-from model.causality import move_parameters
-from training import checkpoint
 
 pytest.importorskip("lm_eval")
 
 from evaluation import tasks
-from evaluation.tasks import PAPER_METRICS
 
-TINY = {
-    "vocab_size": 328,
-    "block_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-    "hidden_size": 12,
-}
 OWN_TASK = """task: physical
 dataset_path: baber/piqa
 output_type: multiple_choice
@@ -43,39 +34,45 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 
 
+def make_questions(split: str, count: int) -> bytes:
+    """Return a Parquet file of random questions with two answers each."""
+    draw = random.Random(split)
+    rows = [
+        {
+            "goal": phrase(draw, 3, 9),
+            "sol1": phrase(draw, 3, 9),
+            "sol2": phrase(draw, 3, 9),
+            "label": draw.randrange(2),
+        }
+        for _ in range(count)
+    ]
+    content = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), content)
+    return content.getvalue()
+
+
 @pytest.fixture(scope="module")
 def hub(server) -> Iterator[HubServer]:
-    for name, files in repositories(25):
-        server.commits.pop(name, None)
-        server.commit(name, files)
+    names = ("train", "test")
+    files = {f"data/{split}-00000-of-00001.parquet": make_questions(split, 25) for split in names}
+    server.commit("baber/piqa", files)
     yield server
     server.faults = []
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Save a small model of random weights as a checkpoint."""
-    root = tmp_path_factory.mktemp("run")
-    encoding = tokenizer.train_byte_pairs(["the cat and the dog. Question: Answer: " * 20], 270)
-    model = move_parameters(build("DDL-gpt-mha-rope-CC-EC", **TINY))
-    state = {
-        "step": 1,
-        "seconds": 0.0,
-        "model": "DDL-gpt-mha-rope-CC-EC",
-        "model_config": dataclasses.asdict(model.config),
-        "run_config": {},
-        "corpus": {},
-    }
-    return checkpoint.save(root, checkpoint.get_model_tensors(model), {}, state, encoding.to_json())
+    """Save a small model of random weights as a run."""
+    model_name = "DDL-gpt-mha-rope-CC-EC"
+    model = build_noisy(model_name, {"block_size": 512})
+    return save_run(tmp_path_factory.mktemp("runs") / "run", model, model_name)
 
 
-def evaluate(
-    hub: HubServer, model_checkpoint: Path, out: Path, *arguments: str
-) -> subprocess.CompletedProcess:
-    """Run eval.py on a checkpoint, with data sets from the hub."""
+def evaluate(hub: HubServer, run: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run eval.py on a run, with data sets from the hub."""
     return run_script(
         "eval.py",
-        model_checkpoint,
+        run,
         f"--out={out}",
         "--device=cpu",
         "--log_samples",
@@ -84,20 +81,9 @@ def evaluate(
     )
 
 
-def read_records(out: Path) -> list[dict]:
-    return [json.loads(path.read_text()) for path in out.glob("results_*.json")]
-
-
 def read_responses(out: Path, task: str) -> list:
     [file] = out.glob(f"samples_{task}_*.jsonl")
     return [json.loads(line)["filtered_resps"] for line in file.read_text().splitlines()]
-
-
-def get_parquet(hub: HubServer, repository: str, split: str) -> bytes:
-    """Return the Parquet file of a split of a data set on the hub."""
-    [commit] = hub.commits[repository].values()
-    [content] = [content for path, content in commit.items() if f"/{split}-" in path]
-    return content
 
 
 def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tmp_path):
@@ -110,7 +96,7 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     data_files = {}
     for split in ("train", "test"):
         file = tmp_path / f"{split}.parquet"
-        file.write_bytes(get_parquet(hub, "baber/piqa", split))
+        file.write_bytes(make_questions(split, 25))
         data_files[split] = str(file)
     (tmp_path / "local.yaml").write_text(
         f"{local}dataset_kwargs: {json.dumps({'data_files': data_files})}\n"
@@ -211,20 +197,6 @@ def test_all_processes_are_patient(hub, saved, tmp_path):
     assert errors.count("the Hub responds with status 500; retrying in 1 s") == 1
     assert errors.count("the Hub responds with status 503; retrying in 1 s") == 1
     assert errors.count("absent is skipped") == 1
-    [record] = read_records(tmp_path / "out")
+    [results] = (tmp_path / "out").glob("results_*.json")
+    record = json.loads(results.read_text())
     assert record["n-samples"]["physical"]["effective"] == 3
-
-
-@pytest.mark.slow
-def test_the_papers_eight_tasks_are_evaluated_and_averaged(hub, saved, tmp_path):
-    """Evaluate with two shots; the first request for each data set is answered with 503."""
-    hub.faults = [Fault("status", f"/api/datasets/{name}", times=1) for name, _ in repositories(1)]
-    result = evaluate(hub, saved, tmp_path, "--tasks=paper", "--shots=2")
-    assert result.returncode == 0, result.stderr.decode()
-    assert result.stderr.decode().count("the Hub responds with status 503; retrying in 1 s") >= 5
-    [record] = read_records(tmp_path)
-    assert record["shown"].keys() == PAPER_METRICS.keys()
-    assert "average of the eight" in result.stdout.decode()
-    hub.faults = []
-    assert evaluate(hub, saved, tmp_path, "--tasks=paper", "--shots=2").returncode == 0
-    assert read_records(tmp_path) == [record]  # nothing was evaluated again

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from helpers import one_line_error, small_run
+from helpers import small_run
 from in_process import call
 from models import PAPER
 
@@ -48,7 +48,7 @@ def mutate(draw: random.Random, arguments: list[str]) -> list[str]:
     return mutated
 
 
-@pytest.mark.parametrize("num_runs", [15, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_runs", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monkeypatch, num_runs):
     draw = random.Random(num_runs + 1)
     num_trained = 0
@@ -79,13 +79,3 @@ def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monke
             num_refused += 1
     assert num_trained >= 0.3 * num_runs
     assert num_refused >= 0.2 * num_runs
-
-
-@pytest.mark.parametrize(
-    "size", [{"num_hidden_layers": 10**9}, {"block_size": 10**8}, {"hidden_size": 10**11}], ids=str
-)
-def test_absurd_sizes_are_refused_at_once(corpus, tmp_path, size):
-    """Otherwise a trial run without data would take minutes, or the sizes would overflow."""
-    line = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", **size)))
-    assert "needs more than" in line
-    assert not (tmp_path / "run").exists()

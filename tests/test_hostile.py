@@ -299,15 +299,10 @@ def sharded_folder(request, valid_folders, tmp_path) -> Path:
     return folder
 
 
-def write_index(folder: Path, **changes) -> None:
-    """Write the index of a sharded folder, with the file of some tensors changed."""
+def write_index(folder: Path, change: Callable[[dict], object] = dict) -> None:
+    """Write the index of a sharded folder, with a change to the map from tensors to files."""
     weight_map = {name: shard for shard in SHARDS for name in load_file(folder / shard)}
-    weight_map.update(changes)
-    write_weight_map(folder, weight_map)
-
-
-def write_weight_map(folder: Path, weight_map: object) -> None:
-    index = {"metadata": {}, "weight_map": weight_map}
+    index = {"metadata": {}, "weight_map": change(weight_map)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -319,43 +314,30 @@ def test_shards_are_read_by_their_index(sharded_folder, valid_folders):
     assert all(torch.equal(state[name], weight) for name, weight in original.state_dict().items())
 
 
-def test_a_shard_outside_the_folder_is_refused(sharded_folder, tmp_path):
-    outside = tmp_path / "outside.safetensors"
-    shutil.copy(sharded_folder / SHARDS[0], outside)
-    for name in ("../outside.safetensors", str(outside)):
-        write_index(sharded_folder, **{"ln_f.weight": name})
-        assert "model.safetensors.index.json" in read_refusal(sharded_folder)
+INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("name", ["config.json", 5])
-def test_a_shard_that_is_no_safetensors_file_is_refused(sharded_folder, name):
-    write_index(sharded_folder, **{"ln_f.weight": name})
-    assert "model.safetensors.index.json" in read_refusal(sharded_folder)
-
-
-def test_an_index_that_is_no_map_is_refused(sharded_folder):
-    write_weight_map(sharded_folder, [])
-    message = "weight_map is [], but must map each tensor to its file"
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight_map: {**weight_map, "ln_f.weight": "../outside.safetensors"}, INDEX),
+        (lambda weight_map: {**weight_map, "ln_f.weight": "/outside.safetensors"}, INDEX),
+        (lambda weight_map: {**weight_map, "ln_f.weight": "config.json"}, INDEX),
+        (lambda weight_map: {**weight_map, "ln_f.weight": 5}, INDEX),
+        (lambda weight_map: [], "weight_map is [], but must map each tensor to its file"),
+        (
+            lambda weight_map: {**weight_map, "ln_f.weight": "model-3.safetensors"},
+            "model-3.safetensors is damaged or unreadable",
+        ),
+        (lambda weight_map: {"a": weight_map["transformer.wte.weight"]}, "is missing"),
+        (lambda weight_map: {**weight_map, "x": "copy.safetensors"}, "is also in another file"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(sharded_folder, tmp_path, change, message):
+    for copy in (tmp_path / "outside.safetensors", sharded_folder / "copy.safetensors"):
+        shutil.copy(sharded_folder / SHARDS[0], copy)
+    write_index(sharded_folder, change)
     assert message in read_refusal(sharded_folder)
-
-
-def test_a_shard_that_does_not_exist_is_refused(sharded_folder):
-    write_index(sharded_folder, **{"ln_f.weight": "model-3.safetensors"})
-    assert "model-3.safetensors is damaged or unreadable" in read_refusal(sharded_folder)
-
-
-def test_an_index_without_the_weights_is_refused(sharded_folder):
-    [shard] = [
-        shard for shard in SHARDS if "transformer.wte.weight" in load_file(sharded_folder / shard)
-    ]
-    write_weight_map(sharded_folder, {"a": shard})
-    assert "is missing" in read_refusal(sharded_folder)
-
-
-def test_a_tensor_in_two_shards_is_refused(sharded_folder):
-    shutil.copy(sharded_folder / SHARDS[0], sharded_folder / "model-3.safetensors")
-    write_index(sharded_folder, x="model-3.safetensors")
-    assert "is also in another file" in read_refusal(sharded_folder)
 
 
 # ---- releases and exports ----

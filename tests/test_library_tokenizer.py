@@ -143,24 +143,12 @@ def test_unigram_tokens_decode_to_the_text_after_a_space(folders):
         assert b"".join(map(encoding.decode_single_token_bytes, ids)).decode() == expected
 
 
-def test_special_tokens_in_a_document_are_text(folders):
+def test_special_tokens_are_text_in_a_document_and_tokens_in_a_prompt(folders):
     encoding = load(folders["byte-level"])
     assert 1 not in encoding.encode("a</s>b")
     assert encoding.decode(encoding.encode("a</s>b")) == "a</s>b"
-
-
-def test_special_tokens_in_a_prompt_are_tokens(folders):
-    encoding = load(folders["byte-level"])
     assert encoding.encode("a</s>b", allowed_special="all")[1] == 1
-
-
-def test_a_prompt_follows_end_of_text(folders):
-    encoding = load(folders["byte-level"])
     assert tokenizer.encode_prompt(encoding, "a") == [1, *encoding.encode("a")]
-
-
-def test_special_tokens_have_no_bytes(folders):
-    encoding = load(folders["byte-level"])
     assert encoding.special_tokens_set == {"<s>", "</s>"}
     assert encoding.bytes_by_token()[[0, 1]].tolist() == [0, 0]
 
@@ -171,14 +159,11 @@ def test_a_stored_description_rebuilds_the_tokenizer(folders, tmp_path, kind):
     stored = json.loads(json.dumps(encoding.to_json()))
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
     assert tokenizer.read(tmp_path).to_json() == stored
-    assert tokenizer.from_json(stored).n_vocab == encoding.n_vocab
-    assert tokenizer.from_json(stored).encode(TEXTS[0]) == encoding.encode(TEXTS[0])
-
-
-@pytest.mark.parametrize("kind", ["byte-level", "unigram"])
-def test_tokenizers_are_compared_by_their_tokens(folders, kind):
-    assert tokenizer.same_tokens(load(folders[kind]), load(folders[kind]))
-    assert not tokenizer.same_tokens(load(folders[kind]), tokenizer.byte_tokenizer())
+    rebuilt = tokenizer.from_json(stored)
+    assert rebuilt.n_vocab == encoding.n_vocab
+    assert rebuilt.encode(TEXTS[0]) == encoding.encode(TEXTS[0])
+    assert tokenizer.same_tokens(rebuilt, encoding)
+    assert not tokenizer.same_tokens(rebuilt, tokenizer.byte_tokenizer())
 
 
 # ---- corpora ----
@@ -248,27 +233,16 @@ def test_a_corpus_holds_the_tokens_of_its_documents(prepared):
     assert read_tokens(prepared.corpus) == expected
 
 
-def test_a_corpus_holds_the_file_of_its_tokenizer(prepared):
+def test_a_corpus_holds_and_names_its_tokenizer(prepared):
     content = (prepared.tokenizer_folder / "tokenizer.json").read_bytes()
-    assert (prepared.corpus.path / "tokenizer.json").read_bytes() == content
-    assert prepared.corpus.meta["tokenizer_sha256"] == hashlib.sha256(content).hexdigest()
-
-
-def test_a_corpus_names_its_tokenizer(prepared):
+    corpus = prepared.corpus
+    assert (corpus.path / "tokenizer.json").read_bytes() == content
+    assert corpus.meta["tokenizer_sha256"] == hashlib.sha256(content).hexdigest()
+    assert corpus.meta["tokenizer"] == prepared.encoding.name
     assert prepared.encoding.name == f"hf:{prepared.tokenizer_folder.name}"
-    assert prepared.corpus.meta["tokenizer"] == prepared.encoding.name
-
-
-def test_a_corpus_describes_its_tokenizer(prepared):
-    assert tokenizer.read(prepared.corpus.path).to_json() == prepared.encoding.to_json()
-
-
-def test_shards_are_uint16_by_default(prepared):
-    assert "dtype" not in prepared.corpus.meta
-
-
-def test_a_corpus_with_its_tokenizer_is_verified(prepared):
-    assert verify(prepared.corpus.path).returncode == 0
+    assert tokenizer.read(corpus.path).to_json() == prepared.encoding.to_json()
+    assert "dtype" not in corpus.meta  # uint16
+    assert verify(corpus.path).returncode == 0
 
 
 def test_a_corpus_with_another_tokenizer_is_not_verified(prepared, tmp_path):
@@ -339,37 +313,25 @@ def large_corpus(large, tmp_path_factory) -> Corpus:
     return open_corpus(str(folder / "out"))
 
 
-def test_a_vocabulary_above_65536_has_uint32_shards(large_corpus):
+def test_a_vocabulary_above_65536_has_uint32_shards_in_the_format_of_llm_c(large_corpus):
     assert large_corpus.meta["dtype"] == "uint32"
     assert large_corpus.meta["vocab_size"] == 70_001
-
-
-def test_uint32_shards_hold_the_tokens(large_corpus):
     assert read_tokens(large_corpus) == WORD_TOKENS
-
-
-def test_uint32_shards_have_the_format_of_llm_c(large_corpus):
     content = (large_corpus.path / "fineweb_edu_val_000000.bin").read_bytes()
     assert struct.unpack("<256i", content[:1024])[:4] == (20240801, 7, 500, 0)
     assert list(struct.unpack("<500I", content[1024:])) == WORD_TOKENS[:500]
+    assert verify(large_corpus.path).returncode == 0
 
 
-def test_validation_batches_are_read_from_uint32_shards(large_corpus):
+def test_batches_are_read_from_uint32_shards(large_corpus):
     batches = ValidationBatches(large_corpus.val, 16, large_corpus.meta["vocab_size"])
     ids, targets = batches.get([0], 1)
     assert ids.dtype == targets.dtype == torch.int64
     assert ids[0].tolist() == WORD_TOKENS[:16]
     assert targets[0].tolist() == WORD_TOKENS[1:17]
-
-
-def test_training_batches_are_read_from_uint32_shards(large_corpus):
     ids, targets = TrainBatches(large_corpus.train, 16, 40, 0, 70_001).get(0, 0, 40)
     assert ids[:, 1:].tolist() == targets[:, :-1].tolist()
     assert ids.max() > 65_535
-
-
-def test_a_corpus_of_uint32_shards_is_verified(large_corpus):
-    assert verify(large_corpus.path).returncode == 0
 
 
 # ---- runs ----
@@ -464,14 +426,18 @@ def folder_without_config(folders, tmp_path) -> Path:
     return folder
 
 
-def test_a_missing_end_of_text_token_is_answered_with_the_choices(folder_without_config):
-    with pytest.raises(ValueError, match=r"does not say .*--eot_token; its .* are <s>, </s>$"):
-        library_tokenizer.read_files(str(folder_without_config))
-
-
-def test_an_unknown_end_of_text_token_is_answered_with_the_choices(folder_without_config):
-    with pytest.raises(ValueError, match=r"has no token <eos>; name another .* are <s>, </s>$"):
-        library_tokenizer.read_files(str(folder_without_config), "<eos>")
+@pytest.mark.parametrize(
+    ("eot_text", "message"),
+    [
+        (None, r"does not say .*--eot_token; its .* are <s>, </s>$"),
+        ("<eos>", r"has no token <eos>; name another .* are <s>, </s>$"),
+    ],
+)
+def test_a_wrong_end_of_text_token_is_answered_with_the_choices(
+    folder_without_config, eot_text, message
+):
+    with pytest.raises(ValueError, match=message):
+        library_tokenizer.read_files(str(folder_without_config), eot_text)
 
 
 def test_the_end_of_text_token_can_be_chosen(folder_without_config):

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from configurator import collect_options
 from model import build, cost, model_class, products
 from model.ddl import Gate, Value, fold_channel_conv, pool, read_value_channels
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPTConfig
 from model.layers import MLP
 from training.settings import configure
 
@@ -237,85 +237,6 @@ def test_rope_tables_survive_changes_of_dtype():
 # ---- initial values ----
 
 
-@pytest.fixture(scope="module")
-def initialized() -> GPT:
-    """Return a model with init=normal, wide enough that a standard deviation is known to 5%.
-
-    tests/test_starts.py has the other kind of initial values.
-    """
-    torch.manual_seed(0)
-    return build(
-        "DDL-gpt-mha-rope",
-        hidden_size=256,
-        num_attention_heads=2,
-        head_dim=128,
-        num_hidden_layers=4,
-        vocab_size=512,
-        ddl_beta_init=0.5,
-        init="normal",
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "std"),
-    [
-        ("transformer.wte.weight", 0.02),
-        ("transformer.h.0.attn.c_q.weight", 0.5 / 16),
-        ("transformer.h.3.mlp.c_fc2.weight", 0.5 / 16),
-        ("transformer.h.1.attn.c_proj.weight", 0.5 / 16 / 2),
-        ("transformer.h.1.mlp.c_proj.weight", 0.5 / 16 / 2),
-        ("transformer.h.2.compress.shortconv.weight", 0.5 / 16),
-        ("readout.shortconv.weight", 0.5 / 16),
-    ],
-)
-def test_matrices_start_normal(initialized, name, std):
-    weight = initialized.state_dict()[name]
-    assert weight.std().item() == pytest.approx(std, rel=0.05)
-    assert abs(weight.mean().item()) < 0.1 * std
-
-
-@pytest.mark.parametrize("site", ["ddl_attn", "ddl_mlp"])
-def test_the_gate_starts_at_beta_init(initialized, site):
-    bias = initialized.state_dict()[f"transformer.h.0.{site}.beta.bias"]
-    assert 2 * torch.sigmoid(bias).item() == pytest.approx(0.5, rel=1e-6)
-
-
-@pytest.mark.parametrize("site", ["ddl_attn", "ddl_mlp"])
-def test_the_bias_of_the_value_starts_random(initialized, site):
-    bias = initialized.state_dict()[f"transformer.h.0.{site}.v_proj.bias"]
-    assert bias.abs().max() <= 1 / 16
-    assert bias.unique().numel() == 4
-
-
-def test_the_read_vector_starts_as_the_mean(initialized):
-    assert initialized.state_dict()["transformer.h.0.compress.read"].tolist() == [0.25] * 4
-
-
-def test_norms_start_at_one(initialized):
-    norms = [
-        weight
-        for name, weight in initialized.state_dict().items()
-        if name.split(".")[-2] in ("ln_1", "ln_2", "ln_f", "q_rms", "k_rms")
-    ]
-    assert len(norms) == 4 * 4 + 1
-    assert all((weight == 1).all() for weight in norms)
-
-
-@pytest.mark.parametrize(("beta", "probability"), [(0.0, 1e-6), (2.0, 1 - 1e-6), (1.5, 0.75)])
-@pytest.mark.parametrize("single_linear", [True, False])
-def test_gate_starts_at_beta_init_clamped(beta, probability, single_linear):
-    model = build(
-        "DDL-vdim1-gpt-mha-rope",
-        ddl_beta_init=beta,
-        ddl_beta_single_linear=single_linear,
-        **TINY,
-    )
-    write = model.transformer.h[1].ddl_mlp
-    output_layer = write.beta if single_linear else write.beta_out
-    bias = output_layer.bias.double()
-    assert torch.sigmoid(bias).item() == pytest.approx(probability, rel=1e-6)
-
-
 # options of the gate, and the number of its parameters
 GATES = {
     "one layer": ({}, 2),
@@ -374,20 +295,6 @@ def test_the_erase_alone_is_the_delta_rule_with_a_value_of_0():
     assert torch.equal(erase_only(ids)[0], zero(ids)[0])
 
 
-def test_identity_convolution_reads_the_channel_mean():
-    model = build("DDL-gpt-mha-rope", ddl_state_conv_init="identity", **TINY)
-    state = torch.randn(2, 5, 4, 10)
-    torch.testing.assert_close(model.readout(state), state.mean(2))
-
-
-def test_identity_convolution_reads_the_sum_times_read_init():
-    model = build(
-        "DDL-gpt-mha-rope", ddl_state_conv_init="identity", ddl_state_read_init=0.5, **TINY
-    )
-    state = torch.randn(2, 5, 4, 10)
-    torch.testing.assert_close(model.readout(state), state.sum(2) / 2)
-
-
 # ---- precision ----
 
 
@@ -429,14 +336,6 @@ def test_half_precision_reads_accumulate_in_fp32():
     torch.testing.assert_close(read.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_identity_column_convolution_reads_the_channel_mean():
-    model = build(
-        "DDL-gpt-mha-rope-CC", ddl_state_conv_init="identity", ddl_value_channels=3, **TINY
-    )
-    state = torch.randn(2, 5, 3, 10)
-    torch.testing.assert_close(model.transformer.h[1].compress(state), state.mean(2))
-
-
 @pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
 def test_folding_is_the_convolution_then_the_read_vector(v):
     """The folded weights equal conv1d over columns and then the read vector.
@@ -449,37 +348,6 @@ def test_folding_is_the_convolution_then_the_read_vector(v):
     padded = torch.nn.functional.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
     convolved = torch.nn.functional.conv1d(padded, weight[:, None], groups=6)  # (tokens, d, v)
     torch.testing.assert_close((state * fold_channel_conv(weight, read)).sum(-1), convolved @ read)
-
-
-@pytest.mark.parametrize("model_name", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC"])
-def test_embedding_convolution_starts_as_repetition(model_name):
-    torch.manual_seed(3)
-    plain = build(model_name, **TINY)
-    expanded = build(f"{model_name}-EC", **TINY)
-    expanded.load_state_dict(plain.state_dict(), strict=False)
-    ids = torch.randint(0, 29, (2, 9))
-    torch.testing.assert_close(expanded(ids)[0], plain(ids)[0], rtol=0, atol=1e-6)
-    # the comparison sees a changed weight of the convolution
-    with torch.no_grad():
-        expanded.input_embed.conv.weight[3, 0, 1] = 0.5
-    assert (expanded(ids)[0] - plain(ids)[0]).abs().max() > 1e-5
-
-
-def test_normal_column_convolution_is_a_folded_pair():
-    """The variance of a column is proportional to the number of taps that are folded into it."""
-    settings = {
-        **TINY,
-        "hidden_size": 4096,
-        "num_hidden_layers": 1,
-        "init": "normal",
-        "ddl_cc_read": "folded",
-    }
-    model = build("DDL-gpt-mha-rope-CC", **settings)
-    tap_std = 0.5 / 64 / 4
-    # output j reads columns j - 1 to j + 2, where they exist
-    num_taps = [2, 3, 4, 3]
-    expected = [tap_std * math.sqrt(count) for count in num_taps]
-    assert model.readout.weight.std(0).tolist() == pytest.approx(expected, rel=0.06)
 
 
 # ---- options ----

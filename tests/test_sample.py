@@ -43,18 +43,12 @@ def test_a_sample_is_the_prompt_and_more(sampled):
     assert len(sampled) > len(PROMPT.encode()) + 1  # a line break ends the output
 
 
-def test_a_prompt_from_a_file(run, sampled, tmp_path):
+def test_a_prompt_from_a_file_or_standard_input_and_a_checkpoint(run, sampled, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_bytes(PROMPT.encode())
     assert sample(run, f"--prompt=FILE:{file}", *OPTIONS) == sampled
-
-
-def test_a_prompt_from_standard_input(run, sampled):
     result = call("sample.py", run, "--prompt=-", *OPTIONS, stdin=PROMPT.encode())
     assert result.stdout == sampled
-
-
-def test_a_checkpoint_samples_as_its_run(run, sampled):
     checkpoint = run / "checkpoints" / "step_00000006"
     assert sample(checkpoint, f"--prompt={PROMPT}", *OPTIONS) == sampled
 
@@ -92,6 +86,7 @@ def test_several_samples_differ(run):
         ),
         (["--port=8001"], "port=8001 has no effect with serve=False"),
         (["--serve", "--port=70000"], "--port=70000: give a number from 0 to 65535"),
+        (["--serve", "--max_new_tokens=5000"], "--max_new_tokens=5000: give at most 2048 with"),
     ],
 )
 def test_mistakes_end_in_one_line(run, arguments, message):

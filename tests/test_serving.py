@@ -218,17 +218,15 @@ def test_tokens_of_a_prompt_have_the_characters_that_they_complete():
     assert [token["text"] for token in tokens] == ["a", "", "é"]
 
 
-def test_a_text_ends_after_max_new_tokens():
-    events, _ = generate_tokens(build(DELTA[0], **SMALL), [256], 3)
-    assert events[-1]["end"] == "reached max tokens"
-    assert len(events) >= 3  # the seed, tokens, and the end
-
-
-def test_a_text_ends_when_the_server_shuts_down():
+@pytest.mark.parametrize(
+    ("count", "is_cancelled", "end", "num_tokens"),
+    [(3, False, "reached max tokens", 4), (30, True, "the server is shutting down", 1)],
+)
+def test_a_text_ends_after_max_new_tokens_or_with_the_server(count, is_cancelled, end, num_tokens):
     model = build(DELTA[0], **SMALL)
-    events, tokens = generate_tokens(model, [256], 30, is_cancelled=lambda: True)
-    assert events[-1]["end"] == "the server is shutting down"
-    assert len(tokens) == 1
+    events, tokens = generate_tokens(model, [256], count, is_cancelled=lambda: is_cancelled)
+    assert events[-1]["end"] == end
+    assert len(tokens) == num_tokens
 
 
 @pytest.fixture
@@ -307,8 +305,18 @@ def address(run):
     options = ("--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25")
     with serve_run(run, *options) as (address, process):
         yield address
+        # interrupting the server ends a stream that is under way
+        ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1]
+        assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1  # a closed tab must not end the server
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+        body = json.dumps({"max_new_tokens": 2000, "temperature": 0.0, "stop": []})
+        connection.request("POST", "/generate", body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.readline()
         process.send_signal(signal.SIGINT)
+        lines = response.read().splitlines()
         _, errors = process.communicate(timeout=20)
+        assert json.loads(lines[-1])["end"] == "the server is shutting down"
         assert process.returncode == 0, errors
         assert errors == ""
 
@@ -327,60 +335,42 @@ PAGE_FILES = {
 
 
 @pytest.mark.parametrize(("path", "content_type"), PAGE_FILES.items())
-def test_the_files_of_the_page_are_served(address, path, content_type):
+def test_the_files_of_the_page_are_served_with_security_headers(address, path, content_type):
     response = ask(address, path=path)
     assert response.status == 200
     assert content_type in response.headers["content-type"]
     assert response.body
-
-
-@pytest.mark.parametrize("path", PAGE_FILES)
-def test_responses_have_security_headers(address, path):
-    headers = ask(address, path=path).headers
-    assert headers["content-security-policy"].startswith("default-src 'self';")
-    assert headers["x-content-type-options"] == "nosniff"
-    assert "access-control-allow-origin" not in headers
-
-
-@pytest.mark.parametrize("path", PAGE_FILES)
-def test_parameters_of_a_request_are_ignored(address, path):
-    """No file outside the page can be requested."""
-    body = ask(address, path=path).body
+    assert response.headers["content-security-policy"].startswith("default-src 'self';")
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in response.headers
+    # no file outside the page can be requested
     for parameters in ("?file=/etc/passwd", "?path=/etc/passwd"):
-        assert ask(address, path=path + parameters).body == body
+        assert ask(address, path=path + parameters).body == response.body
 
 
-@pytest.mark.parametrize("path", ["/app.py", "/docs", "/openapi.json", "/../sample.py"])
-def test_other_paths_are_refused(address, path):
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        *(
+            (path, 404, "Not Found")
+            for path in ("/app.py", "/docs", "/openapi.json", "/../sample.py")
+        ),
+        ("/generate", 405, "Method Not Allowed"),  # a generation is not started by GET
+    ],
+)
+def test_other_requests_are_refused(address, path, status, message):
     response = ask(address, path=path)
-    assert response.status == 404
-    assert json.loads(response.body) == {"message": "Not Found"}
+    assert response.status == status
+    assert json.loads(response.body) == {"message": message}
 
 
-def test_a_generation_is_not_started_by_get(address):
-    response = ask(address, path="/generate")
-    assert response.status == 405
-    assert json.loads(response.body) == {"message": "Method Not Allowed"}
-
-
-@pytest.fixture(scope="module")
-def description(address) -> dict:
-    """Return the server's description of its model."""
-    return json.loads(ask(address, path="/model").body)
-
-
-def test_the_model_is_described(description):
+def test_the_model_is_described_with_the_defaults_of_the_command_line(address):
+    description = json.loads(ask(address, path="/model").body)
     assert description["model"] == "DDL-gpt-mha-rope"
     assert description["step"] == 6
     assert description["block_size"] == 16
     assert description["parameters"] == build("DDL-gpt-mha-rope", **SMALL).num_parameters()
-
-
-def test_the_sites_of_every_statistic_are_described(description):
     assert [statistic["sites"] for statistic in description["statistics"]] == [SITES] * 3
-
-
-def test_defaults_are_those_of_the_command_line(description):
     assert description["defaults"]["temperature"] == 0.9
     assert description["defaults"]["stop"] == ["qq"]
 
@@ -471,9 +461,6 @@ def post(address: str, body=VALID_REQUEST, **headers) -> Response:
 
 def test_a_request_of_the_page_is_answered(address):
     assert post(address, origin=address).status == 200
-
-
-def test_a_request_of_the_page_at_localhost_is_answered(address):
     localhost = f"localhost:{urlsplit(address).port}"
     assert post(address, host=localhost, origin=f"http://{localhost}").status == 200
 
@@ -501,11 +488,6 @@ def test_a_request_of_another_website_is_refused(address, headers):
     response = post(address, **fill_in_ports(headers, address))
     assert response.status == 403
     assert set(json.loads(response.body)) == {"message"}
-
-
-@pytest.mark.parametrize("headers", FOREIGN_HEADERS, ids=str)
-def test_refusals_have_security_headers(address, headers):
-    response = post(address, **fill_in_ports(headers, address))
     assert "content-security-policy" in response.headers
 
 
@@ -513,46 +495,38 @@ def test_the_page_is_not_served_under_the_name_of_another_website(address):
     assert ask(address, host="evil.example").status == 403
 
 
-def test_a_body_that_is_not_json_is_refused(address):
-    assert post(address, b"{", **{"content-type": "application/json"}).status == 400
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {"content-type": "application/json"}, 400),
+        (json.dumps(VALID_REQUEST), {"content-type": "text/plain"}, 400),
+        (iter([b"{}"]), {}, 411),  # its length is unknown
+    ],
+)
+def test_a_body_that_is_no_json_of_known_length_is_refused(address, body, headers, status):
+    assert post(address, body, **headers).status == status
 
 
-def test_a_body_of_another_content_type_is_refused(address):
-    body = json.dumps(VALID_REQUEST)
-    assert post(address, body, **{"content-type": "text/plain"}).status == 400
-
-
-def test_a_body_of_unknown_length_is_refused(address):
-    assert post(address, iter([b"{}"])).status == 411
-
-
-@pytest.mark.parametrize("bound_host", ["127.0.0.1", "10.1.2.3"])
-@pytest.mark.parametrize("header", ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"])
-def test_every_server_has_the_names_of_its_own_machine(header, bound_host):
-    assert is_own_host(header, bound_host)
+OWN_NAMES = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000")
+FOREIGN_NAMES = ("", "evil.example", "10.1.2.3", "localhost.evil.example")
 
 
 @pytest.mark.parametrize(
-    ("header", "bound_host"), [("box.example:8000", "Box.example"), ("10.1.2.3:80", "10.1.2.3")]
+    ("header", "bound_host", "is_own"),
+    [
+        *((name, host, True) for name in OWN_NAMES for host in ("127.0.0.1", "10.1.2.3")),
+        *((name, "127.0.0.1", False) for name in FOREIGN_NAMES),
+        # the name that the server listens on
+        ("box.example:8000", "Box.example", True),
+        ("10.1.2.3:80", "10.1.2.3", True),
+        # a server on all interfaces has every numeric address
+        ("10.1.2.3:80", "0.0.0.0", True),
+        ("[fd00::1]:80", "::", True),
+        ("evil.example", "0.0.0.0", False),
+    ],
 )
-def test_a_server_has_the_name_that_it_listens_on(header, bound_host):
-    assert is_own_host(header, bound_host)
-
-
-@pytest.mark.parametrize(
-    ("header", "bound_host"), [("10.1.2.3:80", "0.0.0.0"), ("[fd00::1]:80", "::")]
-)
-def test_a_server_on_all_interfaces_has_every_numeric_address(header, bound_host):
-    assert is_own_host(header, bound_host)
-
-
-def test_a_server_on_all_interfaces_has_no_other_name():
-    assert not is_own_host("evil.example", "0.0.0.0")
-
-
-@pytest.mark.parametrize("header", ["", "evil.example", "10.1.2.3", "localhost.evil.example"])
-def test_a_server_on_one_address_has_no_other_name(header):
-    assert not is_own_host(header, "127.0.0.1")
+def test_the_names_of_a_server(header, bound_host, is_own):
+    assert is_own_host(header, bound_host) == is_own
 
 
 @pytest.mark.parametrize(
@@ -661,22 +635,6 @@ def test_one_generation_at_a_time(slow, monkeypatch):
     assert "end" in events[-1]
 
 
-def test_interrupting_the_server_ends_a_stream(run):
-    with serve_run(run, "--max_new_tokens=2000", "--temperature=0") as (address, process):
-        ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1]
-        assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1  # a closed tab must not end the server
-        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-        connection.request("POST", "/generate", "{}", {"content-type": "application/json"})
-        response = connection.getresponse()
-        response.readline()
-        process.send_signal(signal.SIGINT)
-        lines = response.read().splitlines()
-        _, errors = process.communicate(timeout=20)
-    assert json.loads(lines[-1])["end"] == "the server is shutting down"
-    assert process.returncode == 0
-    assert errors == ""
-
-
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -712,18 +670,3 @@ def test_an_address_that_cannot_be_had_ends_in_one_line(run):
     assert f"--port={port}: Address already in use" in error
     with pytest.raises(ValueError, match=r"--host=192\.0\.2\.1"):
         serving_app.listen("192.0.2.1", 0)
-
-
-def test_too_many_new_tokens_are_refused_before_anything_is_served():
-    with pytest.raises(ValueError, match="--max_new_tokens=5000: give at most 2048 with --serve"):
-        serving_app.serve(
-            None,
-            None,
-            {},
-            host="127.0.0.1",
-            port=0,
-            sampling=Sampling(),
-            max_new_tokens=5000,
-            stop=[],
-            first_seed=0,
-        )

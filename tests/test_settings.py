@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import small_run
 from in_process import call
 
-from model import MODEL_NAMES
+from model import MODEL_NAMES, build
 from training.checkpoint import TrainState
 from training.config import TrainConfig
 from training.settings import configure, default_out_dir
@@ -61,8 +62,11 @@ def test_help_shows_the_values_of_the_config_file_and_of_the_command_line():
 
 
 def test_a_dry_run_needs_no_data():
-    text = run_train("config/ddl_dv4_small.py", "--dataset=fineweb_edu", "--dry_run")
-    assert "123,842,476 parameters" in text
+    arguments = ["config/ddl_dv4_small.py", "--dataset=fineweb_edu", "--num_hidden_layers=1"]
+    text = run_train(*arguments, "--dry_run")
+    with torch.device("meta"):
+        model = build("DDL-gpt-mha-rope", **vars(configure(arguments)[1]))
+    assert f"{model.num_parameters():,} parameters" in text
     assert "python data/fineweb_edu/prepare.py" in text
 
 
@@ -78,9 +82,6 @@ def test_a_width_of_the_heads_that_is_not_the_hidden_size_is_noted(corpus, tmp_p
     arguments = small_run(corpus, tmp_path / "run", num_attention_heads=3, dry_run=True)
     expected = "note: num_attention_heads=3 x head_dim=8 is 24, not hidden_size=12"
     assert expected in run_train(*arguments)
-
-
-# ---- mistakes ----
 
 
 # ---- the run folder ----

@@ -353,14 +353,6 @@ def test_a_path_that_exists_is_not_a_pattern(tmp_path, name):
     assert name in read(tmp_path / name.partition("/")[0], tmp_path / "c.txt")
 
 
-@pytest.mark.parametrize("missing", ["typo.txt", "essays/*.txt"])
-def test_a_source_without_files_is_refused_beside_others(numbered, missing):
-    with pytest.raises(
-        ValueError, match=f"--source={re.escape(str(numbered / missing))}: there are no"
-    ):
-        Files([str(numbered / "a"), str(numbered / missing)])
-
-
 def test_links_to_folders_are_read_once(numbered):
     outside = numbered.parent / f"{numbered.name}_outside"
     outside.mkdir()
@@ -418,6 +410,10 @@ def test_text_bytes_of_parquet_are_those_of_the_column_behind_a_struct(tmp_path)
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
     num_bytes = Files([str(tmp_path / "a.parquet")]).text_bytes()
     assert num_bytes == pytest.approx(sum(len(text) + 4 for text in texts), rel=0.05)
+    with pytest.raises(
+        ValueError, match=r"a\.parquet has no column body; name one of .*: meta.*text"
+    ):
+        Files([str(tmp_path / "a.parquet")], column="body").text_bytes()
 
 
 def test_text_bytes_of_texts_are_those_of_utf_8():
@@ -485,36 +481,29 @@ def test_damaged_pages_are_named_and_the_rows_before_them_are_read(tmp_path, dam
     assert rows == texts[:768]
 
 
-@pytest.fixture
-def columns_without_text(tmp_path) -> Path:
-    path = tmp_path / "a.parquet"
-    columns = {"number": [1, 2], "raw": [b"x", b"\xff"], "list": [["a"], ["b"]]}
-    pq.write_table(pa.table(columns), path)
-    return path
-
-
-@pytest.mark.parametrize("use", [lambda source: list(source.read()), Files.text_bytes])
-def test_a_missing_column_is_refused_with_those_of_the_file(columns_without_text, use):
-    message = r"a\.parquet has no column text; name one of .* --column: number, raw, list"
-    with pytest.raises(ValueError, match=message):
-        use(Files([str(columns_without_text)]))
-
-
 @pytest.mark.parametrize(
-    ("column", "kind"), [("number", "int64"), ("raw", "binary"), ("list", "list<element: string>")]
+    ("column", "message"),
+    [
+        ("text", r" has no column text; name one of .* --column: number, raw, list"),
+        ("number", ": column number holds int64, not text; name another"),
+        ("raw", ": column raw holds binary, not text; name another"),
+        ("list", ": column list holds list<element: string>, not text; name another"),
+    ],
 )
-def test_a_column_that_is_no_text_is_refused(columns_without_text, column, kind):
-    message = rf"a\.parquet: column {column} holds {re.escape(kind)}, not text; name another"
-    with pytest.raises(ValueError, match=message):
-        read(columns_without_text, column=column)
+def test_a_column_without_text_is_refused(tmp_path, column, message):
+    columns = {"number": [1, 2], "raw": [b"x", b"\xff"], "list": [["a"], ["b"]]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet{message}"):
+        read(tmp_path / "a.parquet", column=column)
 
 
-@pytest.mark.parametrize("pattern", ["in", "nowhere/**/*.txt"])
+@pytest.mark.parametrize("pattern", ["empty", "nowhere/**/*.txt", "typo.txt"])
 @pytest.mark.parametrize(
     ("suffixes", "description"), [((), ""), ((".py", ".c"), " with suffix .py, .c")]
 )
-def test_a_pattern_without_files_is_refused(tmp_path, pattern, suffixes, description):
-    (tmp_path / "in").mkdir()
-    message = f"{re.escape(pattern)}: there are no files{description}"
+def test_a_pattern_without_files_is_refused_beside_others(numbered, pattern, suffixes, description):
+    (numbered / "empty").mkdir()
+    (numbered / "a" / "code.py").touch()
+    message = f"{re.escape(str(numbered / pattern))}: there are no files{description}"
     with pytest.raises(ValueError, match=message):
-        Files([str(tmp_path / pattern)], suffixes=suffixes)
+        Files([str(numbered / "a"), str(numbered / pattern)], suffixes=suffixes)

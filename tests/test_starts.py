@@ -1,13 +1,17 @@
-"""Test initial values: each standard deviation against the formula of the paper's current release."""
+"""Test initial values: those of the paper's current release by its formula, and a table of others."""
 
+import fnmatch
+import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from models import TINY
 
 from model import build
 from model.ddl import fold_channel_conv
+from model.gpt import GPT
 
 SIZES = {
     "small": {
@@ -61,7 +65,7 @@ def expected_moments(name: str, shape: torch.Size, d: int, layers: int) -> tuple
     ("size", "num_layers"),
     [
         ("small", 2),
-        ("medium", 3),
+        ("medium", 1),
         pytest.param("small", 12, marks=pytest.mark.slow),
         pytest.param("medium", 24, marks=pytest.mark.slow),
     ],
@@ -81,42 +85,199 @@ def test_every_parameter_starts_as_in_the_release(model_name, size, num_layers):
             assert actual_std == pytest.approx(std, rel=tolerance, abs=1e-8), name
 
 
-@pytest.mark.parametrize(
-    ("name", "std"),
-    [
-        ("ddl_attn.beta.weight", 0.00065),
-        ("ddl_mlp.v_proj.weight", 0.0013),
-        ("attn.c_proj.weight", 0.0015),
-        ("mlp.c_proj.weight", 0.00056),
+WIDE = {
+    **TINY,
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "vocab_size": 128,
+}
+NORMAL = {"init": "normal"}
+IDENTITY = {"ddl_state_conv_init": "identity"}
+RELEASE = settings_of("small", 12)
+MANY_CHANNELS = {"ddl_value_channels": 4096}
+LOG_ODDS_LIMIT = math.log(1e6 - 1)  # of a gate: probabilities are kept in [1e-6, 1 - 1e-6]
+PREPOST = {"mudd_norm": "prepost"}
+DEEPNORM = {"norm_placement": "deepnorm", **NORMAL}
+SCALED_OUTPUTS = {"hc_scale_outputs": True}
+EYE = torch.eye(4).flatten().tolist()
+OFF = -8.0  # logit of an entry of the mixing matrix that is not on its diagonal
+# By model: settings, pattern of the names of parameters, mean or exact values, standard deviation.
+# If it is 0, the values are exact and belong to the tiny size; otherwise d = 256 and L = 4.
+STARTS = {
+    "gpt-mha-rope": [
+        ({"num_hidden_layers_base": 2}, "*.attn.c_proj.weight", 0, 0.5 / 16 / 2),
+        ({"num_hidden_layers_base": 2, **NORMAL}, "*.attn.c_proj.weight", 0, 0.5 / 16 / 2**0.5),
     ],
-)
-def test_standard_deviations_that_the_release_states(small_model, name, std):
-    """Compare parameters of all layers together."""
-    weights = [
-        weight.flatten() for key, weight in small_model.state_dict().items() if key.endswith(name)
-    ]
-    assert torch.cat(weights).std().item() == pytest.approx(std, rel=0.02)
+    "DDL-gpt-mha-rope": [
+        (NORMAL, "transformer.wte.weight", 0, 0.02),
+        (NORMAL, "*.attn.c_q.weight", 0, 0.5 / 16),
+        (NORMAL, "*.mlp.c_fc2.weight", 0, 0.5 / 16),
+        (NORMAL, "*.c_proj.weight", 0, 0.5 / 16 / 2),
+        (NORMAL, "*.compress.shortconv.weight", 0, 0.5 / 16),
+        (NORMAL, "readout.shortconv.weight", 0, 0.5 / 16),
+        (NORMAL, "*.read", 0.25, 0),
+        (NORMAL, "*ln_?.weight", 1, 0),
+        (NORMAL, "*_rms.weight", 1, 0),
+        # uniform in [-1/16, 1/16]
+        ({**NORMAL, **MANY_CHANNELS, "num_hidden_layers": 1}, "*.v_proj.bias", 0, 1 / 16 / 3**0.5),
+        ({"ddl_beta_init": 0.5}, "*.beta.bias", -math.log(3), 0),
+        (IDENTITY, "*shortconv.weight", [0, 0, 0, 1] * 120, 0),
+        (IDENTITY, "*.read", 0.25, 0),
+        ({**IDENTITY, "ddl_state_read_init": 0.5}, "*.read", 0.5, 0),
+        # as stated in the release
+        (RELEASE, "*.ddl_attn.beta.weight", 0, 0.00065),
+        (RELEASE, "*.ddl_mlp.v_proj.weight", 0, 0.0013),
+        (RELEASE, "*.attn.c_proj.weight", 0, 0.0015),
+        (RELEASE, "*.mlp.c_proj.weight", 0, 0.00056),
+    ],
+    "DDL-gpt-mha-rope-CC": [
+        (NORMAL, "*.compress.weight", 0, 0.5 / 16),
+        ({**IDENTITY, "ddl_value_channels": 3}, "*.compress.weight", [0, 1, 0] * 20, 0),
+        ({**IDENTITY, "ddl_value_channels": 3}, "*.read", 1 / 3, 0),
+    ],
+    "DDL-gpt-mha-rope-EC": [({}, "input_embed.conv.weight", [0, 0, 0, 1] * 40, 0)],
+    "DDL-gpt-mha-rope-CC-EC": [({}, "input_embed.conv.weight", [0, 0, 0, 1] * 40, 0)],
+    "DDL-vdim1-gpt-mha-rope": [
+        ({"ddl_beta_init": beta, **keys}, pattern, log_odds, 0)
+        for beta, log_odds in ((0.0, -LOG_ODDS_LIMIT), (2.0, LOG_ODDS_LIMIT), (1.5, math.log(3)))
+        for keys, pattern in (
+            ({}, "*.beta.bias"),
+            ({"ddl_beta_single_linear": False}, "*.beta_out.bias"),
+        )
+    ],
+    "AttnRes-gpt-mha-rope": [
+        ({}, "*query", 0, 0),
+        ({"attn_res_routes": "q_k_v"}, "*query", 0, 0),
+        ({"attn_res_form": "delta"}, "*.gate", 1, 0),
+    ],
+    "conv-gpt-mha-rope": [({}, "*.compress.shortconv.weight", 0, 0.5 / 16)],
+    "Frac-gpt-mha-rope": [
+        ({}, "*.h.1.hc_mlp.mix", [1, 0, 1, 0, 0, 1, 0, 1], 0),
+        ({}, "*.write", 1, 0),
+        ({}, "*.maps.weight", 0, 0),
+        ({}, "*.scale", 0.01, 0),
+        ({}, "*.write_scale", 0.01, 0),
+    ],
+    "GatedResidual-gpt-mha-rope": [
+        # as in Qwen's config
+        *(({}, f"*.gated_*.{matrix}.weight", 0, 0.02) for matrix in ("down", "up", "inject")),
+        *(
+            ({"mup": True}, f"*.gated_*.{matrix}.weight", 0, 0.04)
+            for matrix in ("down", "up", "inject")
+        ),
+        # an inner size that does not grow with the width
+        ({"mup": True, "gated_residual_rank": 8}, "*.gated_*.up.weight", 0, 0.02),
+        ({}, "*.norm_weight", 1, 0),
+    ],
+    "HC-gpt-mha-rope": [
+        ({"num_hidden_layers": 3}, "*.read", [*EYE, *EYE[:8]], 0),
+        ({}, "*.mix", EYE * 4, 0),
+        ({}, "*.write", 1, 0),
+        ({}, "*.scale", 0.01, 0),
+        ({}, "*.write_scale", 0.01, 0),
+        ({}, "*.maps.weight", 0, 0),
+        (SCALED_OUTPUTS, "*.attn.c_proj.weight", 0, 0.5 / 16 / 4 / 2),
+        ({**SCALED_OUTPUTS, **NORMAL}, "*.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
+        (NORMAL, "*.mlp.c_proj.weight", 0, 0.5 / 16 / 2),
+    ],
+    "LAuReL-gpt-mha-rope": [
+        ({}, "*.down.weight", 0, 0.5 / 16),
+        ({}, "*.up.weight", 0, 0),
+    ],
+    "Lambdas-gpt-mha-rope": [
+        ({}, "*.begin.a", 1, 0),
+        ({}, "*.begin.b", 0, 0),
+        ({"lambda_values": "none", "lambda_input": False, "lambda_gain": True}, "*.begin.a", 1, 0),
+        ({"lambda_values": "head"}, "*.h.1.g", 0.5, 0),
+        ({"lambda_skips": True}, "*.begin.skip", 1, 0),
+    ],
+    "mHC-gpt-mha-rope": [
+        ({}, "*.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
+        ({"hc_streams": 3}, "*.scales", 0.01, 0),
+        (
+            {"hc_streams": 3},
+            "*.h.1.hc_attn.bias",
+            [-math.log(2)] * 3 + [0] * 3 + [0, OFF, OFF, OFF, 0, OFF, OFF, OFF, 0],
+            0,
+        ),
+        (
+            {"mhc_mix": "permutations", "hc_streams": 3},
+            "*.h.0.hc_mlp.bias",
+            [-math.log(2)] * 3 + [0] * 3 + [0] + [OFF] * 5,
+            0,
+        ),
+        (
+            {"mhc_mix": "kronecker"},
+            "*.h.1.hc_mlp.bias",
+            [-math.log(3)] * 4 + [0] * 4 + [0, OFF] * 2,
+            0,
+        ),
+        ({"mhc_mix": "identity"}, "*.scales", 0.01, 0),
+        ({"mhc_mix": "orthogonal"}, "*.h.1.hc_mlp.scales", [0.01, 0.01, 0], 0),
+        (
+            {"mhc_mix": "orthogonal"},
+            "*.h.1.hc_mlp.bias",
+            [-math.log(3)] * 4 + [0] * 4 + [1, 0, 0, 0] * 2,
+            0,
+        ),
+        ({"mhc_scale_init": 1.0}, "*.scales", 1, 0),
+        ({"mhc_bias_init": "zeros"}, "*.bias", 0, 0),
+    ],
+    "MGT-gpt-mha": [
+        ({}, "*.gate.weight", 0, 0.5 / 16),
+        ({}, "*.beta.weight", 0, 0.5 / 16),
+        ({}, "*.beta.bias", 1, 0),
+        ({}, "*.alpha", 0, 0),
+    ],
+    "MUDD-gpt-mha-rope": [
+        ({}, "*.dense.first.weight", 0, 0.5 / 16),
+        ({}, "*.h.1.dense.static", [0, 0, 1], 0),
+        (PREPOST, "*.dense.first.weight", 0, 1 / 16),
+        (PREPOST, "*.h.1.dense.static", 0, 0),
+        (PREPOST, "*.pre_norm.weight", 1, 0),
+        (PREPOST, "*.post_norm.weight", 1e-3, 0),
+    ],
+    "NormPlacement-gpt-mha-rope": [
+        ({}, "*.write_*.norm.weight", 1, 0),
+        (DEEPNORM, "*.attn.c_q.weight", 0, 0.5 / 16),
+        (DEEPNORM, "*.attn.c_v.weight", 0, 0.5 / 16 / 32**0.25),
+        (DEEPNORM, "*.c_proj.weight", 0, 0.5 / 16 / 32**0.25),
+        (DEEPNORM, "*.mlp.c_fc1.weight", 0, 0.5 / 16 / 32**0.25),
+    ],
+    "ReZero-gpt-mha-rope": [({}, "*.write_*.scale", 0, 0)],
+    "SinglePassMHC-gpt-mha-rope": [
+        ({}, "*.hc_*.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
+        ({}, "*.hc_*.scales", 0.01, 0),
+    ],
+    "wide-gpt-mha-rope": [({"hidden_size": 2, **MANY_CHANNELS}, "*.weights", 1, 0.5)],
+}
 
 
-@pytest.fixture(scope="module")
-def small_model():
-    """Build the small size: d = 768, 12 layers."""
+@functools.lru_cache(maxsize=1)
+def build_start(model_name: str, *settings: tuple[str, object]) -> GPT:
+    """Build a model; successive rows of the table that need the same one share it."""
     torch.manual_seed(0)
-    return build("DDL-gpt-mha-rope", init="spectral", **settings_of("small", 12))
+    return build(model_name, **dict(settings))
 
 
-@pytest.mark.parametrize(("causal", "folded"), [(False, (2, 3, 4, 3)), (True, (4, 3, 2, 1))])
-def test_the_mean_of_a_pair_folds_to_a_window(causal, folded):
-    model = build(
-        "DDL-gpt-mha-rope-CC",
-        ddl_cc_read="pair",
-        ddl_state_dv_shortconv_causal=causal,
-        init="spectral",
-        **settings_of("small", 1),
-    )
-    expected = torch.tensor(folded) / 16
-    for read in (model.readout, model.transformer.h[0].compress):
-        torch.testing.assert_close(read.weights()[0].T, expected.expand(768, 4))
+@pytest.mark.parametrize(
+    ("model_name", "keys", "pattern", "value", "std"),
+    [(model_name, *row) for model_name, rows in STARTS.items() for row in rows],
+)
+def test_initial_values(model_name, keys, pattern, value, std):
+    settings = {**(WIDE if std else TINY), **keys}
+    parameters = dict(build_start(model_name, *settings.items()).named_parameters())
+    names = fnmatch.filter(parameters, pattern)
+    values = torch.cat([parameters[name].detach().flatten().double() for name in names])
+    if std:
+        tolerance = max(0.02, 5 / math.sqrt(len(values)))
+        assert values.std().item() == pytest.approx(std, rel=tolerance)
+        assert abs(values.mean().item() - value) <= tolerance * std
+    else:
+        expected = torch.tensor(value, dtype=torch.float64).expand_as(values)
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("start", ["mean", "normal", "identity"])
@@ -154,25 +315,6 @@ def test_folding_and_its_gradients_are_those_of_the_two_steps(size, causal):
     gradients = torch.autograd.grad((output * factors).sum(), (weight, read))
     expected_gradients = torch.autograd.grad((expected * factors).sum(), (weight, read))
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("init", "divisor"), [("spectral", 2), ("normal", math.sqrt(2))])
-def test_a_depth_base_divides_the_initial_outputs_by_itself(init, divisor):
-    model = build("gpt-mha-rope", num_hidden_layers_base=2, init=init, **settings_of("small", 4))
-    assert model.config.branch_mult == 0.5
-    std = model.transformer.h[3].attn.c_proj.weight.std().item()
-    assert std == pytest.approx(0.5 / math.sqrt(768) / divisor, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "model_name", ["HC-gpt-mha-rope", "AttnRes-gpt-mha-rope", "mHC-gpt-mha-rope"]
-)
-def test_streams_without_a_factor_refuse_it(model_name):
-    with pytest.raises(
-        ValueError,
-        match=r"have no effect on this model, whose write \(\w+\) does not multiply its update \(by 0.5",
-    ):
-        build(model_name, num_hidden_layers_base=6, hidden_size=16, head_dim=4, **FEW_TOKENS)
 
 
 def measure_contexts(model) -> list[float]:

@@ -122,28 +122,19 @@ def test_every_document_begins_with_end_of_text_and_no_label(solved_task):
     half = meta["window_tokens"] // 2
     assert meta["eot_token"] == task.vocab_size - 1
     assert half == task.positions + 1
+    assert (len(prepared.val), len(prepared.train)) == (30, 60)
     documents = np.concatenate([prepared.val, prepared.train])
     assert (documents[:, 0] == meta["eot_token"]).all()
     assert (documents[:, half] == 0).all()
 
 
-def test_each_split_has_the_requested_number_of_documents(solved_task):
-    prepared, _ = solved_task
-    assert len(prepared.val) == 30
-    assert len(prepared.train) == 60
-
-
-def test_meta_counts_tokens_and_no_bytes(solved_task):
+def test_meta_names_the_difficulty_and_counts_tokens_and_no_bytes(solved_task):
     prepared, _ = solved_task
     corpus = prepared.corpus
     num_tokens = 60 * corpus.meta["window_tokens"]
     assert corpus.meta["train"] == {"documents": 60, "tokens": num_tokens}
     assert corpus.bytes_per_token("val") is None  # ids stand for no bytes
-
-
-def test_meta_names_the_difficulty(solved_task):
-    prepared, _ = solved_task
-    assert prepared.corpus.meta["difficulty"] == vars(prepared.task)
+    assert corpus.meta["difficulty"] == vars(prepared.task)
 
 
 def test_every_sequence_trains_and_scores_as_many_positions(solved_task):
@@ -268,19 +259,11 @@ def copies(tmp_path_factory) -> PreparedTask:
     return prepare(out, Copies(5), "--sequences=600", "--val_sequences=70", "--shard_tokens=1000")
 
 
-def test_second_halves_repeat_the_first(copies):
-    documents = np.concatenate([copies.val, copies.train])
-    assert (documents[:, 1:6] == documents[:, 6:]).all()
-
-
-def test_every_copy_begins_with_end_of_text(copies):
+def test_second_halves_repeat_the_first_after_end_of_text(copies):
     documents = np.concatenate([copies.val, copies.train])
     assert (documents[:, 0] == copies.corpus.meta["eot_token"]).all()
-
-
-def test_each_split_has_the_requested_number_of_copies(copies):
-    assert len(copies.val) == 70
-    assert len(copies.train) == 600
+    assert (documents[:, 1:6] == documents[:, 6:]).all()
+    assert (len(copies.val), len(copies.train)) == (70, 600)
     assert copies.corpus.meta["train"]["tokens"] == 600 * 11
 
 
@@ -343,13 +326,10 @@ def read_texts(task, count: int, seed: int, split: str, cursor: dict | None = No
 
 
 @pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
-def test_sequences_are_a_function_of_the_seed(task):
-    assert read_texts(task, 600, 0, "train") == read_texts(task, 600, 0, "train")
-
-
-@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
-def test_sequences_are_different(task):
-    assert len(set(read_texts(task, 600, 0, "train"))) == 600
+def test_sequences_are_different_and_a_function_of_the_seed(task):
+    texts = read_texts(task, 600, 0, "train")
+    assert texts == read_texts(task, 600, 0, "train")
+    assert len(set(texts)) == 600
 
 
 @pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
@@ -360,14 +340,10 @@ def test_another_seed_or_split_has_other_sequences(task, seed, split):
 
 
 @pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
-def test_fewer_sequences_are_the_first_ones(task):
-    assert read_texts(task, 300, 0, "train") == read_texts(task, 600, 0, "train")[:300]
-
-
-@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
-def test_sequences_are_read_from_a_cursor(task):
-    texts = read_texts(task, 600, 0, "train", {"sequence": 512})
-    assert texts == read_texts(task, 600, 0, "train")[512:]
+def test_parts_of_the_sequences_are_those_of_all(task):
+    texts = read_texts(task, 600, 0, "train")
+    assert read_texts(task, 300, 0, "train") == texts[:300]
+    assert read_texts(task, 600, 0, "train", {"sequence": 512}) == texts[512:]
 
 
 def test_no_validation_sequence_is_in_training_where_there_are_few():
@@ -513,15 +489,12 @@ def run(tmp_path_factory) -> TaskRun:
     return TaskRun(folder / "run", folder / "data", result.stdout)
 
 
-def test_a_run_is_scored(run):
+def test_a_run_is_scored_without_bits_per_byte(run):
     last = run.read_last_record()
     assert last["val_sequences"] == 20
     assert 0 <= last["val_exact_match"] <= last["val_accuracy"] < 1
-
-
-def test_a_run_on_ids_has_no_bits_per_byte(run):
     assert b"bits per byte" not in run.output
-    assert "val_bits_per_byte" not in run.read_last_record()
+    assert "val_bits_per_byte" not in last
 
 
 def test_a_resumed_run_takes_its_sizes_from_the_run(run, tmp_path):

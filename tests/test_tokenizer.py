@@ -151,19 +151,20 @@ def test_gpt2_out_of_reach_is_one_clear_error(monkeypatch, tmp_path):
     assert isinstance(error.value.__cause__, ConnectionError)
 
 
-def test_gpt2_is_compared_by_name():
-    """Libraries write its pattern in different ways, but its name stands for its tokens."""
-    gpt2 = tokenizer.BytePairTokenizer("gpt2", "x", tokenizer.SINGLE_BYTES)
-    other_pattern = tokenizer.BytePairTokenizer("gpt2", "y", tokenizer.SINGLE_BYTES)
-    assert tokenizer.same_tokens(gpt2, other_pattern)
-    other_name = tokenizer.BytePairTokenizer("a", "y", tokenizer.SINGLE_BYTES)
-    assert not tokenizer.same_tokens(gpt2, other_name)
-
-
-def test_other_tokenizers_are_compared_by_their_tokens():
-    first = tokenizer.BytePairTokenizer("a", "x", tokenizer.SINGLE_BYTES)
-    second = tokenizer.BytePairTokenizer("b", "x", tokenizer.SINGLE_BYTES)
-    assert tokenizer.same_tokens(first, second)
+@pytest.mark.parametrize(
+    ("first", "second", "are_same"),
+    [
+        # libraries write GPT-2's pattern in different ways, but its name stands for its tokens
+        (("gpt2", "x"), ("gpt2", "y"), True),
+        (("gpt2", "x"), ("a", "y"), False),
+        (("a", "x"), ("b", "x"), True),
+    ],
+)
+def test_tokenizers_are_compared_by_their_tokens(first, second, are_same):
+    pair = [
+        tokenizer.BytePairTokenizer(*names, tokenizer.SINGLE_BYTES) for names in (first, second)
+    ]
+    assert tokenizer.same_tokens(*pair) == are_same
 
 
 # ---- prompts ----
@@ -194,28 +195,14 @@ def ids() -> tokenizer.IdTokenizer:
     return tokenizer.IdTokenizer(130)
 
 
-def test_the_last_id_is_end_of_text(ids):
-    assert ids.n_vocab == 130
-    assert ids.eot_token == 129
+def test_ids_are_written_as_numbers(ids):
     expected = {"tokenizer": "ids", "vocab_size": 130, "eot_token": 129}
     assert tokenizer.meta_entries(ids) == expected
-
-
-def test_ids_are_written_as_numbers(ids):
     assert ids.encode(" 0\n128 <|endoftext|>", allowed_special="all") == [0, 128, 129]
     assert ids.decode([1, 129, 0]) == "1 <|endoftext|> 0"
-
-
-def test_texts_of_ids_are_encoded_in_batches(ids):
     assert [text.tolist() for text in ids.encode_batch(["0 128 1", ""])] == [[0, 128, 1], []]
-
-
-def test_an_empty_prompt_of_ids_is_end_of_text(ids):
     assert tokenizer.encode_prompt(ids, "") == [129]
-
-
-def test_ids_have_no_bytes(ids):
-    assert ids.bytes_by_token().tolist() == [0] * 130
+    assert ids.bytes_by_token().tolist() == [0] * 130  # they stand for no bytes
 
 
 def test_a_stored_tokenizer_of_ids_is_read(ids, tmp_path):
