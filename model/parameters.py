@@ -77,7 +77,11 @@ def start_by_name(name: str, parameter: torch.Tensor, rule: Rule, seed: int) -> 
     parameter_seed = int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
     # the caller's generator stays where it is
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(parameter_seed)
+        if parameter.device.type == "cpu":
+            # a hundred times as fast as torch.manual_seed, which seeds every kind of device
+            torch.default_generator.manual_seed(parameter_seed)
+        else:
+            torch.manual_seed(parameter_seed)
         rule.start(parameter)
 
 

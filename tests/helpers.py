@@ -55,7 +55,6 @@ REQUIRED_PACKAGES = {
     "test_serving.py": ("fastapi", "uvicorn"),
     "test_public_streams.py": ("liger_kernel", "triton"),
     "test_tokenizer.py": ("hypothesis",),
-    "test_tokenizer_json.py": ("hypothesis",),
 }
 collect_ignore = [
     file

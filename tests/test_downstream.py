@@ -97,7 +97,7 @@ def test_its_time_is_no_time_of_training(run):
     assert {by_step[record["step"]] - record["seconds"] for record in records} == {0.0}
 
 
-@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_two_ranks_have_the_values_of_eval_and_train_as_without_tasks(
     corpus, tasks, tmp_path, engine
 ):
