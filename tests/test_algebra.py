@@ -3,6 +3,8 @@
 X (d, v) is the state of one token, k (d,) a unit vector, and t (v,) the value.
 """
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -181,10 +183,16 @@ def test_depth_as_time_is_the_delta_rule(size, seed, steps):
     assert_close(X, torch.tensor(S, dtype=torch.float64))
 
 
-def normalize_k(source, norm):
-    """Return the direction k of source k~ (6,), as a write with eps = 1e-5 computes it."""
+@functools.cache
+def build_direction(norm):
+    """Return the part of a write that computes directions (6,), with eps = 1e-5."""
     model = build("DDL-vdim1-gpt-mha-rope", hidden_size=6, ddl_k_eps=1e-5, ddl_k_norm=norm, **TINY)
-    return model.transformer.h[0].ddl_mlp.direction.normalize(source) / 6**0.5
+    return model.transformer.h[0].ddl_mlp.direction
+
+
+def normalize_k(source, norm):
+    """Return the direction k of source k~ (6,)."""
+    return build_direction(norm).normalize(source) / 6**0.5
 
 
 def draw_source(scale, seed):

@@ -26,27 +26,28 @@ ALL = [*MODEL_NAMES, *(path.stem for path in EXAMPLES if path.stem not in MODEL_
 # (model name, its settings)
 STREAMS = [*((model_name, {}) for model_name in ALL), *names_and_settings()]
 
-# These have the parts of others, or fewer, and test_compiled_by_inductor compiles them as well.
-COMPILED_ELSEWHERE = {
-    "DDL-gpt-mha-rope-CC",
-    "DDL-gpt-mha-rope-EC",
-    "DDL-vdim1-gpt-mha-rope",
-    "DenseFormer-gpt-mha-rope",
-    "Frac-gpt-mha-rope",
-    "LAuReL-gpt-mha-rope",
-    "Lambdas-gpt-mha-rope",
-    "NormPlacement-gpt-mha-rope",
-    "ReZero-gpt-mha-rope",
-    "SinglePassMHC-gpt-mha-rope",
-    "wide-gpt-mha-rope",
-}
-# Of the variants of model/, those with their default settings are compiled here;
-# test_compiled_by_inductor compiles all of them.
+# states of different kinds; test_compiled_by_inductor compiles all streams
+COMPILED = {"AttnRes-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC", "mHC-gpt-mha-rope"}
+
+
+def is_slow(model_name: str, settings: dict, check: str) -> bool:
+    """Return whether make soak alone has the check, because others check nearly the same."""
+    if check == "compiled":
+        return model_name not in COMPILED or settings != {}
+    if check == "fused" and model_name.startswith("DDL"):
+        return settings != {}  # test_kernel_streams.py has them
+    return check in {"checkpointing", "costs", "losses"} and settings != {}
+
+
 CASES = [
-    (model_name, settings, check)
+    pytest.param(
+        model_name,
+        settings,
+        check,
+        marks=[pytest.mark.slow] if is_slow(model_name, settings, check) else [],
+    )
     for model_name, settings in STREAMS
     for check in contract.CHECKS
-    if check != "compiled" or (model_name in set(MODEL_NAMES) - COMPILED_ELSEWHERE and not settings)
 ]
 
 
@@ -97,7 +98,27 @@ RUN_SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=ALL)
+# streams with parameters, states or losses of different kinds
+TRAINED = {
+    "AttnRes-gpt-mha-rope",
+    "DDL-gpt-mha-rope-CC-EC",
+    "Lambdas-gpt-mha-rope",
+    "MGT-gpt-mha",
+    "MUDD-gpt-mha-rope",
+    "mHC-gpt-mha-rope",
+    "shared-gpt-mha-rope",
+    "sparse-gpt-mha-rope",
+    "untied-gpt-mha-rope",
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(model_name, marks=[] if model_name in TRAINED else [pytest.mark.slow])
+        for model_name in ALL
+    ],
+)
 def trained_run(request, corpus, tmp_path_factory) -> Path:
     """Train a model for three steps, and return its run folder, which has the model's name."""
     run = tmp_path_factory.mktemp("runs") / request.param

@@ -120,7 +120,7 @@ def test_padding_attends_to_something():
     assert torch.equal(mask[1, 0], torch.ones(3, 3).tril().bool())
 
 
-@pytest.mark.parametrize("model_name", [EC, CC])
+@pytest.mark.parametrize("model_name", [EC, pytest.param(CC, marks=pytest.mark.slow)])
 def test_one_compilation_serves_every_position(model_name, counter):
     model = build_tiny(model_name, block_size=64)
     decoder = Decoder(model, 2, 58, compiled=True)
@@ -169,9 +169,13 @@ def test_tensors_stay_where_they_are(compiled, counter):
 
 
 @pytest.mark.parametrize(
-    ("model_name", "compiled"), [*((model_name, False) for model_name in PAPER), (EC, True)]
+    ("model_name", "compiled", "is_rounded"),
+    [
+        *((model_name, False, is_rounded) for model_name in PAPER for is_rounded in (False, True)),
+        (EC, True, True),
+        pytest.param(EC, True, False, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("is_rounded", [False, True])
 def test_bfloat16_is_as_exact_as_the_uncached_model(model_name, compiled, is_rounded, counter):
     model = build_tiny(model_name)
     ids = tokens_of(2, 16)
@@ -214,7 +218,8 @@ def test_rounding_matrices_changes_no_bit_under_autocast(model_name, settings):
 
 
 @pytest.mark.parametrize(
-    ("model_name", "compiled"), [(CC, False), ("gpt-mha-rope", False), (CC, True)]
+    ("model_name", "compiled"),
+    [("gpt-mha-rope", False), (CC, True), pytest.param(CC, False, marks=pytest.mark.slow)],
 )
 def test_fused_streams(model_name, compiled, counter):
     fused = pytest.importorskip("fused")

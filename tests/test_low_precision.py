@@ -96,9 +96,8 @@ def test_forward_and_backward_are_near_float32(model_name, options_name, dtype_n
 
 
 @pytest.mark.parametrize("dtype_name", ["float32", *DTYPES])
-@pytest.mark.parametrize(("model_name", "options_name"), CASES)
-def test_the_loss_in_chunks_is_that_of_all_logits(model_name, options_name, dtype_name):
-    model, _ = build_rounded(model_name, options_name, getattr(torch, dtype_name))
+def test_the_loss_in_chunks_is_that_of_all_logits(dtype_name):
+    model, _ = build_rounded("DDL-gpt-mha-rope-CC", "plain", getattr(torch, dtype_name))
     ids, targets = torch.randint(0, 29, (2, 3, 12))
     _, loss_of_logits = model(ids, targets, return_logits=True)
     _, loss = model(ids, targets)
@@ -214,7 +213,7 @@ def test_a_float32_state_has_smaller_errors(model_name):
         "init": "normal",
     }
     errors = {"bfloat16": 0.0, "float32": 0.0}
-    for seed in range(4):
+    for seed in range(2):
         torch.manual_seed(seed)
         default = build(model_name, **settings)
         ids = torch.randint(0, 29, (2, 12))

@@ -147,7 +147,8 @@ def list_decayed_parameters(
     model_name: str, keys: dict, mixing_decay: bool, kind: str = "adamw"
 ) -> set[str]:
     """Return the names of the parameters that an optimizer decays."""
-    model = build(model_name, **TINY, **keys)
+    with torch.device("meta"):  # the values do not matter
+        model = build(model_name, **TINY, **keys)
     optimizers = optimizer.build_optimizers(model, make_config(mixing_decay, kind))
     groups = [group for each_optimizer in optimizers for group in each_optimizer.param_groups]
     assert all(group["decays"] == (group["weight_decay"] > 0) for group in groups)

@@ -35,7 +35,7 @@ def round_parameters(model: GPT) -> GPT:
     return model
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_name", PAPER)
 def test_bfloat16_adds_little_to_what_rounded_weights_do(model_name, width):
     """The error of autocast is less than 2.1 times that of rounding the weights.
