@@ -195,7 +195,7 @@ BROKEN = {
     "a state that grows with the context": (
         additive(read=FirstVector, write=AddToEach, Expander=OnePerToken, Readout=FirstVector),
         "costs",
-        r"is 40, the state has 640",
+        "grows with the context: 10 numbers, then 160",
     ),
     "a fused write's subclass": (
         delta(Doubled, Doubled),

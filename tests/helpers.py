@@ -33,6 +33,10 @@ from data import shards, tokenizer
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Otherwise each process that compiles would start others that help it, which takes longer than the
+# small graphs of the tests.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # cuBLAS reads this at its first call in a process, which may be in a test before the one with
 # deterministic=True. training/distributed.py sets the same value.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
