@@ -305,18 +305,8 @@ def address(run):
     options = ("--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25")
     with serve_run(run, *options) as (address, process):
         yield address
-        # interrupting the server ends a stream that is under way
-        ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1]
-        assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1  # a closed tab must not end the server
-        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-        body = json.dumps({"max_new_tokens": 2000, "temperature": 0.0, "stop": []})
-        connection.request("POST", "/generate", body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        response.readline()
         process.send_signal(signal.SIGINT)
-        lines = response.read().splitlines()
         _, errors = process.communicate(timeout=20)
-        assert json.loads(lines[-1])["end"] == "the server is shutting down"
         assert process.returncode == 0, errors
         assert errors == ""
 
@@ -633,6 +623,22 @@ def test_one_generation_at_a_time(slow, monkeypatch):
     connection.close()
     second.join(timeout=20)
     assert "end" in events[-1]
+
+
+def test_interrupting_the_server_ends_a_stream(run):
+    with serve_run(run, "--max_new_tokens=2000", "--temperature=0") as (address, process):
+        ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1]
+        assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1  # a closed tab must not end the server
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+        connection.request("POST", "/generate", "{}", {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.readline()
+        process.send_signal(signal.SIGINT)
+        lines = response.read().splitlines()
+        _, errors = process.communicate(timeout=20)
+    assert json.loads(lines[-1])["end"] == "the server is shutting down"
+    assert process.returncode == 0
+    assert errors == ""
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
