@@ -1,6 +1,6 @@
 # make train   from a fresh clone to a trained model, its loss curve and a sample of its text
 # make test    the core's tests          make test-research   those of research/
-# make soak    all tests with their full number of cases (up to 40 minutes)
+# make soak    all tests with their full number of cases (more than an hour)
 # make golden  compare with the runs and shards of an earlier version, bit for bit (tests/golden)
 # make lint    run ruff, check and format    make clean  remove caches and the corpus; runs stay
 #
