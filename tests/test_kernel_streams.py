@@ -401,7 +401,13 @@ def test_heads_of_ones_own_are_left_alone():
     model.transformer.h[1].attn.__class__ = OtherAttention
     assert kernels.use(model, "on", "cpu") is None
     assert {type(block.attn.heads) for block in model.transformer.h} == {Heads}
-    model.transformer.h[1].attn.__class__ = CausalSelfAttention
+    attention = model.transformer.h[1].attn
+    attention.__class__ = CausalSelfAttention
+    # the kernel adds the same eps to queries and keys
+    attention.k_rms.eps *= 2
+    assert kernels.use(model, "on", "cpu") is None
+    assert {type(block.attn.heads) for block in model.transformer.h} == {Heads}
+    attention.k_rms.eps = attention.q_rms.eps
     assert kernels.use(model, "on", "cpu") is None
     assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
 

@@ -6,6 +6,7 @@ import pytest
 from helpers import one_line_error, small_run
 from in_process import call
 
+from model.decoding import Decoder
 from sample import choose_num_threads
 
 SEPARATOR = b"-" * 80 + b"\n"  # between samples
@@ -117,9 +118,18 @@ def samples_of_prompts(run) -> bytes:
 
 
 @pytest.mark.parametrize("batch_size", [4, 1])
-def test_samples_do_not_depend_on_the_batch_size(run, samples_of_prompts, batch_size):
+def test_samples_do_not_depend_on_the_batch_size(run, samples_of_prompts, batch_size, monkeypatch):
+    decoders = []
+
+    class KeptDecoder(Decoder):
+        def __init__(self, *arguments, **keys):
+            super().__init__(*arguments, **keys)
+            decoders.append(self)
+
+    monkeypatch.setattr("sample.Decoder", KeptDecoder)
     options = ("--num_samples=2", "--seed=3", *SAMPLING, f"--batch_size={batch_size}")
     assert sample(run, *PROMPTS, *options) == samples_of_prompts
+    assert [len(decoder.token) for decoder in decoders] == [batch_size]
 
 
 def test_each_prompt_and_sample_gives_another_text(samples_of_prompts):
