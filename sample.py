@@ -187,7 +187,7 @@ def make_decoder(
     if compiled == "auto":
         compiled = machine.compiled_decoding_pays(device.type, num_steps)
     if compiled and device.type == "cpu":
-        print("compiling: the first token takes up to a minute", file=sys.stderr, flush=True)
+        print("compiling: the first token takes up to a minute or two", file=sys.stderr, flush=True)
     return Decoder(
         model,
         batch_size=batch_size,

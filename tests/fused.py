@@ -380,10 +380,6 @@ def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
         check_close(name, torch.cat(parts, dim=1), expected[name], tolerance_of(case, parts[0]))
 
 
-def tolerance_by_dtype(tensor) -> float:
-    return 1e-5 if tensor.dtype == torch.float32 else 1e-2
-
-
 class HeadsInputs(NamedTuple):
     """Inputs of the rotation and norm of queries and keys."""
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import collect_options
 from model import build, cost, model_class, products
-from model.ddl import Gate, Value, fold_channel_conv, pool, read_value_channels
+from model.ddl import Gate, Value, pool, read_value_channels
 from model.gpt import GPTConfig
 from model.layers import MLP
 from training.settings import configure
@@ -340,20 +340,6 @@ def test_half_precision_reads_accumulate_in_fp32():
     read = read_value_channels(state, weights)
     assert read.dtype == torch.float32
     torch.testing.assert_close(read.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
-def test_folding_is_the_convolution_then_the_read_vector(v):
-    """The folded weights equal conv1d over columns and then the read vector.
-
-    The released code pads the columns with (v - 1) // 2 zeros on the left.
-    """
-    weight = torch.randn(6, v, dtype=torch.float64)
-    read = torch.randn(v, dtype=torch.float64)
-    state = torch.randn(5, 6, v, dtype=torch.float64)  # (tokens, d, v)
-    padded = torch.nn.functional.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
-    convolved = torch.nn.functional.conv1d(padded, weight[:, None], groups=6)  # (tokens, d, v)
-    torch.testing.assert_close((state * fold_channel_conv(weight, read)).sum(-1), convolved @ read)
 
 
 # ---- options ----

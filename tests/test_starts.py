@@ -299,13 +299,20 @@ def test_a_folded_read_starts_as_the_pair_folds(start):
 
 
 @pytest.mark.parametrize(
-    ("size", "causal"), [(1, False), (2, False), (3, True), (4, False), (4, True)]
+    ("num_channels", "size", "causal"),
+    [
+        *((4, size, False) for size in (1, 2, 4)),
+        (4, 3, True),
+        (4, 4, True),
+        # by default the convolution is as long as there are value channels
+        *((num_channels, num_channels, False) for num_channels in (1, 2, 3, 8)),
+    ],
 )
-def test_folding_and_its_gradients_are_those_of_the_two_steps(size, causal):
+def test_folding_and_its_gradients_are_those_of_the_two_steps(num_channels, size, causal):
     """Compare with torch's convolution over value channels, padded with zeros, then the vector."""
     weight = torch.randn(7, size, requires_grad=True)
-    read = torch.randn(4, requires_grad=True)
-    state = torch.randn(5, 7, 4)
+    read = torch.randn(num_channels, requires_grad=True)
+    state = torch.randn(5, 7, num_channels)
     num_left = size - 1 if causal else (size - 1) // 2
     padded = F.pad(state, (num_left, size - 1 - num_left))
     expected = F.conv1d(padded, weight[:, None], groups=7) @ read
