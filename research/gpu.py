@@ -4,10 +4,11 @@
     python research/gpu.py tests speed --out=figures               # at most nine minutes
     python research/gpu.py tests speed --device=cpu --out=figures  # rehearse with tiny models
 
-Packs run one after the other. In each, what is not timed runs side by side, while the models whose speed is
-measured compile. Then nothing else runs: these models take turns, and the other timed programs follow one by
-one. A program that fails or hangs is recorded, and the next one starts. Each figure is written to
-OUT/figures.json when it is measured, the output of every program to OUT/log.txt, and a table is printed last.
+Packs run one after the other. In each, what the others need comes first. What is not timed then runs side by
+side, while the models whose speed is measured compile. Then nothing else runs: these models take turns, and
+the other timed programs follow one by one. A program that fails or hangs is recorded, and the next one
+starts. Each figure is written to OUT/figures.json when it is measured, the output of every program to
+OUT/log.txt, and a table is printed last.
 Without the git history, set COMMIT to the output of `git describe --always`.
 """
 
@@ -52,6 +53,7 @@ TC = "DDL-gpt-mha-rope"
 DV1 = "DDL-vdim1-gpt-mha-rope"
 # The first steps of train.py compile, and let the allocator grow.
 FIRST_TIMED_STEP = 11
+LEAST_SECONDS = 10  # with less time left, no program is started
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,8 @@ class Task:
     name: str
     programs: list[list[str]]  # a script and its arguments, or the arguments of Python or cmp
     seconds: float  # time limit
-    # the run folder of train.py, which is ended after so many steps
-    run: Path | None = None
-    num_steps: int = 0
+    run: Path | None = None  # the run folder of train.py
+    num_steps: int | None = None  # train.py is ended after so many steps
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,10 @@ class Pack:
 
     purpose: str
     seconds: float  # time limit
+    first: list[Task] = field(default_factory=list)  # what the others need
     entries: list[Entry] = field(default_factory=list)
     side_by_side: list[Task] = field(default_factory=list)  # not timed
+    at_once: int = 8  # how many of these run side by side
     one_by_one: list[Task] = field(default_factory=list)  # timed
 
 
@@ -126,14 +129,20 @@ def make_train_command(args: SimpleNamespace, config: str, run: Path, *options: 
         f"--out_dir={run}",
         *options,
     ]
-    if args.device == "cpu":
-        for key, value in suites.TINY.items():
-            if key not in ("vocab_size", "mup"):
-                command.append(f"--{key}={value}")
-        # the corpus has no more tokens; longer sequences, so that the validation split has few
-        command += ["--vocab_size=4096", "--block_size=128", "--compile=False"]
-        command += ["--cuda_graphs=False", "--global_batch_size=2", "--micro_batch_size=1"]
-    return command
+    return shrink_for_rehearsal(args, command)
+
+
+def shrink_for_rehearsal(args: SimpleNamespace, command: list[str]) -> list[str]:
+    """Return a command of train.py, on a CPU with the options of a tiny model."""
+    if args.device == "cuda":
+        return command
+    size = [
+        f"--{key}={value}" for key, value in suites.TINY.items() if key not in ("vocab_size", "mup")
+    ]
+    # the corpora have no more tokens; longer sequences, so that the validation split has few
+    size += ["--vocab_size=4096", "--block_size=128", "--compile=False"]
+    size += ["--cuda_graphs=False", "--global_batch_size=2", "--micro_batch_size=1"]
+    return [*command, *size]
 
 
 def time_training(args: SimpleNamespace, config: str, num_steps: int, *options: str) -> Task:
@@ -179,6 +188,40 @@ def check_training(args: SimpleNamespace) -> Task:
     )
 
 
+def prepare_packages(args: SimpleNamespace) -> Task:
+    """Return a task that prepares the source of the installed packages, for the models that learn."""
+    command = ["-m", "research.benchmarks.packages", f"--out={args.work / 'packages'}"]
+    if args.device == "cpu":
+        command += ["--tokenizer_bytes=1000000", "--val_share=0.0001", "--max_tokens=100000"]
+    else:
+        command += ["--vocab_size=16384", "--tokenizer_bytes=20000000"]
+    return Task("prepare the packages", [command], seconds=150)
+
+
+def learn(args: SimpleNamespace, model: str, learning_rate: float) -> Task:
+    """Return a task that trains a model of compare_gpu.py on 60 million tokens."""
+    name = f"{model}, Muon's rate {learning_rate:g}"
+    run = args.work / f"{model}_{learning_rate:g}"
+    max_steps = 3 if args.device == "cpu" else 1831
+    command = [
+        "train.py",
+        "config/compare_gpu.py",
+        f"--model={model}",
+        f"--muon_learning_rate={learning_rate}",
+        f"--dataset={args.work / 'packages'}",
+        "--vocab_size=16384",
+        "--block_size=512",
+        "--global_batch_size=64",
+        "--micro_batch_size=64",
+        f"--max_steps={max_steps}",
+        f"--warmup_steps={max_steps // 10}",
+        "--cuda_graphs=True",
+        f"--device={args.device}",
+        f"--out_dir={run}",
+    ]
+    return Task(name, [shrink_for_rehearsal(args, command)], seconds=300, run=run)
+
+
 def run_gpu_tests(args: SimpleNamespace) -> Task:
     """Return a task that runs the tests that need a GPU."""
     command = ["-m", "pytest", "tests", "research/tests", "-m", "gpu", "-q", "--tb=short", "-rfE"]
@@ -201,10 +244,11 @@ def measure_bandwidth(args: SimpleNamespace, match: str) -> Task:
     return Task(f"bandwidth of {match}", [command], seconds=45)
 
 
-def measure_decoding(args: SimpleNamespace) -> Task:
+def measure_decoding(args: SimpleNamespace, batch_size: int) -> Task:
     """Return a task that measures generation."""
-    command = ["research/bench.py", "decode", f"--models={ADDITIVE},{CC_EC}"]
-    command += [f"--json={args.out / 'decode.json'}", f"--device={args.device}"]
+    file = args.out / f"decode_{batch_size}.json"
+    command = ["research/bench.py", "decode", f"--models={ADDITIVE},{CC_EC}", f"--json={file}"]
+    command += [f"--batch_size={batch_size}", f"--device={args.device}"]
     size = suites.SMALL
     if args.device == "cpu":
         size = {**suites.TINY, "vocab_size": 320, "block_size": 16}
@@ -212,7 +256,7 @@ def measure_decoding(args: SimpleNamespace) -> Task:
     else:
         command += ["--context=512", "--tokens=32", "--rounds=5"]
     command += [f"--{key}={size[key]}" for key in suites.SIZE_KEYS]
-    return Task("decoding", [command], seconds=90)
+    return Task(f"decoding, batches of {batch_size}", [command], seconds=90)
 
 
 def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
@@ -239,7 +283,7 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
             ],
         ),
         "speed": Pack(
-            "training steps of 124M parameters, train.py, the kernels' bandwidth, decoding",
+            "training steps of 124M parameters, train.py, the kernels' bandwidth",
             seconds=300,
             entries=[
                 Entry(ADDITIVE),
@@ -257,7 +301,6 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
                 measure_bandwidth(args, "K=1 v=4"),
                 measure_bandwidth(args, "K=4 v=4"),
                 measure_bandwidth(args, "rope_norm"),
-                measure_decoding(args),
             ],
         ),
         "plain": Pack(
@@ -287,6 +330,37 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
                 Entry("mHC-gpt-mha-rope", cuda_graphs=True),
                 Entry("wide-gpt-mha-rope", cuda_graphs=True),
             ],
+        ),
+        "decoding": Pack(
+            "generation of one sequence, and of 64",
+            seconds=180,
+            one_by_one=[measure_decoding(args, 1), measure_decoding(args, 64)],
+        ),
+        "memory": Pack(
+            "peak memory of train.py with large micro-batches",
+            seconds=240,
+            one_by_one=[
+                time_training(
+                    args, config, 12, f"--global_batch_size={size}", f"--micro_batch_size={size}"
+                )
+                for size in (128, 256)
+                for config in ("gpt_small", cc_ec_config)
+            ],
+        ),
+        "learning": Pack(
+            "losses after 60 million tokens of Python source, with three learning rates",
+            seconds=540,
+            first=[prepare_packages(args)],
+            side_by_side=[
+                *(
+                    learn(args, model, rate)
+                    for rate in (2e-2, 4e-2, 1e-2)
+                    for model in (ADDITIVE, CC_EC)
+                ),
+                learn(args, "wide-gpt-mha-rope", 2e-2),
+                learn(args, TC, 2e-2),
+            ],
+            at_once=3,
         ),
     }
 
@@ -342,12 +416,15 @@ class Session:
     def run(self, task: Task, deadline: float) -> None:
         """Run a task until it ends, or until its time limit or the deadline."""
         start = time.monotonic()
+        if deadline - start < LEAST_SECONDS:
+            self.add(task.name, "out of time")
+            return
         deadline = min(start + task.seconds, deadline)
         exit_codes = []
         for arguments in task.programs:
             process = self.launch(arguments)
             while process.poll() is None and time.monotonic() < deadline:
-                if task.run is not None and len(read_steps(task.run)) >= task.num_steps:
+                if task.num_steps is not None and len(read_steps(task.run)) >= task.num_steps:
                     break
                 time.sleep(0.1)
             exit_codes.append("stopped" if process.poll() is None else process.returncode)
@@ -379,19 +456,27 @@ def stop(process: subprocess.Popen, at_once: bool = False) -> None:
     process.wait()
 
 
-def read_steps(run: Path) -> list[dict]:
-    """Return the training steps in the metrics.jsonl of a run that may still be writing it."""
+def read_records(run: Path) -> list[dict]:
+    """Return the records in the metrics.jsonl of a run that may still be writing it."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
     complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [record for record in map(json.loads, complete_lines) if "loss" in record]
+    return [json.loads(line) for line in complete_lines]
+
+
+def read_steps(run: Path) -> list[dict]:
+    """Return the training steps among the records of a run."""
+    return [record for record in read_records(run) if "loss" in record]
 
 
 def summarize_run(run: Path) -> dict:
-    """Return the losses of a run, and the medians of its later steps."""
+    """Return the losses of a run, its last evaluation, and the medians of its later steps."""
     records = read_steps(run)
     figures = {"steps": len(records), "losses": [round(record["loss"], 5) for record in records]}
+    for record in read_records(run):
+        if "val_loss" in record:
+            figures["val_loss"] = record["val_loss"]
     timed_records = records[FIRST_TIMED_STEP - 1 :]
     for key in ("tokens_per_second", "mfu", "memory"):
         values = [record[key] for record in timed_records if key in record]
@@ -440,7 +525,9 @@ def run_pack(session: Session, pack: Pack) -> None:
     if pack.entries or pack.one_by_one:
         # the turns and what follows take about half of the time
         deadline = start + pack.seconds / 2
-    num_workers = len(pack.side_by_side)
+    for task in pack.first:
+        session.run(task, deadline)
+    num_workers = pack.at_once
     entries = pack.entries
     if session.device == "cpu":
         num_workers = os.cpu_count()
@@ -448,7 +535,7 @@ def run_pack(session: Session, pack: Pack) -> None:
         entries = [entry for entry in entries if entry in (Entry(ADDITIVE), Entry(CC_EC))]
     competitors = [Competitor(session, entry) for entry in entries]
     try:
-        with ThreadPoolExecutor(max(num_workers, 1)) as pool:
+        with ThreadPoolExecutor(num_workers) as pool:
             for task in pack.side_by_side:
                 pool.submit(session.run, task, deadline)
         ready = []
@@ -468,10 +555,7 @@ def run_pack(session: Session, pack: Pack) -> None:
         for competitor in competitors:
             stop(competitor.process)
     for task in pack.one_by_one:
-        if end - time.monotonic() > 10:
-            session.run(task, end)
-        else:
-            session.add(task.name, "out of time")
+        session.run(task, end)
 
 
 def parse_arguments(argv: list[str]) -> SimpleNamespace:
@@ -505,6 +589,9 @@ def main() -> None:
     session.add("machine", {**describe_machine(), "commit": commit})
     for name in args.packs:
         run_pack(session, packs[name])
+    prepared = args.work / "packages/meta.json"
+    if prepared.exists():
+        session.add("packages", json.loads(prepared.read_text(encoding="utf-8")))
     rows = [[name, summarize(value)] for name, value in session.figures.items()]
     print(format_markdown(["figure", "value"], rows))
 

@@ -13,9 +13,10 @@ import torch
 from helpers import ROOT
 from in_process import call
 
+from data.python_library.prepare import Document
 from model.kernels import launch
 from research import bench, gpu
-from research.benchmarks import peers, suites, turns
+from research.benchmarks import packages, peers, suites, turns
 from research.benchmarks.figures import Figures
 from training.settings import configure
 
@@ -117,11 +118,43 @@ def test_a_run_is_ended_after_its_steps_and_its_speed_is_a_median(tmp_path):
     speeds = [1.0] * (gpu.FIRST_TIMED_STEP - 1) + [300.0, 500.0, 400.0]
     records = [{"step": 0, "val_loss": 3.0}]
     records += [{"loss": 2.0, "tokens_per_second": speed} for speed in speeds]
+    records.append({"step": len(speeds), "val_loss": 1.5})
     lines = [json.dumps(record) for record in records]
     (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"loss": 9')
     figures = gpu.summarize_run(run)
     assert figures["steps"] == len(speeds)
     assert figures["tokens_per_second"] == 400.0
+    assert figures["val_loss"] == 1.5
+
+
+def test_what_the_others_need_runs_first_and_nothing_starts_at_the_end(session, tmp_path):
+    file = tmp_path / "made_first"
+    make = f"import time; time.sleep(0.3); open({str(file)!r}, 'w')"
+    pack = gpu.Pack(
+        "a rehearsal",
+        seconds=gpu.LEAST_SECONDS + 5,
+        first=[gpu.Task("make", [["-c", make]], seconds=60)],
+        side_by_side=[gpu.Task("use", [["-c", f"open({str(file)!r})"]], seconds=60)],
+    )
+    gpu.run_pack(session, pack)
+    assert session.figures["make"]["exit_codes"] == "[0]"
+    assert session.figures["use"]["exit_codes"] == "[0]"
+    pack = gpu.Pack("", seconds=gpu.LEAST_SECONDS - 1, one_by_one=[gpu.Task("late", [[]], 60)])
+    gpu.run_pack(session, pack)
+    assert session.figures["late"] == "out of time"
+
+
+def test_packages_are_whole_and_copies_are_left_out():
+    texts = {f"{name}/{part}.py": f"{name} {part}" for name in "abcdefgh" for part in range(4)}
+    texts["z/copy.py"] = texts["a/0.py"]
+    texts["single.py"] = "single"
+    documents = [Document(path, text) for path, text in texts.items()]
+    splits = packages.split_packages(documents, val_share=0.3)
+    num_bytes = {split: sum(map(len, texts)) for split, texts in splits.items()}
+    assert sorted(splits["val"] + splits["train"]) == sorted(set(texts.values()))
+    assert 0.1 < num_bytes["val"] / sum(num_bytes.values()) <= 0.3
+    package_names = {split: {text[0] for text in texts} for split, texts in splits.items()}
+    assert not package_names["val"] & package_names["train"]
 
 
 def run_gpu(*words: str, folder: Path) -> subprocess.CompletedProcess:
@@ -140,7 +173,7 @@ def run_gpu(*words: str, folder: Path) -> subprocess.CompletedProcess:
 def test_packs_are_listed_on_a_bare_machine(tmp_path):
     result = run_gpu(folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    for name in ("tests", "speed", "plain", "medium", "streams"):
+    for name in ("tests", "speed", "plain", "medium", "streams", "decoding", "memory", "learning"):
         assert f"| {name} " in result.stdout
 
 
