@@ -11,7 +11,9 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
-# Compiling all modules to bytecode would take 40 seconds; Python compiles those that are imported.
+# Compiling all modules to bytecode would take 40 seconds; Python compiles those that are imported. It must be
+# allowed to keep the bytecode, which containers often forbid: every start would take seconds longer.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 CONFIG ?= config/demo_cpu.py
 ARGS ?=

@@ -176,12 +176,17 @@ def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
     assert records[-1]["loss"] < records[0]["loss"]
 
 
-def test_cuda_graphs_change_no_bits(corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "model_name",
+    ["DDL-gpt-mha-rope", "AttnRes-gpt-mha-rope", "Lambdas-gpt-mha-rope", "mHC-gpt-mha-rope"],
+)
+def test_cuda_graphs_change_no_bits(corpus, tmp_path, monkeypatch, model_name):
     """With two micro-batches a step, so that gradients are accumulated outside of the graphs."""
     for name, cuda_graphs in (("with", True), ("without", False)):
         arguments = small_run(
             corpus,
             tmp_path / name,
+            model=model_name,
             device="cuda",
             dtype="bfloat16",
             compile=True,

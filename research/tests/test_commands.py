@@ -175,3 +175,14 @@ def test_a_command_of_a_page_is_understood(command, monkeypatch, tmp_path):
     result = call(script, *words)
     assert result.returncode == 0, result.stderr.decode()
     assert len(runs) == 1
+
+
+def test_both_folders_of_tests_can_be_collected_in_one_call():
+    """Pytest imports test modules by their names, without the folder."""
+    names = [
+        path.name
+        for folder in ("tests", "research/tests")
+        for path in (ROOT / folder).glob("*.py")
+        if path.name != "conftest.py"
+    ]
+    assert len(names) == len(set(names))
