@@ -53,11 +53,16 @@ def raise_memory_error() -> None:
     raise MemoryError
 
 
-def exhaust_memory() -> None:
-    """Allocate 8 GiB where the system allows 1 GiB more."""
+def limit_memory() -> None:
+    """Allow this process 1 GiB more than it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def exhaust_memory() -> None:
+    """Allocate 8 GiB where the system allows 1 GiB more."""
+    limit_memory()
     torch.empty(2**31)
 
 

@@ -3,16 +3,13 @@
 import dataclasses
 import functools
 import gc
-import os
-import resource
-import subprocess
 import sys
 import types
 
 import broken_streams
 import pytest
 import torch
-from helpers import ROOT, one_line_error, small_run
+from helpers import one_line_error, run_script, small_run
 from in_process import call
 from torch.profiler import ProfilerActivity, profile
 
@@ -221,15 +218,11 @@ def test_an_allocation_that_fails_ends_in_one_line(corpus, tmp_path):
         global_batch_size=32,
         micro_batch_size=32,
     )
-    result = subprocess.run(
-        [sys.executable, "train.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31)),
+    code = (
+        "import faults, runpy, sys; faults.limit_memory(); sys.argv[0] = 'train.py'; "
+        "runpy.run_path('train.py', run_name='__main__')"
     )
+    result = run_script("-c", code, *arguments, env={"PYTHONPATH": "tests"})
     line = one_line_error(result)
     assert "out of memory" in line
     assert "--micro_batch_size" in line
