@@ -10,7 +10,7 @@ otherwise it would distribute the documents itself, and draw other few-shot exam
 import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +108,26 @@ def make_batches(requests: list[Request], max_requests: int, max_length: int) ->
         else:
             batches.append([group])
     return batches
+
+
+def read_sampling(settings: dict[str, Any]) -> Sampling:
+    """Return how the task with these settings of generation samples.
+
+    Raises:
+        ValueError: a setting is unknown or out of range
+    """
+    settings = dict(settings)
+    if not settings.pop("do_sample"):
+        settings["temperature"] = 0.0
+    if settings.get("num_beams") == 1:  # no beam search
+        del settings["num_beams"]
+    unknown = sorted(set(settings) - {field.name for field in fields(Sampling)})
+    if unknown:
+        raise ValueError(
+            f"the task generates with {unknown[0]}={settings[unknown[0]]}, which is not supported; "
+            "change generation_kwargs in the task file"
+        )
+    return Sampling(**settings)
 
 
 class LanguageModel(TemplateLM):
@@ -347,8 +367,6 @@ class LanguageModel(TemplateLM):
             settings = normalize_gen_kwargs(requests[indices[0]].args[1])
             stop = [text for text in settings.pop("until") if text]
             max_new_tokens = settings.pop("max_gen_toks")
-            if not settings.pop("do_sample"):
-                settings["temperature"] = 0.0
             max_context = self.max_length - max_new_tokens
             if max_context < 1:
                 raise ValueError(
@@ -364,7 +382,7 @@ class LanguageModel(TemplateLM):
                     self.encoding,
                     prompts=prompts,
                     max_new_tokens=max_new_tokens,
-                    sampling=Sampling(**settings),
+                    sampling=read_sampling(settings),
                     seeds=indices,
                     stop=stop,
                 ):

@@ -447,12 +447,31 @@ def test_add_bos_token_puts_one_token_first(has_bos, add_bos_token, text, ids):
     assert own.eot_token_id == 256
 
 
-def test_a_task_that_generates_more_than_block_size_is_refused():
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"generates up to 256 tokens, .* block_size is 40; set max_gen_toks"),
+        (
+            {"max_gen_toks": 4, "num_beams": 2},
+            "generates with num_beams=2, which is not supported; change generation_kwargs",
+        ),
+    ],
+)
+def test_a_task_that_generates_too_much_or_otherwise_is_refused(settings, message):
     own = language_model(build("gpt-mha-rope", **{**TINY, "block_size": 40}))
-    request = Instance("generate_until", {}, ("a", {"until": "x"}), 0)
-    message = r"generates up to 256 tokens, .* block_size is 40; set max_gen_toks"
+    request = Instance("generate_until", {}, ("a", {"until": "x", **settings}), 0)
     with pytest.raises(ValueError, match=message):
         own.generate_until([request])
+
+
+def test_a_task_with_one_beam_is_greedy():
+    own = language_model(build("gpt-mha-rope", **{**TINY, "block_size": 40}))
+    requests = [
+        Instance("generate_until", {}, ("a", {"until": "x", "max_gen_toks": 4, **settings}), 0)
+        for settings in ({}, {"num_beams": 1, "do_sample": False})
+    ]
+    greedy, one_beam = own.generate_until(requests)
+    assert one_beam == greedy
 
 
 # ---- the command ----
