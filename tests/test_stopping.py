@@ -173,6 +173,8 @@ def test_max_seconds_leaves_time_for_a_step_and_a_save(monkeypatch):
     assert stop.reason() is None
     clock.seconds = 105.0
     assert stop.reason() == "max_seconds=10"
+    stop.save_seconds = 1.0  # the last checkpoint took less time
+    assert stop.reason() == "max_seconds=10"
 
 
 def test_max_seconds_count_from_the_given_time(monkeypatch):

@@ -42,6 +42,7 @@ class Stop:
         self.signal_time = 0.0
         self.step_seconds: float | None = None  # of the last step; None before the first one
         self.save_seconds = 0.0  # of the last checkpoint
+        self.is_out_of_time = False
         numbers = [signal.SIGTERM, signal.SIGINT]
         # a terminal or an SSH connection sends SIGHUP when it closes, unless nohup ignores it
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -86,8 +87,8 @@ class Stop:
         # stop while there is still time for another step and another checkpoint
         elapsed = time.monotonic() - self.start_time
         if elapsed + (self.step_seconds or 0.0) + self.save_seconds >= self.max_seconds:
-            return f"max_seconds={self.max_seconds:g}"
-        return None
+            self.is_out_of_time = True  # even if the last save takes less time than expected
+        return f"max_seconds={self.max_seconds:g}" if self.is_out_of_time else None
 
 
 @dataclass(frozen=True)
