@@ -854,9 +854,9 @@ class DeltaRewrite(nn.Module):
         flops = 2 * state_size
         if config.erases:
             flops += 2 * state_size
-        if config.ddl_k_branch == "attention":
+        if config.ddl_map == "v" and config.ddl_k_branch == "attention":
             flops += 4 * state_size
-        if config.ddl_k_input == "mean":
+        elif config.ddl_map == "v" and config.ddl_k_input == "mean":
             flops += state_size
         if config.ddl_beta_input == "mean":
             flops += state_size

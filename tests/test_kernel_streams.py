@@ -21,10 +21,12 @@ from fused import INTERPRETED
 
 from model import build, kernels
 from model.block import Block, Stream
+from model.cost import flops_per_token
 from model.ddl import DeltaRewrite, EmbeddingConv, SingleChannelRead
 from model.kernels.rope import FusedHeads
 from model.kernels.stream import DeltaStream
 from model.layers import CausalSelfAttention, Heads, RMSNorm
+from training.settings import configure
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="test_gpu_kernels.py tests the compiled kernels"
@@ -420,6 +422,38 @@ def test_heads_are_fused_in_a_stream_that_is_not():
     assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
     assert type(model.stream) is Stream
     assert torch.allclose(model(ids, targets)[1], plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_name", "keys", "parts"),
+    [
+        (CC, {}, "residual stream, heads of attention"),
+        ("gpt-mha-rope", {}, "heads of attention"),
+        ("gpt-mha-rope", {"use_qk_rmsnorm": False}, "none"),
+        ("HC-gpt-mha-rope", {}, "heads of attention (the read HyperConnection"),
+        ("mHC-gpt-mha-rope", {}, "Sinkhorn-Knopp, heads of attention"),
+    ],
+)
+def test_the_fused_parts_of_a_model_are_named(model_name, keys, parts):
+    if model_name == "mHC-gpt-mha-rope":
+        pytest.importorskip("liger_kernel")
+    model = tiny(model_name, **keys)
+    reason = kernels.use(model, "auto", "cuda")
+    assert kernels.describe(model, reason).startswith(f"fused kernels: {parts}")
+
+
+def test_keys_of_the_v_map_change_nothing_in_the_k_map():
+    """The command line may turn the v-Map of a config file into the k-Map."""
+    costs = []
+    for keys in ([], ["--ddl_k_input=read"]):
+        config_file = "config/ddl_january_v1_small.py"
+        config, model_config = configure(
+            [config_file, "--ddl_map=k", "--num_hidden_layers=1", *keys]
+        )
+        model = build(config.model, model_config)
+        costs.append(flops_per_token(model))
+        assert "ddl_k_" not in (kernels.use(model, "auto", "cuda") or "")
+    assert costs[0] == costs[1]
 
 
 def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():

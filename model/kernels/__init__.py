@@ -186,6 +186,8 @@ def reason_options_are_plain(config: GPTConfig) -> str | None:
             "have one)"
         )
     for key, supported in DELTA_OPTIONS.items():
+        if config.ddl_map == "k" and key in ("ddl_k_branch", "ddl_k_input"):
+            continue  # these keys have no effect there
         value = getattr(config, key)
         if value != supported:
             return f"{key}={value} has no fused kernel ({key}={supported} has one)"
@@ -288,6 +290,30 @@ def use(
         # state that is not stored has strides of 0, and memory of such strides cannot be written.
         functorch_config.guess_tangent_strides_as_outputs = False
     return reason
+
+
+def describe(model: GPT, reason_not_fused: str | None) -> str:
+    """Return a line on which parts of a model use fused kernels.
+
+    reason_not_fused: what `use` returned
+    """
+    modules = list(model.modules())
+    uses_of_kernels = {
+        "residual stream": [type(model.stream) is not Stream],
+        "Sinkhorn-Knopp": [
+            module.balance is not sinkhorn_knopp
+            for module in modules
+            if type(module) is ManifoldConnection
+        ],
+        "heads of attention": [
+            type(module.heads) is not Heads
+            for module in modules
+            if isinstance(module, CausalSelfAttention)
+        ],
+    }
+    names = [name for name, uses in uses_of_kernels.items() if any(uses)]
+    reason = f" ({reason_not_fused})" if reason_not_fused else ""
+    return f"fused kernels: {', '.join(names) or 'none'}{reason}"
 
 
 def make_stream(
