@@ -190,6 +190,19 @@ def test_a_run_that_does_not_fit_is_refused(corpus, set_available_memory, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_kernels_that_are_asked_for_count_on_any_gpu(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    activations = {
+        setting: memory.estimate_activations(
+            *make_configs("DDL-gpt-mha-rope-CC", kernels=setting), "cuda"
+        )
+        for setting in ("on", "auto", "off")
+    }
+    assert activations["on"] < activations["auto"] == activations["off"]
+
+
 def test_several_processes_of_a_machine_share_its_memory(monkeypatch):
     available = utils.machine.available_memory()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -194,7 +194,7 @@ def count_saved_bytes(
         model = variant(resize(model_config, num_layers))
         if config.kernels != "off" and device_type == "cuda":
             # the operators of the kernels say themselves what they save
-            kernels.use(model, "auto", device_type, config.state_checkpoint_interval)
+            kernels.use(model, config.kernels, device_type, config.state_checkpoint_interval)
         ids = torch.zeros(config.local_micro_batch_size, model_config.block_size, dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
