@@ -249,13 +249,11 @@ METRICS = [
 ]
 
 
-@pytest.mark.parametrize(("evaluated", "num_records"), [(True, 3), (False, 2)])
-def test_metrics_are_truncated_after_a_step_and_its_evaluation(tmp_path, evaluated, num_records):
-    """Drop the evaluation if it will be repeated."""
+def test_metrics_are_truncated_after_a_step_and_its_evaluation(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in METRICS))
-    metrics.truncate_after(path, 3, evaluated)
-    assert metrics.read(path) == METRICS[:num_records]
+    metrics.truncate_after(path, 3)
+    assert metrics.read(path) == METRICS[:3]
 
 
 # ---- utilization ----

@@ -183,8 +183,6 @@ def test_mistakes_end_in_one_line_with_nothing_written(
 @pytest.mark.parametrize(
     ("settings", "value"),
     [
-        ("device = 'mps'\ndtype = 'bfloat16'\n", "dtype=float32"),
-        ("device = 'mps'\ndtype = 'float16'\n", "dtype=float32"),
         ("learning_rate = 0.0\nweight_decay_rate = 0.1\n", "weight_decay_rate=None"),
     ],
 )

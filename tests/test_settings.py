@@ -109,6 +109,16 @@ def test_the_checkpoints_of_a_run_may_be_on_other_storage(tmp_path):
     assert TrainState.load(saved_state, path, branch).wandb_id is None
 
 
+def test_another_tracker_starts_a_run_of_its_own(tmp_path):
+    path = tmp_path / "checkpoints" / "step_00000002"
+    saved_config = TrainConfig(out_dir=str(tmp_path), tracker="wandb")
+    counters = dataclasses.asdict(TrainState(wandb_id="abc"))
+    saved_state = {**counters, "run_config": dataclasses.asdict(saved_config)}
+    for tracker, run_id in (("wandb", "abc"), (None, "abc"), ("trackio", None)):
+        config = dataclasses.replace(saved_config, tracker=tracker)
+        assert TrainState.load(saved_state, path, config).wandb_id == run_id
+
+
 def test_a_relative_dataset_is_remembered_as_an_absolute_path(corpus, tmp_path, monkeypatch):
     (tmp_path / "mine").symlink_to(corpus)
     monkeypatch.chdir(tmp_path)

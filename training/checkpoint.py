@@ -83,6 +83,9 @@ class TrainState:
         if not belongs_to(resume_checkpoint, config.out_dir):
             state.wandb_id = None  # a run that branches off is a new run of the tracker
             state.branched_from = config.resume
+        saved_tracker = saved_state["run_config"].get("tracker")
+        if config.tracker is not None and saved_tracker not in (None, config.tracker):
+            state.wandb_id = None  # it is the name of another tracker's run
         return state
 
     def is_complete(self, max_steps: int) -> bool:

@@ -142,20 +142,11 @@ def find_evaluation(path: Path, step: int, key: str = "val_loss") -> dict | None
     return None
 
 
-def truncate_after(path: Path, step: int, evaluated: bool = True) -> None:
-    """Remove the records of later steps from a metrics.jsonl.
-
-    Args:
-        step: the last step whose records stay
-        evaluated: whether the evaluation of that step stays; if not, it will be repeated
-    """
+def truncate_after(path: Path, step: int) -> None:
+    """Remove the records of later steps from a metrics.jsonl."""
     if not path.exists():
         return
     records = [record for record in read(path) if record["step"] <= step]
-    if not evaluated:
-        records = [
-            record for record in records if record["step"] < step or "val_loss" not in record
-        ]
     files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -332,7 +323,7 @@ class RunLog:
             nominal_flops = self.tokens_per_step * compute_nominal_flops_per_token(model)
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 
-        truncate_after(self.path, state.step, state.evaluated)
+        truncate_after(self.path, state.step)
         self.tracker: Tracker | None = None
         if config.tracker is not None:
             self.tracker = start_tracker(run_folder, config, settings, state)
