@@ -22,12 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 import torch
 
 from configurator import argument, option, read_command_line
@@ -37,7 +31,7 @@ from evaluation.tasks import DEFAULT_RETRY_MINUTES
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed
-from utils import files
+from utils import errors, files
 from utils.units import format_dtype
 
 TABLE_FORMATS = {

@@ -15,12 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 import torch
 
 from configurator import argument, option, read_command_line
@@ -31,7 +25,7 @@ from model.gpt import GPT
 from model.parameters import find_aliases
 from training import checkpoint, metrics, model_folder
 from training.provenance import collect_provenance
-from utils import units
+from utils import errors, units
 
 
 @dataclass(frozen=True)

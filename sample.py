@@ -17,12 +17,6 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Literal
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 import torch
 
 from configurator import argument, option, read_command_line
@@ -33,7 +27,7 @@ from model.generation import Piece, Sampling, generate_text
 from model.gpt import GPT
 from training.distributed import get_compute_dtype, pick_device
 from training.model_folder import load_model
-from utils import files, machine
+from utils import errors, files, machine
 
 RULE = "-" * 80
 # Multiply-adds of a decoding step on a CPU for each thread. At every operation the threads wait for

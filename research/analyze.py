@@ -17,12 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from configurator import Command, read_command
 from research.analysis import (
     causality,
@@ -33,6 +27,7 @@ from research.analysis import (
     spectrum,
     transfer,
 )
+from utils import errors
 
 # Each module has a docstring, which begins with the name of its command, a dataclass Options, and run().
 MODULES = {

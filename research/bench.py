@@ -19,14 +19,9 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from configurator import Command, read_command
 from research.benchmarks import costs, decode, kernel_bandwidth, peers, profile_step, step
+from utils import errors
 
 COMMANDS = {
     "step": Command(

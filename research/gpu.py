@@ -33,17 +33,12 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 import torch
 
 from configurator import argument, option, read_command_line
 from research.benchmarks import peers, suites
 from training.provenance import current_commit, describe_machine
+from utils import errors
 from utils.tables import format_markdown
 
 ROOT = Path(__file__).resolve().parents[1]

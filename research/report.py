@@ -21,16 +21,11 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from configurator import Command, argument, option, read_command
 from research import compare, paper, plots, runs, tables
 from training import metrics
 from training.provenance import store_figures
+from utils import errors
 from utils.tables import format_markdown
 
 MAX_ERRORS = 3  # unreadable runs that an error message names

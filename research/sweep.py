@@ -38,12 +38,6 @@ from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 import torch
 
 import configurator
@@ -55,7 +49,7 @@ from training.config import read_arguments as read_train_arguments
 from training.provenance import store_figures
 from training.settings import every_option, known_options, resolve
 from training.stopping import EXIT_CODE as STOPPED
-from utils import files, machine, units
+from utils import errors, files, machine, units
 from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"

@@ -23,16 +23,6 @@ INTERRUPTED = 130
 OTHER_RANKS_WAIT = 3.0
 
 
-def end_quietly_on_interrupt() -> None:
-    """Let Ctrl+C end the process at once and without a traceback.
-
-    Scripts call this before their slow imports: a package that is being imported turns a
-    KeyboardInterrupt into other errors. Inside `one_line_errors`, Ctrl+C is reported.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def end_quietly_on_closed_pipe() -> None:
     """Let the process end without a traceback when the reader of its output exits, as `| head` does."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -50,9 +40,6 @@ def one_line_errors(
         error_types: exceptions that report a user's mistake; by default ValueError and OSError
         out_of_memory_advice: if given, also report failed allocations, followed by this advice
     """
-    interrupt_ends_quietly = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    if interrupt_ends_quietly:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
@@ -65,9 +52,6 @@ def one_line_errors(
         if isinstance(error, error_types or (ValueError, OSError)):
             exit_with_message(f"error: {describe_error(error)}")
         raise
-    finally:
-        if interrupt_ends_quietly and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def exit_with_message(message: str, code: int = MISTAKE) -> NoReturn:

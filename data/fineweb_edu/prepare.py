@@ -22,17 +22,12 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from configurator import option
 from data import existing_shards, hub, preparation
 from data.hub import HubOptions
 from data.packing import FitOrCut
 from data.preparation import PreparationOptions
+from utils import errors
 
 # the samples of the dataset and their approximate numbers of tokens
 SAMPLES = {

@@ -14,16 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from configurator import option
 from data import hub, preparation
 from data.hub import HubOptions
 from data.preparation import PreparationOptions
+from utils import errors
 
 
 @dataclass(frozen=True)

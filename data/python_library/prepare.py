@@ -22,12 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from tqdm import tqdm
 
 from configurator import option
@@ -35,7 +29,7 @@ from data import preparation
 from data.preparation import PreparationOptions, Stage
 from data.python_library.near_duplicates import NearDuplicates
 from data.sources import Texts
-from utils import units
+from utils import errors, units
 
 SOURCE = f"Python=={platform.python_version()}"
 MAX_LINE_LENGTH = 1000

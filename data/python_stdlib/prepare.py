@@ -16,16 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from configurator import option
 from data import preparation
 from data.preparation import PreparationOptions, Stage
 from data.sources import Texts
+from utils import errors
 
 # folders of installed packages, and those with tests, tables, demos and tools
 LEFT_OUT = {

@@ -27,12 +27,6 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 import numpy as np
 
 from configurator import option

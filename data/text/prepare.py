@@ -19,16 +19,11 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from configurator import option
 from data import preparation, shards
 from data.preparation import PreparationOptions
 from data.sources import Files
+from utils import errors
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,11 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from utils import errors
-
-if __name__ == "__main__":
-    errors.end_quietly_on_interrupt()  # before the slow imports
-
-# isort: split
 from configurator import option
 from data import hub, preparation
 from data.hub import HubOptions
 from data.preparation import PreparationOptions, Stage
+from utils import errors
 
 # A title has one equals sign on each side, the heading of a section two or more.
 TITLE = re.compile(r" = (?!= )[^\n]*(?<! =) = \n")
