@@ -2,7 +2,7 @@
 
 Launches come from a table, not from Triton's autotuner: another launch sums in another order, and a
 resumed run must continue with the bits of an uninterrupted one. `bench.py kernels --tune` measures
-each entry of the table and its runners-up.
+others.
 """
 
 import functools
@@ -50,33 +50,21 @@ def launch_key(kernel: str, num_value_channels: int = 1, kernel_size: int = 1) -
     return f"{kernel} v={num_value_channels}"
 
 
-def list_launches(
-    kernel: str, width: int, num_value_channels: int = 1, kernel_size: int = 1
-) -> list[Launch]:
-    """Return the launch of a kernel for vectors of some width, then its runners-up."""
-    narrow, wide = KERNELS[launch_key(kernel, num_value_channels, kernel_size)]
-    launches = narrow if width <= NARROW_WIDTH else wide
-    return [scale_to_width(launch, width) for launch in launches]
-
-
 def choose_launch(
     kernel: str, width: int, num_value_channels: int = 1, kernel_size: int = 1
 ) -> Launch:
     """Return the launch of a kernel for vectors of some width, and note it in `USED`."""
     key = launch_key(kernel, num_value_channels, kernel_size)
-    launch = FORCED.get(key)
-    if launch is None:
-        launch = list_launches(kernel, width, num_value_channels, kernel_size)[0]
-    USED[f"{key} d={width}"] = launch
-    return launch
+    used_key = f"{key} d={width}"
+    USED[used_key] = FORCED.get(key) or get_table_launch(used_key)
+    return USED[used_key]
 
 
 def get_table_launch(used_key: str) -> Launch:
     """Return the launch that the table has today for a key of `USED`."""
     key, _, width = used_key.rpartition(" d=")
     narrow, wide = KERNELS[key]
-    launches = narrow if int(width) <= NARROW_WIDTH else wide
-    return scale_to_width(launches[0], int(width))
+    return scale_to_width(narrow if int(width) <= NARROW_WIDTH else wide, int(width))
 
 
 def launch_options(launch: Launch, x: torch.Tensor) -> dict[str, int]:

@@ -30,166 +30,55 @@ class Launch:
     reload: bool = False
 
 
-# For each kernel the launches at widths of up to 768, then those at larger widths. The first launch
-# of each is the one in use. For v=4 at widths of up to 768 it is the fastest of those measured on an
-# H200 (results/gpu/pack1_call2.json); the others were chosen by registers and latency, not by time.
-# Two others follow for --tune to measure; `* 2` gives all widths the same launches. v is the number
-# of value channels d_v, K the number of tokens that a read covers.
-KERNELS: dict[str, list[tuple[Launch, ...]]] = {
-    "step forward v=1": [
-        (
-            Launch(num_warps=2, stages=3, programs=8),
-            Launch(num_warps=1, stages=3, programs=11),
-            Launch(num_warps=2, stages=1, programs=8, prefetch=2),
-        )
-    ]
+# For each kernel the launch at widths of up to 768, and that at larger widths. For v=4 at widths of up
+# to 768 it is the fastest of those measured on an H200 (results/gpu/pack1_call2.json); the others were
+# chosen by registers and latency, not by time. v is the number of value channels d_v, K the number of
+# tokens that a read covers.
+KERNELS: dict[str, tuple[Launch, Launch]] = {
+    "step forward v=1": (Launch(num_warps=2, stages=3, programs=8),) * 2,
+    "step forward v=2": (
+        Launch(num_warps=2, stages=2, programs=6),
+        Launch(num_warps=2, stages=2, programs=4),
+    ),
+    "step forward v=4": (
+        Launch(num_warps=2, stages=3, programs=4),
+        Launch(num_warps=4, stages=2, programs=3),
+    ),
+    "step forward v=8": (
+        Launch(num_warps=4, stages=2, programs=2),
+        Launch(num_warps=8, stages=2, programs=1),
+    ),
+    "step backward v=1": (
+        Launch(num_warps=4, stages=3, programs=4),
+        Launch(num_warps=4, stages=3, programs=3),
+    ),
+    "step backward v=2": (
+        Launch(num_warps=4, stages=2, programs=3),
+        Launch(num_warps=4, stages=2, programs=2),
+    ),
+    "step backward v=4": (
+        Launch(num_warps=4, stages=3, programs=2),
+        Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+    ),
+    "step backward v=8": (
+        Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+        Launch(num_warps=8, stages=2, programs=1, reload=True),
+    ),
+    "step forward v=2 K>1": (
+        Launch(num_warps=4, stages=2, programs=3),
+        Launch(num_warps=4, stages=2, programs=2),
+    ),
+    "step forward v=4 K>1": (
+        Launch(num_warps=4, stages=1, programs=4, prefetch=2),
+        Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+    ),
+    "step forward v=8 K>1": (Launch(num_warps=8, stages=2, programs=1),) * 2,
+    "step backward v=2 K>1": (Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),)
     * 2,
-    "step forward v=2": [
-        (
-            Launch(num_warps=2, stages=2, programs=6),
-            Launch(num_warps=2, stages=3, programs=6),
-            Launch(num_warps=2, stages=1, programs=6, prefetch=2),
-        ),
-        (
-            Launch(num_warps=2, stages=2, programs=4),
-            Launch(num_warps=2, stages=3, programs=4),
-            Launch(num_warps=2, stages=1, programs=4, prefetch=2),
-        ),
-    ],
-    "step forward v=4": [
-        (
-            Launch(num_warps=2, stages=3, programs=4),
-            Launch(num_warps=2, stages=1, programs=4, prefetch=2),
-            Launch(num_warps=2, stages=2, programs=4),
-        ),
-        (
-            Launch(num_warps=4, stages=2, programs=3),
-            Launch(num_warps=4, stages=3, programs=2),
-            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
-        ),
-    ],
-    "step forward v=8": [
-        (
-            Launch(num_warps=4, stages=2, programs=2),
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
-            Launch(num_warps=4, stages=3, programs=2),
-        ),
-        (
-            Launch(num_warps=8, stages=2, programs=1),
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
-            Launch(num_warps=8, stages=3, programs=1),
-        ),
-    ],
-    "step backward v=1": [
-        (
-            Launch(num_warps=4, stages=3, programs=4),
-            Launch(num_warps=2, stages=3, programs=4),
-            Launch(num_warps=4, stages=1, programs=4, prefetch=2),
-        ),
-        (
-            Launch(num_warps=4, stages=3, programs=3),
-            Launch(num_warps=4, stages=2, programs=3),
-            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
-        ),
-    ],
-    "step backward v=2": [
-        (
-            Launch(num_warps=4, stages=2, programs=3),
-            Launch(num_warps=4, stages=3, programs=3),
-            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
-        ),
-        (
-            Launch(num_warps=4, stages=2, programs=2),
-            Launch(num_warps=4, stages=3, programs=2),
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
-        ),
-    ],
-    "step backward v=4": [
-        (
-            Launch(num_warps=4, stages=3, programs=2),
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
-            Launch(num_warps=4, stages=2, programs=2),
-        ),
-        (
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
-            Launch(num_warps=8, stages=2, programs=1),
-            Launch(num_warps=8, stages=3, programs=1),
-        ),
-    ],
-    "step backward v=8": [
-        (
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
-            Launch(num_warps=8, stages=2, programs=1),
-            Launch(num_warps=8, stages=2, programs=1, reload=True),
-        ),
-        (
-            Launch(num_warps=8, stages=2, programs=1, reload=True),
-            Launch(num_warps=8, stages=1, programs=1, prefetch=2, reload=True),
-            Launch(num_warps=8, stages=2, programs=1),
-        ),
-    ],
-    "step forward v=2 K>1": [
-        (
-            Launch(num_warps=4, stages=2, programs=3),
-            Launch(num_warps=2, stages=2, programs=4),
-            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
-        ),
-        (
-            Launch(num_warps=4, stages=2, programs=2),
-            Launch(num_warps=4, stages=3, programs=2),
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
-        ),
-    ],
-    "step forward v=4 K>1": [
-        (
-            Launch(num_warps=4, stages=1, programs=4, prefetch=2),
-            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
-            Launch(num_warps=4, stages=2, programs=2),
-        ),
-        (
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
-            Launch(num_warps=8, stages=2, programs=1),
-            Launch(num_warps=8, stages=3, programs=1),
-        ),
-    ],
-    "step forward v=8 K>1": [
-        (
-            Launch(num_warps=8, stages=2, programs=1),
-            Launch(num_warps=8, stages=1, programs=1, prefetch=2),
-            Launch(num_warps=8, stages=3, programs=1),
-        )
-    ]
-    * 2,
-    "step backward v=2 K>1": [
-        (
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
-            Launch(num_warps=4, stages=2, programs=2),
-            Launch(num_warps=4, stages=2, programs=2, reload=True),
-        ),
-        (
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
-            Launch(num_warps=8, stages=2, programs=1),
-            Launch(num_warps=8, stages=2, programs=1, reload=True),
-        ),
-    ],
-    "step backward v=4 K>1": [
-        (
-            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
-            Launch(num_warps=8, stages=2, programs=1),
-            Launch(num_warps=4, stages=2, programs=2, reload=True),
-        ),
-        (
-            Launch(num_warps=8, stages=2, programs=1, reload=True),
-            Launch(num_warps=8, stages=3, programs=1, reload=True),
-            Launch(num_warps=8, stages=1, programs=1, prefetch=2, reload=True),
-        ),
-    ],
-    "step backward v=8 K>1": [
-        (
-            Launch(num_warps=8, stages=1, programs=1, prefetch=2, reload=True),
-            Launch(num_warps=8, stages=2, programs=1, reload=True),
-            Launch(num_warps=8, stages=3, programs=1, reload=True),
-        )
-    ]
+    "step backward v=4 K>1": (
+        Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+        Launch(num_warps=8, stages=2, programs=1, reload=True),
+    ),
+    "step backward v=8 K>1": (Launch(num_warps=8, stages=1, programs=1, prefetch=2, reload=True),)
     * 2,
 }

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 PASSES = ("forward", "backward")
 HEAD_DIM = 128  # of the paper's sizes
-# The launches that --tune tries beside the table's and their runners-up: warps of a program, stages and
-# prefetch (which make loads run ahead), and warps of a multiprocessor.
+# The launches that --tune tries beside the table's: warps of a program, stages and prefetch (which make
+# loads run ahead), and warps of a multiprocessor.
 WARPS = (1, 2, 4, 8, 16)
 STAGES_AND_PREFETCH = ((2, 0), (3, 0), (1, 2))
 RESIDENT_WARPS = (8, 16)
@@ -320,22 +320,23 @@ def measure_kernels(
 def list_launches_to_try(args: SimpleNamespace, d: int, kernel: str) -> tuple[str, list["Launch"]]:
     """Return the kernel's key in the table of launches, and the launches that --tune tries.
 
-    They are the table's own, its runners-up, and then the others.
+    The first is the table's own.
     """
-    from model.kernels.launch import Launch, launch_key, list_launches
+    from model.kernels.launch import Launch, get_table_launch, launch_key
 
     sizes = {key: int(value) for key, value in re.findall(r"([Kv])=(\d)", kernel)}
     value_channels = sizes.get("v", 1)
     kernel_size = sizes.get("K", 1)
     name = " ".join(kernel.split()[:2])
-    launches = list_launches(name, d, value_channels, kernel_size)
+    key = launch_key(name, value_channels, kernel_size)
+    launches = [get_table_launch(f"{key} d={d}")]
     for warps, (stages, prefetch), resident in itertools.product(
         WARPS, STAGES_AND_PREFETCH, RESIDENT_WARPS
     ):
         if resident >= warps:
             launches.append(Launch(warps, stages, resident // warps, prefetch, launches[0].reload))
     distinct_launches = list(dict.fromkeys(launches))
-    return launch_key(name, value_channels, kernel_size), distinct_launches[: args.launches]
+    return key, distinct_launches[: args.launches]
 
 
 def tune_kernels(
