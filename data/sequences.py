@@ -46,15 +46,11 @@ class SequenceLayout:
         if "window_tokens" not in meta:
             return None
         window_tokens = meta["window_tokens"]
-        scored = meta.get("scored")
-        if "scored_from" in meta:
-            # the first version of the copy task wrote this key
-            scored = [[meta["scored_from"], window_tokens - 1]]
         return cls(
             window_tokens=window_tokens,
             labels=meta.get("labels", False),
             trained=meta.get("trained"),
-            scored=scored,
+            scored=meta.get("scored"),
             padding_token=meta.get("padding_token"),
         )
 

@@ -276,13 +276,6 @@ def count_text_tokens(counts: dict[str, int]) -> int:
     return counts.get("kept", counts["tokens"])
 
 
-def is_same_corpus(saved_identity: dict, identity: dict) -> bool:
-    """Return whether the identity that a run has saved is that of a corpus (`Corpus.identity`)."""
-    if "sample_sha256" not in saved_identity:  # saved by an earlier version
-        identity = {key: value for key, value in identity.items() if key != "sample_sha256"}
-    return saved_identity == identity
-
-
 @dataclass(frozen=True)
 class Corpus:
     """A folder of shards."""

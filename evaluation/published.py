@@ -12,7 +12,6 @@ from pathlib import Path
 
 import configurator
 from configurator import collect_options
-from data.shards import is_same_corpus
 from model import model_class
 from model.gpt import GPTConfig
 from training import resume
@@ -103,7 +102,7 @@ class Published:
                 differences.append(
                     f"validated on {record['dataset']} (paper: {self.recipe_dataset})"
                 )
-        elif not is_same_corpus(self.corpus, record["settings"]["corpus"]):
+        elif record["settings"]["corpus"] != self.corpus:
             differences.append("validated on a corpus other than the training corpus")
         return self.beside(label, "", *differences)
 

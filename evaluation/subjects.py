@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from data import tokenizer
-from data.shards import Corpus, MissingCorpus, is_same_corpus, open_corpus
+from data.shards import Corpus, MissingCorpus, open_corpus
 from data.tokenizer import Tokenizer
 from model import weights
 from model.gpt import GPT
@@ -157,7 +157,7 @@ def open_corpus_of(subject: Subject, dataset: str, option: str = "--val") -> Cor
         raise MissingCorpus(
             f"{error}, with {option}; {subject.folder} was trained on this dataset"
         ) from error
-    if not dataset and not is_same_corpus(subject.state["corpus"], corpus.identity):
+    if not dataset and corpus.identity != subject.state["corpus"]:
         raise ValueError(
             f"{corpus.path} is no longer the corpus that {subject.folder} was trained on; to "
             f"evaluate on it all the same, give {option}={subject.state['run_config']['dataset']}"

@@ -75,11 +75,6 @@ def test_a_layout_is_read_from_meta_json():
     assert SequenceLayout.from_meta(meta) == expected
 
 
-def test_the_former_key_scored_from_is_read():
-    meta = {"window_tokens": 11, "scored_from": 5}
-    assert SequenceLayout.from_meta(meta) == SequenceLayout(11, scored=[[5, 10]])
-
-
 CONTRADICTIONS = [
     (11, {"labels": True}, "window_tokens=11 is odd"),
     (10, {"scored": [[3, 10]]}, "\\[3, 10\\] is not a range of positions of a sequence of 9"),

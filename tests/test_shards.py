@@ -264,10 +264,4 @@ def test_the_identity_without_meta_changes_with_the_last_token(tmp_path):
     tokens = shards.read_shard(last_shard).tolist()
     last_shard.write_bytes(encode_shard([*tokens[:-1], tokens[-1] + 1]))
     identity = shards.open_corpus(str(folder)).identity
-    assert not shards.is_same_corpus(first_identity, identity)
-
-
-def test_the_identity_that_an_earlier_version_saved_is_recognized(tmp_path):
-    identity = shards.open_corpus(str(write_shards(tmp_path))).identity
-    saved_identity = {key: value for key, value in identity.items() if key != "sample_sha256"}
-    assert shards.is_same_corpus(saved_identity, identity)
+    assert identity != first_identity

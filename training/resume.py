@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import torch
 
 from configurator import collect_options
-from data.shards import is_same_corpus
 from model import model_class
 from training import checkpoint, optimizer
 from training.config import TrainConfig
@@ -172,7 +171,7 @@ def check_corpus(saved_corpus: dict, corpus: dict, dataset: str, resume_checkpoi
     Args:
         saved_corpus, corpus: `Corpus.identity` of both
     """
-    if not is_same_corpus(saved_corpus, corpus):
+    if corpus != saved_corpus:
         raise ValueError(
             f"dataset={dataset} is not the corpus that {resume_checkpoint} was trained on (shards "
             "or meta.json differ); prepare that corpus again, or start a new run with another "
