@@ -113,9 +113,8 @@ class TextOptions:
     compile: Literal["auto", True, False] = option(
         "auto",
         "capture the decoding step as a CUDA graph on a GPU, or compile it with torch.compile on a "
-        "CPU, which takes seconds; auto does so on a GPU, and on a CPU if "
-        f"{machine.MIN_STEPS_TO_COMPILE:,} tokens or more are to be generated one after the other; "
-        "the web page does not, because it records statistics of the residual stream",
+        "CPU, which saves time in long texts; auto does so on a GPU only; the web page does not, "
+        "because it records statistics of the residual stream",
         counts_with=("serve", False),
     )
 
@@ -158,16 +157,9 @@ def read_options() -> SimpleNamespace:
 
 
 def make_decoder(
-    model: GPT,
-    device: torch.device,
-    args: SimpleNamespace,
-    batch_size: int,
-    length: int,
-    num_steps: int,
+    model: GPT, device: torch.device, args: SimpleNamespace, batch_size: int, length: int
 ) -> Decoder:
     """Return a decoder for sequences of up to `length` tokens, or up to block_size if that is less.
-
-    num_steps: how often it will decode a token, at most; for --compile=auto
 
     Raises:
         ValueError: --compile=True without a C++ compiler
@@ -179,7 +171,7 @@ def make_decoder(
         )
     compiled = args.compile
     if compiled == "auto":
-        compiled = machine.compiled_decoding_pays(device.type, num_steps)
+        compiled = device.type == "cuda"
     if compiled and device.type == "cpu":
         print("compiling: the first token takes up to a minute or two", file=sys.stderr, flush=True)
     return Decoder(
@@ -218,14 +210,8 @@ def sample(
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
     batch_size = min(len(jobs), args.batch_size)
     # one decoder serves all batches, because it may take seconds to compile
-    num_batches = -(-len(jobs) // batch_size)
     decoder = make_decoder(
-        model,
-        device,
-        args,
-        batch_size,
-        length=longest_prompt + args.max_new_tokens,
-        num_steps=num_batches * args.max_new_tokens,
+        model, device, args, batch_size, length=longest_prompt + args.max_new_tokens
     )
     num_tokens = 0
     started = time.perf_counter()

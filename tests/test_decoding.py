@@ -17,7 +17,6 @@ from model.ddl import ChannelConvRead, EmbeddingConv, TokenConvRead
 from model.decoding import Decoder, pad_left, round_matrices
 from model.generation import Generation, Sampling
 from model.gpt import GPT
-from utils import machine
 
 
 def tokens_of(B: int, T: int) -> torch.Tensor:
@@ -355,16 +354,6 @@ def test_selected_rows_of_a_cache_keep_what_was_folded():
     selected = cache.select(torch.tensor([2, 0]))
     logits, _ = model(ids[[2, 0], 4:], cache=selected)
     torch.testing.assert_close(logits, model(ids[[2, 0]])[0][:, 4:], rtol=1e-9, atol=1e-9)
-
-
-def test_compiling_on_a_cpu_pays_from_some_thousand_steps_on(monkeypatch):
-    steps = machine.MIN_STEPS_TO_COMPILE
-    monkeypatch.setattr(machine, "can_compile", lambda device: True)
-    assert machine.compiled_decoding_pays("cpu", steps)
-    assert not machine.compiled_decoding_pays("cpu", steps - 1)
-    assert machine.compiled_decoding_pays("cuda", 1)
-    monkeypatch.setattr(machine, "can_compile", lambda device: False)
-    assert not machine.compiled_decoding_pays("cpu", steps)
 
 
 @pytest.fixture(scope="module")

@@ -42,21 +42,6 @@ def can_compile(device_type: str = "cpu") -> bool:
     return shutil.which(compiler) is not None and header.exists()
 
 
-# Compiling a decoding step on a CPU takes 4 to 20 s, and saves 0.3 to 1.6 ms of each step
-# (research/docs/speed.md).
-MIN_STEPS_TO_COMPILE = 8192
-
-
-def compiled_decoding_pays(device_type: str, num_steps: int) -> bool:
-    """Return whether so many decoding steps take less time if the step is compiled first.
-
-    On a GPU, where it is a CUDA graph, that takes less than a second.
-    """
-    if device_type == "cuda":
-        return True
-    return num_steps >= MIN_STEPS_TO_COMPILE and can_compile(device_type)
-
-
 def cpu_has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16); False if unknown."""
     # the same flag that torch.cpu.get_capabilities() reads, without importing torch
