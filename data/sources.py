@@ -375,11 +375,14 @@ def read_text(path: Path, position: int, refuse_zeros: bool) -> Iterator[tuple[i
     """
     with open_file(path) as file:
         file.seek(position)
-        while data := file.read(PIECE_BYTES):
+        rest = b""
+        while data := rest + file.read(PIECE_BYTES - len(rest)):
+            rest = b""
             if len(data) == PIECE_BYTES:
-                # the next piece begins where this one is cut
-                data = data[: find_cut(data)]
-                file.seek(position + len(data))
+                # the next piece begins where this one is cut; a .gz file cannot seek back cheaply
+                cut = find_cut(data)
+                rest = data[cut:]
+                data = data[:cut]
             try:
                 text = data.decode("utf-8")
                 if refuse_zeros and "\0" in text:

@@ -148,6 +148,26 @@ def test_pieces_of_a_large_file_join_to_the_file(tmp_path, monkeypatch, piece_by
         assert len(pieces) > 3 * len(LONG)
 
 
+@pytest.mark.parametrize("text", LONG)
+def test_a_compressed_text_is_decompressed_once(tmp_path, monkeypatch, text):
+    """Its pieces are those of the plain file; only the first position is sought."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", 64)
+    seek = gzip.GzipFile.seek
+    offsets = []
+
+    def record_seek(file, offset, *whence):
+        offsets.append(offset)
+        return seek(file, offset, *whence)
+
+    monkeypatch.setattr(gzip.GzipFile, "seek", record_seek)
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    pieces = list(sources.read_text(tmp_path / "a.txt.gz", 0, refuse_zeros=True))
+    assert pieces == list(sources.read_text(tmp_path / "a.txt", 0, refuse_zeros=True))
+    assert len(pieces) > 1
+    assert offsets == [0]
+
+
 def write_mixed_folder(folder: Path) -> list[str]:
     """Write all kinds of files, with repetitions, and return their documents in the order of names."""
     folder.mkdir(exist_ok=True)
