@@ -417,6 +417,8 @@ def find_cut(data: bytes) -> int:
 def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[int, str | None]]:
     """Yield the number and text of each row of a table; None for a row without text.
 
+    An empty string, such as that of an empty cell in a .csv file, is no text.
+
     Args:
         first_row: the row to begin with
 
@@ -427,7 +429,8 @@ def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[in
     row = None
     try:
         for row, value in READERS[get_kind(path)](path, column, first_row):
-            yield row, value if isinstance(value, str) else None
+            has_text = isinstance(value, str) and value != ""
+            yield row, value if has_text else None
     except PermanentSourceError:
         raise
     # of json, csv and pyarrow, or text that is not UTF-8

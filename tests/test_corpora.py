@@ -165,7 +165,7 @@ def test_wikitext_lines_are_tokenized_one_by_one(wikitext, tmp_path, prepare):
 
 @pytest.mark.parametrize("argument", ["--repository=CLONE", "--source=CLONE/*.parquet"])
 def test_openwebtext_from_a_clone_or_from_files(tmp_path, prepare, argument):
-    texts = [f"page {i} " * (i % 5) for i in range(50)]
+    texts = [f"page {i} " * (1 + i % 5) for i in range(50)]
     clone = tmp_path / "clone"
     clone.mkdir()
     for index in (0, 1):
