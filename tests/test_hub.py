@@ -272,7 +272,7 @@ def test_an_offline_machine_is_offered_local_files(tmp_path):
     line = one_line_error(result)
     assert "HuggingFaceFW/fineweb-edu (sample-100BT) cannot be read (OfflineModeIsEnabled" in line
     assert "give local files with --source" in line
-    assert not list(out.iterdir())
+    assert list(out.iterdir()) == [out / "lock"]
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -446,7 +446,8 @@ def test_shards_are_fetched_unchanged_although_requests_fail_at_first(
     expected = {name: files[name] for name in files if name.startswith("edu")}
     fetched = read_files(tmp_path / "out")
     assert expected.items() <= fetched.items()
-    assert sorted(fetched.keys() - expected) == ["fetched.json", "meta.json", "tokenizer.json"]
+    own_files = ["fetched.json", "lock", "meta.json", "tokenizer.json"]
+    assert sorted(fetched.keys() - expected) == own_files
     meta = open_corpus(str(tmp_path / "out")).meta
     assert meta["source"] == "org/shards"
     assert meta["commit"] == shards_commit

@@ -84,7 +84,9 @@ def read_tokens(corpus: Corpus) -> list[int]:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """Return the content of each file but the lock."""
+    paths = [path for path in sorted(folder.iterdir()) if path.name != "lock"]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def read_stamps(folder: Path, names=None) -> dict[str, tuple[int, int]]:
@@ -530,11 +532,23 @@ def test_files_that_are_not_of_the_preparation_are_kept(tmp_path):
 def test_a_folder_that_another_process_prepares_is_refused(folder, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    descriptor = os.open(out, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match=rf"{out} is being prepared by another process"):
-        prepare(out, plan_files(folder))
-    os.close(descriptor)
+    # opened for writing, because NFS refuses an exclusive lock otherwise
+    with open(out / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=rf"{out} is being prepared by another process"):
+            prepare(out, plan_files(folder))
+    prepare(out, plan_files(folder))
+
+
+def test_a_complete_corpus_may_be_read_only(folder, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    prepare(out, plan_files(folder))
+    (out / "lock").unlink()
+    # root may write to every folder, whatever its permissions
+    monkeypatch.setattr(os, "access", lambda path, mode: path != out)
+    prepare(out, plan_files(folder))
+    assert capsys.readouterr().out.endswith(f"{out} is complete: {len(TOKENS):,} tokens\n")
+    assert not (out / "lock").exists()
 
 
 def test_a_file_system_without_locks_is_prepared_on(folder, tmp_path, monkeypatch):
