@@ -693,6 +693,8 @@ MISTAKES = [
     ),
     ("--column=body", "has no column body; name one of its columns with --column: text, id"),
     ("--revision=v2", "--revision has no effect on --source; omit it"),
+    ("--sample=sample-10BT", "--sample has no effect on --source; omit it"),
+    ("--repository=org/name", "--repository has no effect on --source; omit it"),
     ("--max_token=5", "unknown key --max_token, did you mean max_tokens, "),
 ]
 
@@ -880,6 +882,9 @@ def test_a_corpus_that_was_prepared_from_documents_is_refused(foreign_folder):
         "--val_tokens=50",
         "--shard_tokens=50",
         "--source=*.parquet",
+        "--sample=sample-10BT",
+        "--repository=org/name",
+        "--column=body",
     ],
 )
 def test_an_option_that_existing_shards_do_not_have_is_refused(foreign_folder, tmp_path, option):
