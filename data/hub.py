@@ -242,7 +242,7 @@ class HubDataset(Source):
     # tells whether a row begins a document; None means that every row does
     starts: Callable[[str], bool] | None = None
 
-    # approximate number of tokens
+    # approximate number of GPT-2 tokens
     num_tokens: int = 0
 
     retry_minutes: float | None = None

@@ -20,7 +20,7 @@ import pytest
 from helpers import ROOT, one_line_error, wait_for, write_parquet
 from in_process import call
 
-from data import preparation, shards, sources, tokenizer
+from data import hub, preparation, shards, sources, tokenizer
 from data.preparation import PreparationOptions, encode_batch, read_options, tokenize
 from data.shards import Corpus, open_corpus
 from data.sources import Batch, Files, Texts
@@ -627,6 +627,14 @@ def test_complete_shards_need_no_space_again(plan_of_ten, set_free_space, tmp_pa
     assert len(read_tokens(open_corpus(str(out)))) == limit  # as it was before the error
     set_free_space(2 * (NUM_ESTIMATED - limit))
     assert len(read_tokens(prepare(out, plan_of_ten))) == NUM_ESTIMATED + 10
+
+
+@pytest.mark.parametrize(("name", "num_tokens"), [("gpt2", 1000), ("bpe", 1000), ("bytes", 4000)])
+def test_a_dataset_of_the_hub_is_estimated_in_tokens_of_the_tokenizer(name, num_tokens):
+    """The dataset has 1000 tokens of GPT-2, of about four bytes each."""
+    args = SimpleNamespace(tokenizer=name, max_tokens=None)
+    plan = preparation.split_one_source(hub.HubDataset("x", num_tokens=1000), 100)
+    assert preparation.estimate_tokens(preparation.Preparation(args, "x", plan)) == num_tokens
 
 
 def press_ctrl_c(record, *_):
