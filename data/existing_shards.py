@@ -5,16 +5,14 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from data import hub, library_tokenizer, shards, tokenizer
-from data.preparation import (
-    PreparationOptions,
-    count_text,
-    describe_format,
-    is_own_tokenizer,
-)
+from data.preparation import count_text, describe_format, is_own_tokenizer
 from data.tokenizer_base import Tokenizer
 
 UNUSED_OPTIONS = (
+    "sample",
+    "repository",
     "source",
+    "column",
     "max_tokens",
     "val_tokens",
     "shard_tokens",
@@ -22,11 +20,14 @@ UNUSED_OPTIONS = (
 )
 
 
-def adopt(args: SimpleNamespace) -> None:
+def adopt(args: SimpleNamespace, options: type) -> None:
     """Make existing shards in llm.c's formats the corpus in args.out.
 
     The shards of a folder are linked, and those of a repository of the Hub are downloaded. Their
     tokenizer is GPT-2's, unless args.tokenizer names a tokenizer.json.
+
+    Args:
+        options: the dataclass of the script's options, which has their defaults
 
     Raises:
         ValueError: there are no such shards, or args.out holds something else
@@ -34,11 +35,9 @@ def adopt(args: SimpleNamespace) -> None:
     out = args.out
     folder = Path(args.pretokenized)
     is_local = folder.is_dir()
-    for name in UNUSED_OPTIONS:
-        if getattr(args, name) != getattr(PreparationOptions, name, ()):
-            raise ValueError(f"--{name} has no effect on --pretokenized; omit it")
+    hub.check_unused(args, options, "--pretokenized", UNUSED_OPTIONS)
     if is_local:
-        hub.check_unused(args, "a folder of shards")
+        hub.check_unused(args, options, "a folder of shards")
     if args.tokenizer in ("bpe", "bytes"):
         raise ValueError(
             f"--tokenizer={args.tokenizer} cannot be the tokenizer of existing shards; omit it if "

@@ -166,31 +166,40 @@ class SourceOptions:
     )
 
 
-def check_unused(args: SimpleNamespace, source: str) -> None:
-    """Raise ValueError if an option is given that only a source on the Hub has a use for.
+# options that only a source on the Hub has a use for, where a script has them
+HUB_ONLY = ("sample", "repository", "revision", "retry_minutes")
+
+
+def check_unused(
+    args: SimpleNamespace, options: type, source: str, names: tuple[str, ...] = HUB_ONLY
+) -> None:
+    """Raise ValueError if an option is given that has no effect on a source.
 
     Args:
-        source: what is read instead, for the message
+        options: the dataclass of the script's options, which has their defaults
+        source: what is read, for the message
+        names: the options without effect
     """
-    names = ["revision", "retry_minutes"]
-    if "/" in args.tokenizer:
-        names.remove("retry_minutes")  # the tokenizer may be read from the Hub
     for name in names:
-        if getattr(args, name) is not None:
+        if name == "retry_minutes" and "/" in args.tokenizer:
+            continue  # the tokenizer may be read from the Hub
+        default = getattr(options, name, ())
+        if getattr(args, name, default) != default:
             raise ValueError(f"--{name} has no effect on {source}; omit it")
 
 
 def choose_source(
-    args: SimpleNamespace, name: str | None = None, **dataset_fields: object
+    args: SimpleNamespace, options: type, name: str | None = None, **dataset_fields: object
 ) -> "Files | HubDataset":
     """Return the source that the options name: local files, or a dataset.
 
     Args:
+        options: the dataclass of the script's options
         name: configuration of the dataset
         dataset_fields: further fields of HubDataset
     """
     if getattr(args, "source", None):
-        check_unused(args, "--source")
+        check_unused(args, options, "--source")
         return Files(list(args.source), args.column)
     if args.revision is not None and Path(args.repository).is_dir():
         raise ValueError(
@@ -233,7 +242,7 @@ class HubDataset(Source):
     # tells whether a row begins a document; None means that every row does
     starts: Callable[[str], bool] | None = None
 
-    # approximate number of tokens
+    # approximate number of GPT-2 tokens
     num_tokens: int = 0
 
     retry_minutes: float | None = None

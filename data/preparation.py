@@ -628,9 +628,10 @@ def estimate_tokens(job: Preparation) -> int:
     total = 0
     for source in job.sources:
         if isinstance(source, hub.HubDataset):
-            num_tokens = source.num_tokens
+            num_bytes = 4 * source.num_tokens
         else:
-            num_tokens = source.text_bytes() // bytes_per_token
+            num_bytes = source.text_bytes()
+        num_tokens = num_bytes // bytes_per_token
         limits = [stage.num_tokens for stage in job.plan if stage.source is source]
         if None not in limits:
             num_tokens = min(num_tokens, sum(limits))

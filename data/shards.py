@@ -11,7 +11,6 @@ The name of a shard contains `train_` or `val_`, or ends in `train.bin` or `val.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -227,20 +226,18 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: another process is preparing it
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        # the system releases the lock when the process ends, however it ends
-        with contextlib.suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(
-                    f"{folder} is being prepared by another process; wait for it, or give another "
-                    "--out"
-                ) from error
+    if not os.access(folder, os.W_OK):
+        # a complete corpus may be read-only; nothing will be written to it
         yield
-    finally:
-        os.close(descriptor)
+        return
+    try:
+        file = files.lock_file(folder / "lock")
+    except BlockingIOError as error:
+        raise ValueError(
+            f"{folder} is being prepared by another process; wait for it, or give another --out"
+        ) from error
+    with file:
+        yield
 
 
 def write_meta(folder: Path, about: dict, records: list[dict]) -> None:

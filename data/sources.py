@@ -375,11 +375,14 @@ def read_text(path: Path, position: int, refuse_zeros: bool) -> Iterator[tuple[i
     """
     with open_file(path) as file:
         file.seek(position)
-        while data := file.read(PIECE_BYTES):
+        rest = b""
+        while data := rest + file.read(PIECE_BYTES - len(rest)):
+            rest = b""
             if len(data) == PIECE_BYTES:
-                # the next piece begins where this one is cut
-                data = data[: find_cut(data)]
-                file.seek(position + len(data))
+                # the next piece begins where this one is cut; a .gz file cannot seek back cheaply
+                cut = find_cut(data)
+                rest = data[cut:]
+                data = data[:cut]
             try:
                 text = data.decode("utf-8")
                 if refuse_zeros and "\0" in text:
@@ -414,6 +417,8 @@ def find_cut(data: bytes) -> int:
 def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[int, str | None]]:
     """Yield the number and text of each row of a table; None for a row without text.
 
+    An empty string, such as that of an empty cell in a .csv file, is no text.
+
     Args:
         first_row: the row to begin with
 
@@ -424,7 +429,8 @@ def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[in
     row = None
     try:
         for row, value in READERS[get_kind(path)](path, column, first_row):
-            yield row, value if isinstance(value, str) else None
+            has_text = isinstance(value, str) and value != ""
+            yield row, value if has_text else None
     except PermanentSourceError:
         raise
     # of json, csv and pyarrow, or text that is not UTF-8

@@ -165,7 +165,7 @@ def test_wikitext_lines_are_tokenized_one_by_one(wikitext, tmp_path, prepare):
 
 @pytest.mark.parametrize("argument", ["--repository=CLONE", "--source=CLONE/*.parquet"])
 def test_openwebtext_from_a_clone_or_from_files(tmp_path, prepare, argument):
-    texts = [f"page {i} " * (i % 5) for i in range(50)]
+    texts = [f"page {i} " * (1 + i % 5) for i in range(50)]
     clone = tmp_path / "clone"
     clone.mkdir()
     for index in (0, 1):
@@ -312,6 +312,27 @@ def test_text_holds_out_a_share_of_max_tokens_and_keeps_it_as_the_corpus_grows(t
         assert sum(map(len, corpus.val + corpus.train)) == max_tokens
 
 
+def test_text_notes_that_another_share_does_not_change_the_validation_split(
+    tmp_path, prepare, capsys
+):
+    (tmp_path / "a.txt").write_text("abc\n" * 5000)
+    options = ["--tokenizer=bytes", f"--source={tmp_path / 'a.txt'}"]
+
+    def prepare_notes(*more: str) -> tuple[int, list[str]]:
+        corpus = prepare("text", tmp_path / "out", *options, *more)
+        lines = capsys.readouterr().out.splitlines()
+        return corpus.meta["val"]["tokens"], [line for line in lines if line.startswith("note: ")]
+
+    note = (
+        "note: the validation split keeps its 400 tokens, although --val_share=0.1 now yields 2,000; "
+        "to change it, start over with --overwrite"
+    )
+    assert prepare_notes() == (400, [])
+    assert prepare_notes() == (400, [])
+    assert prepare_notes("--val_share=0.1") == (400, [note])
+    assert prepare_notes("--val_share=0.1", "--overwrite") == (2000, [])
+
+
 def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, prepare, monkeypatch):
     monkeypatch.setenv("HOME", str(notes.root.parent))
     corpus = prepare(
@@ -347,8 +368,10 @@ def test_mistakes_are_answered_in_one_line(tmp_path, name, arguments, message, m
     (tmp_path / "empty" / "empty.txt").touch()
     result = call(f"data/{name}/prepare.py", "--out=out", *arguments.split())
     assert message in one_line_error(result)
-    # the source was already being read
-    expected = {"preparation.json", "tokenizer.json"} if message == NO_TEXT else set()
+    expected = {"lock"}
+    if message == NO_TEXT:
+        # the source was already being read
+        expected |= {"preparation.json", "tokenizer.json"}
     assert {path.name for path in tmp_path.glob("out/*")} <= expected
 
 

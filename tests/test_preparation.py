@@ -20,7 +20,7 @@ import pytest
 from helpers import ROOT, one_line_error, wait_for, write_parquet
 from in_process import call
 
-from data import preparation, shards, sources, tokenizer
+from data import hub, preparation, shards, sources, tokenizer
 from data.preparation import PreparationOptions, encode_batch, read_options, tokenize
 from data.shards import Corpus, open_corpus
 from data.sources import Batch, Files, Texts
@@ -47,7 +47,8 @@ def draw_texts(count=200) -> list[str]:
 
 
 TEXTS = draw_texts()
-TOKENS = byte_tokens(TEXTS)
+# empty rows are skipped
+TOKENS = byte_tokens(text for text in TEXTS if text)
 
 
 @pytest.fixture
@@ -83,7 +84,9 @@ def read_tokens(corpus: Corpus) -> list[int]:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """Return the content of each file but the lock."""
+    paths = [path for path in sorted(folder.iterdir()) if path.name != "lock"]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def read_stamps(folder: Path, names=None) -> dict[str, tuple[int, int]]:
@@ -304,7 +307,7 @@ def test_a_trained_tokenizer_is_kept(folder, tmp_path, monkeypatch):
     encoding = tokenizer.from_json(json.loads((tmp_path / "out" / "tokenizer.json").read_bytes()))
     monkeypatch.setattr(tokenizer, "train_byte_pairs", None)  # takes minutes on a large corpus
     corpus = prepare(tmp_path / "out", plan_files(folder), *TRAIN_TOKENIZER)
-    expected = [token for text in TEXTS for token in (289, *encoding.encode(text))]
+    expected = [token for text in TEXTS if text for token in (289, *encoding.encode(text))]
     assert read_tokens(corpus) == expected
 
 
@@ -529,11 +532,23 @@ def test_files_that_are_not_of_the_preparation_are_kept(tmp_path):
 def test_a_folder_that_another_process_prepares_is_refused(folder, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    descriptor = os.open(out, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(ValueError, match=rf"{out} is being prepared by another process"):
-        prepare(out, plan_files(folder))
-    os.close(descriptor)
+    # opened for writing, because NFS refuses an exclusive lock otherwise
+    with open(out / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=rf"{out} is being prepared by another process"):
+            prepare(out, plan_files(folder))
+    prepare(out, plan_files(folder))
+
+
+def test_a_complete_corpus_may_be_read_only(folder, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    prepare(out, plan_files(folder))
+    (out / "lock").unlink()
+    # root may write to every folder, whatever its permissions
+    monkeypatch.setattr(os, "access", lambda path, mode: path != out)
+    prepare(out, plan_files(folder))
+    assert capsys.readouterr().out.endswith(f"{out} is complete: {len(TOKENS):,} tokens\n")
+    assert not (out / "lock").exists()
 
 
 def test_a_file_system_without_locks_is_prepared_on(folder, tmp_path, monkeypatch):
@@ -614,6 +629,14 @@ def test_complete_shards_need_no_space_again(plan_of_ten, set_free_space, tmp_pa
     assert len(read_tokens(prepare(out, plan_of_ten))) == NUM_ESTIMATED + 10
 
 
+@pytest.mark.parametrize(("name", "num_tokens"), [("gpt2", 1000), ("bpe", 1000), ("bytes", 4000)])
+def test_a_dataset_of_the_hub_is_estimated_in_tokens_of_the_tokenizer(name, num_tokens):
+    """The dataset has 1000 tokens of GPT-2, of about four bytes each."""
+    args = SimpleNamespace(tokenizer=name, max_tokens=None)
+    plan = preparation.split_one_source(hub.HubDataset("x", num_tokens=1000), 100)
+    assert preparation.estimate_tokens(preparation.Preparation(args, "x", plan)) == num_tokens
+
+
 def press_ctrl_c(record, *_):
     """Send SIGINT at the seventh shard."""
     if record.file.endswith("000006.bin"):
@@ -678,6 +701,8 @@ MISTAKES = [
     ),
     ("--column=body", "has no column body; name one of its columns with --column: text, id"),
     ("--revision=v2", "--revision has no effect on --source; omit it"),
+    ("--sample=sample-10BT", "--sample has no effect on --source; omit it"),
+    ("--repository=org/name", "--repository has no effect on --source; omit it"),
     ("--max_token=5", "unknown key --max_token, did you mean max_tokens, "),
 ]
 
@@ -865,6 +890,9 @@ def test_a_corpus_that_was_prepared_from_documents_is_refused(foreign_folder):
         "--val_tokens=50",
         "--shard_tokens=50",
         "--source=*.parquet",
+        "--sample=sample-10BT",
+        "--repository=org/name",
+        "--column=body",
     ],
 )
 def test_an_option_that_existing_shards_do_not_have_is_refused(foreign_folder, tmp_path, option):

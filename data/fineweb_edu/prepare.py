@@ -103,9 +103,9 @@ def main() -> None:
     with errors.one_line_errors():
         packing = make_packing(args)
         if args.pretokenized and not args.verify:
-            existing_shards.adopt(args)
+            existing_shards.adopt(args, Options)
             return
-        source = hub.choose_source(args, args.sample, num_tokens=SAMPLES[args.sample])
+        source = hub.choose_source(args, Options, args.sample, num_tokens=SAMPLES[args.sample])
         plan = preparation.split_one_source(source, args.val_tokens)
         preparation.prepare(args, "fineweb_edu", plan, packing=packing)
 

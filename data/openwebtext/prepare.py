@@ -39,7 +39,7 @@ class Options(PreparationOptions, HubOptions):
 def main() -> None:
     args = preparation.read_options(__doc__, Path(__file__).parent, Options, hub.SourceOptions)
     with errors.one_line_errors():
-        source = hub.choose_source(args, num_tokens=9_040_000_000)
+        source = hub.choose_source(args, Options, num_tokens=9_040_000_000)
         plan = preparation.split_one_source(source, args.val_tokens)
         preparation.prepare(args, "openwebtext", plan)
 

@@ -90,7 +90,14 @@ def main() -> None:
             # a corpus that grows keeps its validation split
             old_plan = shards.read_progress(args.out).get("options", {}).get("plan", {})
             if "val" in old_plan and not args.overwrite:
-                args.val_tokens = old_plan["val"]["tokens"]
+                kept_tokens = old_plan["val"]["tokens"]
+                if kept_tokens != args.val_tokens:
+                    print(
+                        f"note: the validation split keeps its {kept_tokens:,} tokens, although "
+                        f"--val_share={args.val_share} now yields {args.val_tokens:,}; to change it, "
+                        "start over with --overwrite"
+                    )
+                args.val_tokens = kept_tokens
         preparation.prepare(args, "text", preparation.split_one_source(source, args.val_tokens))
 
 

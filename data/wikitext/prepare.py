@@ -67,6 +67,7 @@ def main() -> None:
         advice = "give a local clone with --repository=FOLDER"
         train = hub.choose_source(
             args,
+            Options,
             name,
             split="train",
             num_tokens=TRAIN_TOKENS[args.version],
@@ -75,6 +76,7 @@ def main() -> None:
         )
         val = hub.choose_source(
             args,
+            Options,
             name,
             split=args.val_split,
             num_tokens=VAL_TOKENS,
