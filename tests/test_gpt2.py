@@ -221,13 +221,13 @@ def prepared_run(tmp_path_factory, cache) -> PreparedRun:
 
 
 def test_shards_hold_tiktokens_tokens(prepared_run, oracle):
-    """Read all shards as one stream, in which each document follows end-of-text."""
+    """Read all shards as one stream, in which each document with text follows end-of-text."""
     corpus = prepared_run.corpus
     files = [*sorted(corpus.glob("*val*.bin")), *sorted(corpus.glob("*train*.bin"))]
     assert len(files) > 3
     tokens = np.concatenate([np.fromfile(file, dtype="<u2", offset=1024) for file in files])
     expected = []
-    for text in DOCUMENTS:
+    for text in filter(None, DOCUMENTS):
         expected += [50256, *oracle.encode_ordinary(text)]
     assert tokens.tolist() == expected
 
@@ -331,4 +331,4 @@ def test_a_preparation_without_the_package_says_where_to_get_it(cache, tmp_path)
     with offline(cache, has_package=False):
         result = call("data/fineweb_edu/prepare.py", f"--source={source}", f"--out={out}")
     assert ADVICE in one_line_error(result)
-    assert not out.exists() or not list(out.iterdir())
+    assert {path.name for path in out.glob("*")} <= {"lock"}
