@@ -195,13 +195,18 @@ def test_mistakes_end_in_one_line(tmp_path, words, message):
 
 
 @pytest.mark.slow
-def test_the_first_packs_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path):
-    words = ["tests", "speed", "--device=cpu", f"--out={tmp_path / 'out'}"]
+def test_packs_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path):
+    packs = ["tests", "speed", "decoding", "memory", "learning"]
+    words = [*packs, "--device=cpu", f"--out={tmp_path / 'out'}"]
     result = run_gpu(*words, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     codes = figures["resume to the bit, evaluate, export, sample"]["exit_codes"]
     assert codes == str([0] * 7)
+    rows = [figures[f"{gpu.CC_EC}, Muon's rate {rate}"] for rate in (0.01, 0.02, 0.04)]
+    assert [(row["exit_codes"], row["steps"]) for row in rows] == [("[0]", 3)] * 3
+    assert len({row["val_loss"] for row in rows}) == 3
+    assert figures["packages"]["shards"]
 
 
 def test_another_launch_makes_only_what_it_touches_stale(monkeypatch, tmp_path):
