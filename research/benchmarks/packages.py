@@ -1,6 +1,6 @@
 """Prepare the Python source of all installed packages, a corpus that needs no network (research/gpu.py).
 
-    python -m research.benchmarks.packages --vocab_size=16384 --out=data/packages
+    python -m research.benchmarks.packages --vocab_size=16384     # data/packages
 
 A document is a file. Copies of earlier files and files with long lines, which are mostly generated, are left
 out. Packages are taken in the order of a hash of their names. The first ones are for validation, as far as
@@ -27,6 +27,10 @@ class Options(PreparationOptions):
     """Options of the installed packages."""
 
     tokenizer: str = option("bpe", preparation.TOKENIZER_HELP)
+    out: str | None = option(
+        None,
+        "output folder for the token shards and meta.json (default: data/packages)",
+    )
     val_share: float = option(
         0.02,
         "largest fraction of the bytes to use for validation",
@@ -60,9 +64,8 @@ def split_packages(documents: list[Document], val_share: float) -> dict[str, lis
 
 
 def main() -> None:
-    args = preparation.read_options(
-        __doc__, Path(__file__).parent, Options, fixed={"val_tokens": None}
-    )
+    folder = Path(__file__).parents[2] / "data" / "packages"
+    args = preparation.read_options(__doc__, folder, Options, fixed={"val_tokens": None})
     with errors.one_line_errors():
         name = f"packages of Python {platform.python_version()}"
         splits = split_packages(read_documents(Path(sysconfig.get_path("purelib"))), args.val_share)
