@@ -1,6 +1,6 @@
 """Deep Delta Learning with one value channel (d_v = 1), medium (354M parameters).
 
-The remaining settings are train.py's defaults, the recipe of the paper.
+The settings other than the size are those of config/ddl_dv1_small.py.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv1_medium.py
 """

@@ -1,6 +1,9 @@
 """Deep Delta Learning with one value channel (d_v = 1), small (124M parameters).
 
-The remaining settings are train.py's defaults, the recipe of the paper.
+It follows the text of January 29, 2026: the direction is the sublayer's output, k = h / |h|, the
+gate is beta = 2 sigmoid(w . c + b), and the write value is v = sigmoid(w_v . x) (sections 4.1 and
+B.2). Where the text is silent, it follows the authors' code (docs/recipe.md);
+config/authors_ddl_dv1_small.py has the write value of that code.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv1_small.py
 """
@@ -8,3 +11,7 @@ The remaining settings are train.py's defaults, the recipe of the paper.
 from config.gpt_small import *
 
 model = "DDL-vdim1-gpt-mha-rope"
+
+# v = sigmoid(w_v . x), without a factor and a bias
+ddl_v_sigmoid_scale = 1.0
+ddl_v_bias = False

@@ -1,16 +1,11 @@
 """Deep Delta Learning (d_v = 4) with CC and the embedding convolution, small (124M parameters).
 
-Sublayers read the state through a convolution over value channels (CC). The embedding
-convolution (EC) expands the token embedding to the value channels.
-
-The remaining settings are train.py's defaults, the recipe of the paper.
+The embedding convolution (EC) expands the token embedding to the value channels. The remaining
+settings are those of config/ddl_dv4_cc_small.py.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_cc_ec_small.py
 """
 
-from config.gpt_small import *
+from config.ddl_dv4_cc_small import *
 
 model = "DDL-gpt-mha-rope-CC-EC"
-
-# To sweep d_v, change only this key: the kernel size of the convolution follows it.
-ddl_value_channels = 4

@@ -1,15 +1,15 @@
 """Deep Delta Learning (d_v = 4) with a read over value channels, small (124M parameters).
 
-Sublayers read the state through a convolution over value channels (CC).
-
-The remaining settings are train.py's defaults, the recipe of the paper.
+Sublayers read the state through a convolution over value channels (CC), as in the text of January
+29, 2026: x_in[i] = sum_j c[i, j] X[i, j], without a read vector (section B.3). The text does not
+say how c starts; here it starts at 1 / d_v, as the read vector of TC does. The remaining settings
+are those of config/ddl_dv4_small.py.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_cc_small.py
 """
 
-from config.gpt_small import *
+from config.ddl_dv4_small import *
 
 model = "DDL-gpt-mha-rope-CC"
 
-# To sweep d_v, change only this key: the kernel size of the convolution follows it.
-ddl_value_channels = 4
+ddl_cc_read = "folded"

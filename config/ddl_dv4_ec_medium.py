@@ -1,9 +1,6 @@
 """Deep Delta Learning (d_v = 4) with the embedding convolution, medium (354M parameters).
 
-Sublayers read the state through a convolution over tokens (TC). The embedding convolution (EC)
-expands the token embedding to the value channels.
-
-The remaining settings are train.py's defaults, the recipe of the paper.
+The settings other than the size are those of config/ddl_dv4_ec_small.py.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_ec_medium.py
 """

@@ -1,8 +1,6 @@
 """Deep Delta Learning with four value channels (d_v = 4), medium (354M parameters).
 
-Sublayers read the state through a convolution over tokens (TC).
-
-The remaining settings are train.py's defaults, the recipe of the paper.
+The settings other than the size are those of config/ddl_dv4_small.py.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_medium.py
 """

@@ -2,7 +2,8 @@
 
 A model has a row in the paper if the paper trained its variant in its size. Whether the model was
 trained as the paper's was is left to the reader: a line under the table lists every setting that
-differs from the config file with the paper's recipe.
+differs from the config file that follows the paper's text, and the settings in which the authors'
+released code differs from this text.
 """
 
 import csv
@@ -11,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import configurator
-from configurator import collect_options
+from configurator import Option, collect_options
 from model import model_class
 from model.gpt import GPTConfig
 from training import resume
@@ -26,7 +27,8 @@ SIZES = {
     "medium": {"num_hidden_layers": 24, "hidden_size": 1024},
 }
 
-# The paper's recipes: config/NAME_SIZE.py with these names.
+# The recipes of the text of January 29, 2026: config/NAME_SIZE.py with these names. For the models of
+# DDL, config/authors_NAME_SIZE.py has what the authors' code does differently.
 CONFIG_NAMES = {
     "gpt-mha-rope": "gpt",
     "DDL-vdim1-gpt-mha-rope": "ddl_dv1",
@@ -53,9 +55,12 @@ class Published:
     # variant and size of the model, for a message
     description: str
 
-    # the config file with the paper's recipe, and the settings that differ from it, as text
+    # the config file with the recipe of the paper's text, and the settings that differ from it
     config_file: str = ""
     differences: tuple[str, ...] = ()
+
+    # the settings that differ from the authors' code where this code differs from the text
+    code_differences: tuple[str, ...] = ()
 
     # False if the model's folder does not say how it was trained
     is_training_known: bool = True
@@ -87,8 +92,13 @@ class Published:
         sentences = []
         if differences := [*self.differences, *more_differences]:
             sentences.append(
-                f"Settings of {label} that differ from the paper's ({self.config_file}): "
+                f"Settings of {label} that differ from the paper's text ({self.config_file}): "
                 f"{', '.join(differences)}."
+            )
+        if self.code_differences:
+            sentences.append(
+                f"Settings of {label} that differ from the authors' code: "
+                f"{', '.join(self.code_differences)}."
             )
         if not self.is_training_known:
             sentences.append(f"It is not known how {label} was trained.")
@@ -134,21 +144,28 @@ def find(variant: str, model_config: GPTConfig, state: dict | None = None) -> Pu
     if not results:
         return Published(results, description)
     config_file = f"config/{CONFIG_NAMES[variant]}_{size}.py"
-    if state is None:
-        differences = find_differences(asdict(model_config), config_file, variant)
-        return Published(
-            results,
-            description,
-            config_file,
-            tuple(differences),
-            is_training_known=False,
-            recipe_dataset=read_recipe(config_file, variant)["dataset"],
-        )
-    settings = resume.saved_settings(state)
-    differences = find_differences(settings, config_file, variant)
-    if state["step"] != settings["max_steps"]:
+    options = collect_options(TrainConfig, model_class(variant).Config)
+    recipe = read_recipe(config_file, options)
+    settings = asdict(model_config) if state is None else resume.saved_settings(state)
+    differences = find_differences(settings, recipe, options, "paper")
+    if state is not None and state["step"] != settings["max_steps"]:
         differences.append(f"trained for {state['step']:,} of max_steps={settings['max_steps']}")
-    return Published(results, description, config_file, tuple(differences), corpus=state["corpus"])
+    code_differences = []
+    code_file = f"config/authors_{CONFIG_NAMES[variant]}_{size}.py"
+    if (ROOT / code_file).exists():  # the baseline has one form
+        code = read_recipe(code_file, options)
+        form_options = {key: options[key] for key in options if code[key] != recipe[key]}
+        code_differences = find_differences(settings, code, form_options, "code")
+    return Published(
+        results,
+        description,
+        config_file,
+        tuple(differences),
+        tuple(code_differences),
+        is_training_known=state is not None,
+        corpus=None if state is None else state["corpus"],
+        recipe_dataset=recipe["dataset"],
+    )
 
 
 def find_size(model_config: GPTConfig) -> str | None:
@@ -159,24 +176,28 @@ def find_size(model_config: GPTConfig) -> str | None:
     return None
 
 
-def read_recipe(config_file: str, variant: str) -> dict[str, object]:
+def read_recipe(config_file: str, options: dict[str, Option]) -> dict[str, object]:
     """Return all settings of a recipe: those of its config file, and the defaults of the others."""
-    options = collect_options(TrainConfig, model_class(variant).Config)
     return {
         **{name: option.default for name, option in options.items()},
         **configurator.read_config_file(str(ROOT / config_file)),
     }
 
 
-def find_differences(settings: dict[str, object], config_file: str, variant: str) -> list[str]:
+def find_differences(
+    settings: dict[str, object],
+    recipe: dict[str, object],
+    options: dict[str, Option],
+    source: str,
+) -> list[str]:
     """Return the settings that differ from a recipe, as `learning_rate=0.002 (paper: 0.001)`.
 
     Args:
         settings: all settings of a run, or only those of its model
-        config_file: the recipe, whose other settings are the defaults
+        recipe: all settings of the recipe
+        options: the keys to compare
+        source: what the recipe's value is called, "paper" or "code"
     """
-    options = collect_options(TrainConfig, model_class(variant).Config)
-    recipe = read_recipe(config_file, variant)
     differences = []
     for name, option in options.items():
         if option.changeable and name not in CHANGEABLE_KEYS_OF_RECIPE:
@@ -189,5 +210,5 @@ def find_differences(settings: dict[str, object], config_file: str, variant: str
         # An exported folder has only settings of the model, so the recipe fills in the others before
         # has_effect reads them.
         if value != recipe[name] and option.has_effect({**recipe, **settings}):
-            differences.append(f"{name}={value} (paper: {recipe[name]})")
+            differences.append(f"{name}={value} ({source}: {recipe[name]})")
     return differences

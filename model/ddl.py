@@ -439,9 +439,10 @@ class TokenConvRead(nn.Module):
 class ChannelConvRead(nn.Module):
     """Compressor (CC): a weighted sum over value channels, x_in[t, i] = sum_j w[i, j] X[t, j, i].
 
-    With ddl_cc_read=folded, w (d, d_v) is itself the parameter. With ddl_cc_read=pair, as in the
-    authors' code, w follows from two parameters: `weight` (d, K), a convolution over the value
-    channels, and `read` (d_v,), which sums its d_v results.
+    With ddl_cc_read=folded, as in the texts, w (d, d_v) is itself the parameter, and starts at
+    ddl_state_read_init (1 / d_v). With ddl_cc_read=pair, as in the authors' code, w follows from
+    two parameters: `weight` (d, K), a padded convolution over the value channels, and `read` (d_v,),
+    which sums its d_v results.
     """
 
     def __init__(self, config: ChannelConvConfig):
@@ -474,7 +475,10 @@ class ChannelConvRead(nn.Module):
                 "read": Rule(constant(config.read_start), mixing=True),
             }
         else:
-            folded_start = partial(self.start_folded, conv_start=start)
+            # the read starts as the mean of the value channels, unless the convolution is random
+            folded_start = constant(config.read_start)
+            if config.conv_start == "normal":
+                folded_start = partial(self.start_folded, conv_start=start)
             self.rules = {"weight": Rule(folded_start, decay=True, mixing=True)}
 
     def start_folded(self, weight: torch.Tensor, conv_start: Callable) -> None:

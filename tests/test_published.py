@@ -46,12 +46,38 @@ def test_every_published_average_is_that_of_its_row():
 # ---- beside a run ----
 
 
+# what the authors' code does differently from the text
+VALUE_OF_CODE = "ddl_v_sigmoid=False (code: True), ddl_v_bias=False (code: True)"
+REMARKS_ON_THE_TEXT = {
+    "gpt-mha-rope": None,
+    "DDL-vdim1-gpt-mha-rope": "ddl_v_sigmoid_scale=1.0 (code: 4.0), ddl_v_bias=False (code: True)",
+    "DDL-gpt-mha-rope": VALUE_OF_CODE,
+    "DDL-gpt-mha-rope-EC": VALUE_OF_CODE,
+    "DDL-gpt-mha-rope-CC": f"{VALUE_OF_CODE}, ddl_cc_read=folded (code: pair)",
+    "DDL-gpt-mha-rope-CC-EC": f"{VALUE_OF_CODE}, ddl_cc_read=folded (code: pair)",
+}
+CODE_REMARK = f"Settings of run that differ from the authors' code: {VALUE_OF_CODE}."
+
+
 @pytest.mark.parametrize("size", published.SIZES)
 @pytest.mark.parametrize("variant", PAPER)
-def test_a_run_of_the_papers_recipe_has_its_row_without_a_remark(variant, size):
+def test_a_run_of_the_papers_text_has_its_row_and_a_remark_on_the_code(variant, size):
     beside = find(f"{published.CONFIG_NAMES[variant]}_{size}").beside
+    settings = REMARKS_ON_THE_TEXT[variant]
+    remark = f"Settings of run that differ from the authors' code: {settings}." if settings else ""
     for shots in (0, 1, ""):
-        assert beside("run", shots) == (published.read_results()[variant, size][str(shots)], "")
+        assert beside("run", shots) == (published.read_results()[variant, size][str(shots)], remark)
+
+
+@pytest.mark.parametrize("size", published.SIZES)
+@pytest.mark.parametrize("variant", PAPER[1:])
+def test_a_run_of_the_authors_code_has_a_remark_on_the_text(variant, size):
+    _, remark = find(f"authors_{published.CONFIG_NAMES[variant]}_{size}").beside("run", "")
+    name = published.CONFIG_NAMES[variant]
+    assert remark.startswith(
+        f"Settings of run that differ from the paper's text (config/{name}_{size}.py): ddl_v_sigmoid"
+    )
+    assert "authors' code" not in remark
 
 
 @pytest.mark.parametrize(
@@ -64,14 +90,16 @@ def test_a_run_of_the_papers_recipe_has_its_row_without_a_remark(variant, size):
         (["--mup=False"], "mup=False (paper: True)"),
         (["--num_attention_heads=12"], "num_attention_heads=12 (paper: 6)"),
         (["--ddl_update=write_only"], "ddl_update=write_only (paper: delta)"),
-        (["--ddl_v_sigmoid=False"], "ddl_v_sigmoid=False (paper: True)"),
+        (["--state_dtype=bfloat16"], "state_dtype=bfloat16 (paper: float32)"),
+        (["--block_size=512"], "block_size=512 (paper: 1024)"),
     ],
 )
 def test_a_setting_that_differs_is_named_under_the_row(options, difference):
     row, remark = find("ddl_dv4_small", *options).beside("run", "")
     assert row["val_loss"] == 2.83545
     assert remark == (
-        f"Settings of run that differ from the paper's (config/ddl_dv4_small.py): {difference}."
+        f"Settings of run that differ from the paper's text (config/ddl_dv4_small.py): {difference}. "
+        f"{CODE_REMARK}"
     )
 
 
@@ -87,7 +115,7 @@ def test_a_setting_that_differs_is_named_under_the_row(options, difference):
     ],
 )
 def test_a_setting_that_the_paper_leaves_open_is_not_named(option):
-    assert find("ddl_dv4_small", option).beside("run", "")[1] == ""
+    assert find("gpt_small", option).beside("run", "")[1] == ""
 
 
 def test_an_unfinished_run_is_named():
@@ -118,12 +146,13 @@ def test_numbers_of_shots_that_the_paper_does_not_have():
 
 
 def test_a_folder_that_does_not_say_how_it_was_trained():
-    run, model = configure(["config/ddl_dv4_small.py", "--ddl_v_sigmoid=False"])
+    run, model = configure(["config/ddl_dv4_small.py", "--ddl_v_input=context"])
     row, remark = published.find(run.model, model).beside("exported", 0)
     assert row == published.read_results()[run.model, "small"]["0"]
     assert remark == (
-        "Settings of exported that differ from the paper's (config/ddl_dv4_small.py): "
-        "ddl_v_sigmoid=False (paper: True). It is not known how exported was trained."
+        "Settings of exported that differ from the paper's text (config/ddl_dv4_small.py): "
+        f"ddl_v_input=context (paper: residual). {CODE_REMARK.replace('run', 'exported')} "
+        "It is not known how exported was trained."
     )
 
 
@@ -142,14 +171,14 @@ def test_another_validation_corpus_is_named():
     ],
 )
 def test_another_validation_corpus_of_an_exported_folder_is_named(dataset, difference):
-    run, model = configure(["config/ddl_dv4_small.py"])
+    run, model = configure(["config/gpt_small.py"])
     record = {"settings": {"corpus": CORPUS}, "dataset": dataset}
     row, remark = published.find(run.model, model).beside_validation("exported", record)
-    assert row["val_loss"] == 2.83545
+    assert row["val_loss"] == 2.85426
     expected = "It is not known how exported was trained."
     if difference is not None:
         expected = (
-            "Settings of exported that differ from the paper's (config/ddl_dv4_small.py): "
+            "Settings of exported that differ from the paper's text (config/gpt_small.py): "
             f"{difference}. {expected}"
         )
     assert remark == expected

@@ -280,7 +280,7 @@ def test_initial_values(model_name, keys, pattern, value, std):
         torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("start", ["mean", "normal", "identity"])
+@pytest.mark.parametrize("start", ["normal", "identity"])
 def test_a_folded_read_starts_as_the_pair_folds(start):
     weights = []
     for form in ("pair", "folded"):
@@ -296,6 +296,17 @@ def test_a_folded_read_starts_as_the_pair_folds(start):
         )
         weights.append(model.readout.weights())
     torch.testing.assert_close(weights[0], weights[1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"), [({}, 0.25), ({"ddl_state_read_init": 0.5}, 0.5)], ids=str
+)
+def test_a_folded_read_starts_as_the_mean_of_the_value_channels(keys, value):
+    """The texts have no read vector beside the convolution, which starts at 1 / d_v (B.3)."""
+    model = build("DDL-gpt-mha-rope-CC", ddl_cc_read="folded", **keys, **TINY)
+    weight = model.readout.weight
+    assert weight.shape == (TINY["hidden_size"], 4)
+    assert weight.unique().tolist() == [value]
 
 
 @pytest.mark.parametrize(
