@@ -1,6 +1,10 @@
 """The README and the pages of docs/ agree with the repository."""
 
+import csv
+import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ from pages import check_command, commands_of
 import configurator
 import model
 from configurator import collect_options
+from model.ddl import DeltaRewrite, ExpandedConfig
+from model.gpt import GPTConfig
 from training.config import TrainConfig
 from training.settings import configure, every_option
 
@@ -71,7 +77,56 @@ def test_a_row_of_the_papers_runs_is_computed_and_published(row):
     figures = (ROOT / "results" / "published.csv").read_text(encoding="utf-8")
     loss = re.search(rf"^{size},,{config.model},val_loss,([\d.]+),", figures, flags=re.M)[1]
     assert published_loss == f"{float(loss):.3f}"
-    assert own_loss == "pending"
+    assert own_loss == find_own_loss(name, read_own_runs(), config, model_config)
+
+
+def read_own_runs() -> list[dict[str, str]]:
+    """Return the rows of results/paper_runs.csv, which `research/report.py runs` writes."""
+    path = ROOT / "results" / "paper_runs.csv"
+    return list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
+
+
+def list_settings(config: TrainConfig, model_config: GPTConfig) -> dict:
+    """Return the settings that determine the result of a run."""
+    settings = {**vars(config), **vars(model_config)}
+    options = collect_options(TrainConfig, type(model_config))
+    kept = {key for key, declared in options.items() if not declared.changeable}
+    return {key: value for key, value in settings.items() if key in {*kept, "max_steps"}}
+
+
+def find_own_loss(name: str, rows: list[dict], config: TrainConfig, model_config: GPTConfig) -> str:
+    """Return the loss of the finished run of a config file with its settings, or "pending"."""
+    for row in rows:
+        has_settings = all(
+            json.loads(row[key]) == value
+            if not isinstance(value, str)
+            else Path(row[key]).name == value
+            for key, value in list_settings(config, model_config).items()
+        )
+        if row["name"] == name and has_settings and int(row["val_step"]) == config.max_steps:
+            return f"{float(row['val_loss']):.3f}"
+    return "pending"
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({}, "2.835"),
+        ({"learning_rate": "0.002"}, "pending"),
+        ({"state_dtype": "bfloat16"}, "pending"),
+        ({"val_step": "50000"}, "pending"),
+        ({"name": "gpt_small"}, "pending"),
+    ],
+    ids=str,
+)
+def test_a_result_may_be_filled_in_if_its_run_is_stored(changes, loss):
+    config, model_config = configure([str(ROOT / "config/ddl_dv4_small.py")])
+    row = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in list_settings(config, model_config).items()
+    }
+    row |= {"name": "ddl_dv4_small", "val_step": "100000", "val_loss": "2.83491", **changes}
+    assert find_own_loss("ddl_dv4_small", [row], config, model_config) == loss
 
 
 # ---- code and commands ----
@@ -109,9 +164,35 @@ def test_commands_of_the_pages_exist(page, monkeypatch):
         check_command(command, monkeypatch)
 
 
+def find_block(text: str) -> str:
+    """Return the block of code with some text in it."""
+    return next(block for _, block in BLOCKS if text in block)
+
+
+def test_the_code_of_the_delta_write_is_that_of_the_model():
+    """The README shows the write of config/ddl_dv4_small.py, here with the mean as its read."""
+    torch.manual_seed(0)
+    config = ExpandedConfig(
+        hidden_size=6, num_hidden_layers=1, ddl_v_sigmoid=False, ddl_v_bias=False, ddl_k_eps=0.0
+    )
+    delta = DeltaRewrite(config).double()
+    for parameter in delta.parameters():
+        torch.nn.init.normal_(parameter)
+    state = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    block = SimpleNamespace(
+        read=lambda state: state.mean(2), norm=torch.tanh, beta=delta.beta, value=delta.v_proj
+    )
+    names = {"torch": torch, "F": torch.nn.functional}
+    exec(find_block("def write(self"), names)
+    written = names["write"](block, state, torch.sin)
+    x_in = state.mean(2)
+    c = x_in.tanh()
+    torch.testing.assert_close(written, delta(state, c.sin(), x_in, c), rtol=1e-12, atol=1e-12)
+
+
 def test_the_example_stream_is_that_of_the_contract():
     """The README shows the file that tests/test_contract.py trains."""
-    source = next(text for language, text in BLOCKS if language == "python")
+    source = find_block("class GatedWrite")
     path = ROOT / "tests" / "streams" / "gated-gpt-mha-rope.py"
     assert source == path.read_text(encoding="utf-8")
 
