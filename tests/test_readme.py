@@ -1,6 +1,7 @@
 """The README and the pages of docs/ agree with the repository."""
 
 import csv
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -290,3 +291,18 @@ def test_links_between_pages_lead_to_headings(page):
     for target, heading in links:
         headings = list_headings(target)
         assert not heading or heading in headings
+
+
+# ---- results/gpu/README.md ----
+
+
+def test_the_page_of_the_gpu_knows_which_kernels_have_changed_since_they_ran():
+    """Each file of model/kernels/ has a row, with the digest of the file that ran on the GPU."""
+    page = (ROOT / "results/gpu/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]*\| `(\w+\.py)` \| ?(\w*) \| (.*) \|$", page, flags=re.M)
+    files = {path.name: path for path in (ROOT / "model/kernels").glob("*.py")}
+    assert sorted(name for name, _, _ in rows) == sorted(files)
+    for name, digest, today in rows:
+        is_same = hashlib.sha256(files[name].read_bytes()).hexdigest().startswith(digest)
+        expected = "unchanged" if is_same else "changed"
+        assert today == (expected if digest else "never ran"), name
