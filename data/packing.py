@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from data.preparation import TokenReader, tokenize
 from data.sources import Source
+from data.token_reader import TokenReader, tokenize
 from data.tokenizer_base import Tokenizer
 
 

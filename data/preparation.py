@@ -13,13 +13,11 @@ import itertools
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -27,12 +25,11 @@ from tqdm import tqdm
 from configurator import option, read_command_line
 from data import hub, library_tokenizer, shards, tokenizer
 from data.library_tokenizer import TokenizerFiles
-from data.sources import Batch, PermanentSourceError, Source
+from data.packing import FitOrCut
+from data.sources import PermanentSourceError, Source
+from data.token_reader import TokenReader
 from data.tokenizer_base import Tokenizer
 from utils import errors, machine, units
-
-if TYPE_CHECKING:
-    from data.packing import FitOrCut
 
 # values of --tokenizer; any other one names a tokenizer.json
 BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes")
@@ -199,7 +196,7 @@ class Preparation:
     name: str
     plan: list[Stage]
     # None for a stream of documents of any length
-    packing: "FitOrCut | None" = None
+    packing: FitOrCut | None = None
 
     # what the shards depend on, as preparation.json stores it
     options: dict = field(default_factory=dict)
@@ -252,7 +249,7 @@ def prepare(
     name: str,
     plan: list[Stage],
     extra: dict | None = None,
-    packing: "FitOrCut | None" = None,
+    packing: FitOrCut | None = None,
 ) -> None:
     """Prepare the shards `<name>_<split>_<number>.bin` in args.out, or resume preparing them.
 
@@ -702,92 +699,6 @@ def describe_format(shard_format: shards.ShardFormat) -> dict[str, str]:
     if shard_format == shards.UINT16_FORMAT:
         return {}
     return {"dtype": shard_format.dtype.name}
-
-
-# ---- tokens ----
-
-
-class TokenReader:
-    """Reads the tokens of a source as one stream.
-
-    Attributes:
-        cursor: of the batch that the next token is in; set both to begin elsewhere
-        num_used: number of tokens of that batch that precede it
-        packed: `ShardRecord.packed` of the last tokens
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        encoding: Tokenizer,
-        workers: int,
-        progress_bar: tqdm | None = None,
-    ):
-        self.source = source
-        self.encoding = encoding
-        self.workers = workers
-        self.progress_bar = progress_bar
-        self.cursor: dict | None = None
-        self.num_used = 0
-        self.packed: dict[str, int] = {}
-        self.batches: Iterator[tuple[dict, Future]] | None = None
-        # of the batch at the cursor
-        self.tokens = np.zeros(0, dtype=shards.choose_format(encoding.n_vocab).dtype)
-
-    def take(self, count: int) -> np.ndarray:
-        """Return the next `count` tokens, uint16 or uint32; fewer if the source ends."""
-        if self.batches is None:
-            self.batches = tokenize(self.source, self.cursor, self.encoding, self.workers)
-        result = np.empty(count, dtype=self.tokens.dtype)
-        filled = 0
-        while filled < count:
-            if self.num_used >= len(self.tokens):
-                cursor, future = next(self.batches, (None, None))
-                if future is None:
-                    break
-                # The start may lie beyond the first batch, if batches are smaller than those of the
-                # run that recorded it.
-                self.num_used -= len(self.tokens)
-                self.cursor = cursor
-                self.tokens = future.result()
-                continue
-            part = self.tokens[self.num_used : self.num_used + count - filled]
-            result[filled : filled + len(part)] = part
-            filled += len(part)
-            self.num_used += len(part)
-            if self.progress_bar is not None:
-                self.progress_bar.update(len(part))
-        return result[:filled]
-
-
-def tokenize(
-    source: Source, cursor: dict | None, encoding: Tokenizer, workers: int
-) -> Iterator[tuple[dict, Future]]:
-    """Yield the cursor and the future tokens of each batch, in order, from a cursor on."""
-    # Two batches per thread keep all threads busy; more would only take memory.
-    with ThreadPoolExecutor(workers) as pool:
-        pending = deque()
-        for batch in source.read(cursor):
-            pending.append((batch.cursor, pool.submit(encode_batch, encoding, batch)))
-            if len(pending) > 2 * workers:
-                yield pending.popleft()
-        yield from pending
-
-
-def encode_batch(encoding: Tokenizer, batch: Batch) -> np.ndarray:
-    """Return the tokens of a batch, in which encoding.bos_token precedes each document.
-
-    Returns:
-        uint16 or uint32 (num_tokens,)
-    """
-    begin_of_text = np.array([encoding.bos_token], dtype=np.uint32)
-    starts = batch.starts or [True] * len(batch.texts)
-    parts = [np.zeros(0, dtype=np.uint32)]
-    for tokens, starts_document in zip(encoding.encode_batch(batch.texts), starts):
-        if starts_document:
-            parts.append(begin_of_text)
-        parts.append(tokens)
-    return np.concatenate(parts).astype(shards.choose_format(encoding.n_vocab).dtype)
 
 
 def read_first_bytes(source: Source, num_bytes: int) -> Iterator[str]:

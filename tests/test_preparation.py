@@ -21,7 +21,8 @@ from helpers import ROOT, one_line_error, wait_for, write_parquet
 from in_process import call
 
 from data import hub, preparation, shards, sources, tokenizer
-from data.preparation import PreparationOptions, encode_batch, read_options, tokenize
+from data.preparation import PreparationOptions, read_options
+from data.token_reader import encode_batch, tokenize
 from data.shards import Corpus, open_corpus
 from data.sources import Batch, Files, Texts
 from utils.units import format_bytes
