@@ -2,11 +2,9 @@
 
     python research/analyze.py rank RUN [RUN ...] [--windows=16]
     python research/analyze.py gates RUN [RUN ...] [--windows=32] [--edits=all]
-    python research/analyze.py spectrum RUN [RUN ...] [--windows=16] [--tokens=32]
     python research/analyze.py lens RUN [RUN ...] [--windows=16] [--text="a text"]
     python research/analyze.py causality RUN_OR_FILE [RUN_OR_FILE ...] [--tokens=24]
     python research/analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512]
-    python research/analyze.py transfer [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512]
 
 All commands except causality store their figures as JSON (--json=FILE) and draw them beside it. To resume
 mup or transfer, rerun the command. See research/docs/gates.md, mup.md, and analysis.md for the others.
@@ -24,8 +22,6 @@ from research.analysis import (
     gates,
     lens,
     rank,
-    spectrum,
-    transfer,
 )
 from utils import errors
 
@@ -34,10 +30,8 @@ MODULES = {
     "gates": gates,
     "lens": lens,
     "rank": rank,
-    "spectrum": spectrum,
     "causality": causality,
     "mup": coordinates,
-    "transfer": transfer,
 }
 COMMANDS = {
     name: Command(module.__doc__.partition(": ")[2], module.Options, module.run)

@@ -1,4 +1,4 @@
-"""What the analyses look at in the parts of streams: edits, details, directions, intervals and shortcuts.
+"""What the analyses look at in the parts of streams: edits, details, directions and intervals.
 
 A part is a read, a write or a `post_write` of a site. The tables below have an entry for a class by its module and
 name. A class without an entry, such as that of a new stream, is analyzed as every stream is: by its statistics, with h
@@ -14,8 +14,6 @@ the parent's forward; otherwise it computes something else.
                 the direction that a write writes along
     INTERVALS   intervals(write) -> {statistic: {label: (low, high)}}
                 open intervals; the fraction of tokens in each is reported
-    SHORTCUTS   shortcut(write, state, h, x_in, c) -> a map of products.py
-                the linear map that a write applies to the state, with its gates and directions as they are
 """
 
 import copy
@@ -33,7 +31,6 @@ from model.block import Add, Past
 from model.ddl import DeltaRewrite, project_onto_k, read_value_channels
 from model.hyper_connections import ConnectionOutput
 from model.precision import at_least_fp32
-from research.analysis.products import Diagonal, LinearMap, LowRank, Mix, identity_map
 
 # an import statement cannot name a file with hyphens in its name
 attention_residuals = importlib.import_module("model.AttnRes-gpt-mha-rope")
@@ -92,17 +89,6 @@ def compute_cosines(x: torch.Tensor) -> torch.Tensor:
 # ---- additive writes ----
 
 
-def get_identity_shortcut(
-    write: nn.Module,
-    state: torch.Tensor,
-    h: torch.Tensor,
-    x_in: torch.Tensor | tuple,
-    c: torch.Tensor,
-) -> Diagonal:
-    """Return the shortcut of a write that only adds to the state."""
-    return identity_map(state)
-
-
 def make_scaled_add_edits(write: nn.Module) -> Edits:
     """Replace the scale of ReZero by 0 or 1."""
     return {"a=0": make_edit(write, scale=0.0), "a=1": make_edit(write, scale=1.0)}
@@ -117,19 +103,6 @@ def make_laurel_edits(write: nn.Module) -> Edits:
     """Replace the write by the additive one."""
     name = "a=b=1" if write.weighted else "no low rank"
     return {name: partial(Add.forward, write)}
-
-
-def get_laurel_shortcut(
-    write: nn.Module,
-    state: torch.Tensor,
-    h: torch.Tensor,
-    x_in: torch.Tensor | tuple,
-    c: torch.Tensor,
-) -> Diagonal | LowRank:
-    if write.weighted:
-        weight = 2 * write.logits.softmax(0)[1]
-        return Diagonal(weight.expand(1, 1, write.hidden_size))
-    return LowRank(write.up.weight.mT[None, None], write.down.weight[None, None])
 
 
 # ---- delta rewrites ----
@@ -231,23 +204,6 @@ def get_delta_rewrite_intervals(write: DeltaRewrite) -> Intervals:
     return {"beta": {**erase_intervals, **skipped_write}}
 
 
-def get_delta_rewrite_shortcut(
-    write: DeltaRewrite,
-    state: torch.Tensor,
-    h: torch.Tensor,
-    x_in: torch.Tensor,
-    c: torch.Tensor,
-) -> LowRank | Diagonal:
-    """Return A = I - m beta k k^T, with the gate of the erase; the identity without an erase."""
-    erase_scale = get_erase_scale(write)
-    if not erase_scale:
-        return identity_map(state)
-    k = write.direction(state, h, x_in, c) / math.sqrt(state.shape[-1])
-    gate = write.gate if write.erase_gate is None else write.erase_gate
-    beta = erase_scale * gate(state, x_in, c)
-    return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
-
-
 def measure_value_channel_details(read: nn.Module, state: torch.Tensor) -> Details:
     """Return what a read makes of each value channel of the state (B, T, d_v, d).
 
@@ -308,20 +264,6 @@ def measure_connection_details(read: nn.Module, state: torch.Tensor) -> Details:
         "write": write_weights.expand(*tokens, -1),
         "mix": mix.expand(*tokens, -1, -1),
     }
-
-
-def get_mix_shortcut(
-    write: nn.Module,
-    state: torch.Tensor,
-    h: torch.Tensor,
-    connection: ConnectionOutput,
-    c: torch.Tensor,
-) -> Mix:
-    """Return the transposed mixing matrix; connection: what the read returned."""
-    mix = connection.mix
-    if mix.ndim == 2:  # static mixing is the same for all tokens
-        mix = mix[None, None]
-    return Mix(mix.mT)
 
 
 def make_gated_read_edits(read: nn.Module) -> Edits:
@@ -425,20 +367,6 @@ def measure_mgt_details(
     return {"beta_of_feature": write.compute_beta(state)}
 
 
-def get_mgt_shortcut(
-    write: nn.Module,
-    state: torch.Tensor,
-    h: torch.Tensor,
-    x_in: torch.Tensor,
-    c: torch.Tensor,
-) -> Diagonal:
-    """Return 1 - m beta alpha of each feature; the identity without beta."""
-    erase_scale = get_erase_scale(write)
-    if not erase_scale:
-        return identity_map(state)
-    return Diagonal(1 - erase_scale * write.compute_beta(state) * write.alpha)
-
-
 # ---- the tables ----
 
 EDITS: dict[str, Callable[[nn.Module], Edits]] = {
@@ -468,14 +396,4 @@ DIRECTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 INTERVALS: dict[str, Callable[[nn.Module], Intervals]] = {
     "model.ddl.DeltaRewrite": get_delta_rewrite_intervals,
-}
-SHORTCUTS: dict[str, Callable[..., LinearMap]] = {
-    "model.block.Add": get_identity_shortcut,
-    "model.wide-gpt-mha-rope.WideAdd": get_identity_shortcut,
-    "model.ReZero-gpt-mha-rope.ScaledAdd": get_identity_shortcut,
-    "model.GatedResidual-gpt-mha-rope.Inject": get_identity_shortcut,
-    "model.ddl.DeltaRewrite": get_delta_rewrite_shortcut,
-    "model.hyper_connections.MixAndAdd": get_mix_shortcut,
-    "model.MGT-gpt-mha.MGTWrite": get_mgt_shortcut,
-    "model.LAuReL-gpt-mha-rope.LAuReLWrite": get_laurel_shortcut,
 }

@@ -42,13 +42,6 @@ def measure_mean_over_tokens(write, state, h, x_in, c, written) -> dict:
     return {"mean_h": h.mean(1)}
 
 
-class HalvingWrite(Add):
-    """Halve the state, but with the shortcut of an additive write."""
-
-    def forward(self, state, h, x_in, c, past=None):
-        return state / 2 + h
-
-
 @dataclass
 class WrongEntry:
     """An entry of a table that a check must refuse."""
@@ -89,13 +82,5 @@ WRONG_ENTRIES = {
         entry=measure_mean_over_tokens,
         check="details",
         message="mean_h is not of each token",
-    ),
-    "a wrong shortcut": WrongEntry(
-        model_class=additive(write=HalvingWrite),
-        table=parts.SHORTCUTS,
-        key="broken_for_analyses.HalvingWrite",
-        entry=parts.get_identity_shortcut,
-        check="shortcut",
-        message="its shortcut is not what the write does",
     ),
 }

@@ -1,9 +1,7 @@
 """What the analyses look at in a residual stream; tests/contract.py has the rest of its contract."""
 
-from dataclasses import dataclass
-
 import torch
-from contract import EXACT, sites_of, tiny, tokens
+from contract import sites_of, tiny, tokens
 
 from model.block import Site, State, Stream
 from model.gpt import GPT
@@ -109,86 +107,7 @@ def check_edits(cls: type[GPT]) -> None:
     assert all(map(torch.equal, parameters, model.parameters())), "an edit changes a parameter"
 
 
-# ---- shortcuts ----
-
-
-@dataclass
-class ShortcutResponse:
-    """The shortcut of a write as a matrix, and how the write responds to a change of its state."""
-
-    # dimension of the state on which the matrix acts
-    axis: int
-    matrix: torch.Tensor
-
-    # of the state, and what the write adds for it, the first and the second time that it is made;
-    # all else that the write gets is fixed
-    change: torch.Tensor
-    first_response: torch.Tensor
-    second_response: torch.Tensor
-
-
-class ShortcutRecorder(Stream):
-    """Run the stream as it is, and record the response of every write that has a shortcut."""
-
-    def __init__(self):
-        self.responses: list[ShortcutResponse] = []
-
-    def write(
-        self,
-        site: Site,
-        state: State,
-        h: torch.Tensor,
-        c: torch.Tensor,
-        x_in: torch.Tensor | tuple,
-        cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
-        get_shortcut = parts.find_entry(parts.SHORTCUTS, site.write)
-        if get_shortcut is not None and site.post_write is None:
-            assert torch.is_tensor(state), "a tuple of tensors has no shortcut"
-            generator = torch.Generator().manual_seed(3)
-            change = torch.randn(state.shape, generator=generator, dtype=state.dtype)
-            written = site.write(state, h, x_in, c)
-            written_once = site.write(state + change, h, x_in, c)
-            written_twice = site.write(state + 2 * change, h, x_in, c)
-            shortcut = get_shortcut(site.write, state, h, x_in, c)
-            self.responses.append(
-                ShortcutResponse(
-                    axis=shortcut.axis,
-                    matrix=shortcut.dense(),
-                    change=change,
-                    first_response=written_once - written,
-                    second_response=written_twice - written_once,
-                )
-            )
-        return super().write(site, state, h, c, x_in, cache)
-
-
-def check_shortcut(cls: type[GPT]) -> None:
-    """Check that a write does to the state what its shortcut says, if its gates do not depend on it."""
-    model = tiny(cls)
-    ids = tokens(2, 8)
-    expected, _ = model(ids)
-    recorder = ShortcutRecorder()
-    with torch.no_grad(), model.through(recorder):
-        logits, _ = model(ids)
-    assert torch.equal(logits, expected), "a shortcut changes what the model computes"
-    for response in recorder.responses:
-        assert response.matrix.isfinite().all(), "a shortcut is not finite"
-        is_affine = torch.allclose(response.first_response, response.second_response, **EXACT)
-        if not is_affine:
-            continue
-        if response.change.ndim > 3:
-            vectors = response.change.movedim(response.axis, -1).flatten(2, -2)
-        else:
-            vectors = response.change.unsqueeze(2)
-        moved_response = response.first_response.movedim(response.axis, -1)
-        assert torch.allclose(
-            vectors @ response.matrix.mT, moved_response.reshape(vectors.shape), **EXACT
-        ), "its shortcut is not what the write does to the state"
-
-
 CHECKS = {
     "details": check_details,
     "edits": check_edits,
-    "shortcut": check_shortcut,
 }

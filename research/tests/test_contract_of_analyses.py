@@ -4,12 +4,13 @@ import importlib
 from functools import partial
 
 import pytest
-from broken_for_analyses import WRONG_ENTRIES, HalvingWrite, WriteWithIdleEdit
+from broken_for_analyses import WRONG_ENTRIES
 from contract_of_analyses import CHECKS
 from helpers import EXAMPLES
 from model_settings import names_and_settings
 
 from model import MODEL_NAMES, model_class
+from model.ddl import DeltaRewrite
 from research.analysis import parts
 
 pytestmark = pytest.mark.usefixtures("example_streams")
@@ -38,17 +39,23 @@ def test_a_wrong_entry_is_noticed(fault, monkeypatch):
         CHECKS[wrong.check](wrong.model_class)
 
 
-def test_a_subclass_with_a_forward_of_its_own_does_not_have_the_entries_of_its_parent():
-    write = HalvingWrite(model_class("gpt-mha-rope").Config())
-    assert parts.find_entry(parts.SHORTCUTS, write) is None
+class OwnRewrite(DeltaRewrite):
+    def forward(self, state, h, x_in, c, past=None):
+        return state
 
 
-def test_a_subclass_with_the_forward_of_its_parent_has_its_entries():
-    write = WriteWithIdleEdit(model_class("gpt-mha-rope").Config())
-    assert parts.find_entry(parts.SHORTCUTS, write) is parts.get_identity_shortcut
+class InheritingRewrite(DeltaRewrite):
+    pass
 
 
-@pytest.mark.parametrize("table", ["EDITS", "DETAILS", "DIRECTIONS", "INTERVALS", "SHORTCUTS"])
+def test_a_subclass_has_the_entries_of_its_parent_unless_it_has_a_forward_of_its_own():
+    config = model_class("DDL-gpt-mha-rope").Config()
+    assert parts.find_entry(parts.EDITS, OwnRewrite(config)) is None
+    edits = parts.find_entry(parts.EDITS, InheritingRewrite(config))
+    assert edits is parts.make_delta_rewrite_edits
+
+
+@pytest.mark.parametrize("table", ["EDITS", "DETAILS", "DIRECTIONS", "INTERVALS"])
 def test_every_entry_is_of_an_existing_class(table):
     for key in getattr(parts, table):
         module_name, _, class_name = key.rpartition(".")

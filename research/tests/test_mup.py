@@ -11,7 +11,7 @@ from torch import nn
 
 from model import MODEL_NAMES
 from model.parameters import Kind, collect_rules
-from research.analysis import coordinates, transfer
+from research.analysis import coordinates
 from research.analysis.coordinates import (
     ProductRecorder,
     find_not_level,
@@ -19,7 +19,6 @@ from research.analysis.coordinates import (
     measure_slopes,
     parse_case,
 )
-from research.benchmarks.figures import Figures
 from training import optimizer
 
 # settings with which a variant has other matrices than by default
@@ -149,8 +148,6 @@ def test_the_command_stores_its_figures_and_does_not_measure_them_again(tmp_path
         (["mup", "--models=gpt-mha-rope+ddl_map=v"], "unknown key ddl_map"),
         (["mup", "--models=gpt"], "--models=gpt: give one of"),
         (["mup", "--seeds=0"], "--seeds=0: give 1 or more"),
-        (["transfer", "--dataset=nowhere"], "nowhere"),
-        (["transfer", "--optimizers=sgd"], "--optimizers=sgd: give adamw, muon, or both"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):
@@ -174,110 +171,3 @@ def test_the_page_has_what_the_stored_rows_say():
     counts = [line.rstrip("| ").rpartition("| ")[2].strip() for line in lines[2:]]
     assert len(counts) == 4
     assert all(count in page for count in counts)
-
-
-# ---- transfer ----
-
-
-def test_the_lowest_point_is_that_of_the_parabola():
-    losses = {power: 3 + (power - 0.3) ** 2 for power in range(-2, 3)}
-    assert transfer.find_lowest_point(losses) == pytest.approx(2**0.3)
-
-
-def test_the_lowest_point_beside_a_loss_that_is_not_finite_is_the_best_power_of_two():
-    assert transfer.find_lowest_point({0: 2.0, 1: 1.0, 2: math.inf}) == 2
-
-
-def test_drift_is_the_power_of_the_width():
-    assert transfer.fit_drift([64, 128, 256], [0.4, 0.2, 0.1]) == pytest.approx(-1)
-
-
-def test_the_table_of_best_rates_is_the_stored_result():
-    """The page shows the widths whose grids are complete: the search ended with the best rate inside."""
-    file = ROOT / "results" / "mup_transfer_cpu.json"
-    stored = json.loads(file.read_text())
-    figures = Figures(None, torch.device("cpu"), {"base": stored["base"]})
-    figures.rows = stored["rows"]
-    widths = sorted({row["width"] for row in figures.rows})
-    search = transfer.Search(figures, torch.device("cpu"), widths, ["adamw", "muon"])
-    incomplete_widths = {
-        grid.width for grid in search.list_grids() if search.choose_next_power(grid) is not None
-    }
-    search.widths = [width for width in widths if width not in incomplete_widths]
-    page = (ROOT / "research/docs/mup.md").read_text(encoding="utf-8")
-    assert transfer.format_table(search) in page
-
-
-def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch):
-    """The losses are parabolas, so the best rates are known; what is stored is not measured again."""
-    measured = []
-
-    def compute_loss(settings, row, device):
-        measured.append((row["width"], row["mup"], row["learning_rate"]))
-        best_rate = 2.0**-3
-        if not row["mup"]:
-            best_rate *= 64 / row["width"]
-        distance = math.log2(row["learning_rate"] / best_rate)
-        return None if distance > 2 else 5 + distance**2
-
-    monkeypatch.setattr(transfer, "train_and_evaluate", compute_loss)
-    file = tmp_path / "transfer.json"
-    widths = [64, 128, 1024]
-
-    def start_search():
-        figures = Figures(file, torch.device("cpu"), {"base": 64}, resume=True)
-        return transfer.Search(figures, torch.device("cpu"), widths, ["adamw"])
-
-    search = start_search()
-    search.run()
-    assert len(measured) == len(set(measured))
-    assert search.find_best_rates("adamw", True) == pytest.approx([2**-3] * 3)
-    assert search.find_best_rates("adamw", False) == pytest.approx([2**-3, 2**-4, 2**-7])
-    for width in widths:
-        for mup in (True, False):
-            losses = search.get_losses(transfer.Grid("adamw", width, mup))
-            assert min(losses) < min(losses, key=losses.get) < max(losses)
-    num_measured = len(measured)
-    start_search().run()
-    assert len(measured) == num_measured
-
-
-def test_the_grid_of_a_wider_model_starts_around_the_best_rate_of_the_narrower_one():
-    figures = Figures(None, torch.device("cpu"), {"base": 64})
-    for power in range(-5, 0):
-        figures.add(
-            {
-                "optimizer": "adamw",
-                "width": 64,
-                "mup": True,
-                "learning_rate": 2.0**power,
-                "loss": 5.0 + abs(power + 3),
-                "seconds": 1.0,
-            }
-        )
-    search = transfer.Search(figures, torch.device("cpu"), [64, 128], ["adamw"])
-    assert search.choose_next_power(transfer.Grid("adamw", 64, True)) == -8
-    assert search.choose_next_power(transfer.Grid("adamw", 128, True)) == -5
-    assert search.choose_next_power(transfer.Grid("adamw", 128, False)) == -5
-
-
-def test_transfer_trains_and_draws(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(transfer, "RATES_ON_EACH_SIDE", 1)
-    result = call(
-        "research/analyze.py",
-        "transfer",
-        "--widths=32,64",
-        "--optimizers=muon",
-        f"--dataset={corpus}",
-        "--steps=2",
-        "--layers=1",
-        "--device=cpu",
-        "--block_size=8",
-        f"--json={tmp_path / 'transfer.json'}",
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    assert "| muon | plain |" in result.stdout.decode()
-    rows = json.loads((tmp_path / "transfer.json").read_text())["rows"]
-    assert len(rows) >= 9
-    assert all(row["loss"] > 0 for row in rows)
-    assert (tmp_path / "transfer.png").stat().st_size > 10_000
