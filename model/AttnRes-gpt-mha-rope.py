@@ -333,12 +333,3 @@ class Model(GPT):
     Expander = staticmethod(first_source)
     Block = AttentionResidualsBlock
     Readout = staticmethod(depth_readout)
-
-    @torch.no_grad()
-    def from_additive(self) -> None:
-        if self.config.attn_res_form != "delta":
-            raise ValueError(
-                "attn_res_form=replace has no additive residual stream; use --attn_res_form=delta"
-            )
-        for site in self.sites:
-            site.read.gate.zero_()

@@ -81,6 +81,3 @@ class Model(GPT):
     Expander = Start
     Block = DenseBlock
     Readout = Current
-
-    def from_additive(self) -> None:
-        """Change nothing: it starts as the additive model."""

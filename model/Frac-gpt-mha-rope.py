@@ -135,7 +135,3 @@ class FracBlock(ConnectedBlock):
 class Model(GPT):
     Config = FracConfig
     Block = FracBlock
-
-    def from_additive(self) -> None:
-        # the initial values are those of the additive stream
-        pass

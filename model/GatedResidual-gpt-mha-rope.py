@@ -208,32 +208,3 @@ class Model(GPT):
     Block = GatedBlock
     Readout = GatedMean
     FinalNorm = staticmethod(make_no_norm)
-
-    def convert_additive(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # With gates a of 1/2, norms that are twice as large give the same x_in.
-        own_names = {
-            "ln_1.weight": "gated_attn.norm_weight",
-            "ln_2.weight": "gated_mlp.norm_weight",
-            "ln_f.weight": "readout.norm_weight",
-        }
-        converted = {}
-        for name, tensor in weights.items():
-            for norm_name, own_name in own_names.items():
-                if name.endswith(norm_name):
-                    name = name.replace(norm_name, own_name)
-                    tensor = 2 * tensor.expand(self.config.hc_streams, -1)
-            converted[name] = tensor
-        return converted
-
-    @torch.no_grad()
-    def from_additive(self) -> None:
-        # The gates begin as a = 1/2 and g = 1, whatever the state, so that the streams stay equal.
-        for site in self.sites:
-            site.read.inject.weight.zero_()
-        generator = torch.Generator().manual_seed(0)  # the same on every rank
-        for part in (*(site.read for site in self.sites), self.readout):
-            part.up.weight.zero_()
-            # With equal norms all streams would have equal gradients, and stay equal while they
-            # train. Factors of mean 1 over the streams leave x_in as it is.
-            noise = torch.randn(part.norm_weight.shape, generator=generator).to(part.norm_weight)
-            part.norm_weight.mul_(1 + noise - noise.mean(0))

@@ -75,6 +75,3 @@ class LAuReLBlock(WritingBlock):
 class Model(GPT):
     Config = LAuReLConfig
     Block = LAuReLBlock
-
-    def from_additive(self) -> None:
-        """Change nothing: it starts as the additive model."""

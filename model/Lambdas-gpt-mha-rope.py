@@ -235,9 +235,3 @@ class Model(GPT):
     Expander = staticmethod(copies_of_embedding)
     Block = LambdasBlock
     Readout = First
-
-    @torch.no_grad()
-    def from_additive(self) -> None:
-        for name, parameter in self.transformer.h.named_parameters():
-            if name.endswith((".g", ".skip")):
-                parameter.zero_()

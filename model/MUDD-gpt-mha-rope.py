@@ -182,11 +182,3 @@ class Model(GPT):
     Expander = staticmethod(first_state)
     Block = MUDDBlock
     Readout = First
-
-    @torch.no_grad()
-    def from_additive(self) -> None:
-        if self.config.mudd_ways == "r":
-            return
-        for block in self.transformer.h:
-            block.ln_k.weight.copy_(block.ln_1.weight)
-            block.ln_v.weight.copy_(block.ln_1.weight)

@@ -80,8 +80,6 @@ def divide(
 
 
 class NormPlacementBlock(Block):
-    not_additive = "with norms in other places, no initial values make it the additive stream"
-
     def __init__(self, config: NormPlacementConfig, layer: int):
         super().__init__(config, layer)
         d = config.hidden_size

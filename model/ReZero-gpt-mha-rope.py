@@ -39,8 +39,3 @@ class ReZeroBlock(WritingBlock):
 
 class Model(GPT):
     Block = ReZeroBlock
-
-    @torch.no_grad()
-    def from_additive(self) -> None:
-        for site in self.sites:
-            site.write.scale.fill_(1)

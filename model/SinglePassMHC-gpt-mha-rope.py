@@ -124,10 +124,3 @@ class Model(GPT):
     Expander = StreamsAndRead
     Block = SinglePassBlock
     Readout = ReadOfLastSite
-
-    @torch.no_grad()
-    def from_additive(self) -> None:
-        # The streams stay equal to each other, as in mHC, and all reads are their mean but the
-        # first, which is stream 0.
-        for site in self.sites:
-            site.read.start_additive()

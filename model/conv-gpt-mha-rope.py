@@ -177,11 +177,3 @@ class Model(GPT):
     Config = ConvConfig
     Block = ConvBlock
     Readout = staticmethod(make_readout)
-
-    @torch.no_grad()
-    def from_additive(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Canon):
-                nn.init.zeros_(module.weight)
-            elif isinstance(module, ConvRead):
-                nn.init.zeros_(module.shortconv.weight)[..., -1] = 1.0

@@ -900,10 +900,6 @@ class DeltaBlock(Block):
 
     Compressor: Callable = SingleChannelRead
     Write: Callable = DeltaRewrite
-    not_additive = (
-        "its write cannot add the sublayer output h: with beta = 0 the state does not change, and "
-        "otherwise h is normalized to the direction k"
-    )
 
     def __init__(self, config: DeltaConfig, layer: int):
         super().__init__(config, layer)

@@ -156,27 +156,6 @@ class GPT(nn.Module):
                     "self.init_weights() at the end of __init__"
                 )
 
-    def convert_additive(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights of an additive model by the names that they have in this model.
-
-        train.py --init_from loads them before it calls `from_additive`. Override it if a stream has
-        other norms than `ln_1`, `ln_2` and `ln_f`.
-        """
-        return weights
-
-    def from_additive(self) -> None:
-        """Set the parameters of the stream so that the model computes what the additive model does.
-
-        train.py --init_from calls it after loading the backbone of an additive model.
-
-        Raises:
-            ValueError: the stream has no such start
-        """
-        reason = getattr(
-            self.Block, "not_additive", "its residual stream defines no additive initialization"
-        )
-        raise ValueError(reason)
-
     def use_stream(self, stream: Stream) -> None:
         """Run the residual stream by this object."""
         self.stream = stream

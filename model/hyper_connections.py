@@ -592,27 +592,6 @@ class ManifoldConnection(Connection):
         else:
             mix_bias[::2] = 0  # a of each [[a, b], [b, a]]
 
-    def start_additive(self) -> None:
-        """Set reads of 1/n and writes of 1, which do not depend on the state.
-
-        Raises:
-            ValueError: the writes are always less than 1, or the reads always more than 1/n
-        """
-        if self.read_eps * self.num_streams >= 1:
-            raise ValueError(
-                f"mhc_read_eps={self.read_eps:g} does not allow an additive start, whose reads are "
-                f"1/{self.num_streams}; give a smaller number"
-            )
-        if self.write_magnitude + self.write_eps <= 1:
-            raise ValueError(
-                f"mhc_write_magnitude={self.write_magnitude:g} does not allow an additive start, "
-                "whose writes are 1; give a number above 1"
-            )
-        self.scales.zero_()
-        read_bias, write_bias, _ = self.bias.split(self.sizes)
-        read_bias.fill_(bias_of_sigmoid(1 / self.num_streams, eps=self.read_eps))
-        write_bias.fill_(bias_of_sigmoid(1, self.write_magnitude, self.write_eps))
-
     def weights(self, streams: torch.Tensor) -> ConnectionWeights:
         # z = RMSNorm(vec(H)): all streams of a token as one vector of n d numbers
         z = streams.flatten(2)
@@ -741,11 +720,6 @@ class WeightedStreams(nn.Module):
 
     def elementwise_flops(self) -> int:
         return 2 * len(self.bias) * self.hidden_size
-
-    def start_additive(self) -> None:
-        """Weight each stream by 1/n, whatever the state."""
-        self.scale.zero_()
-        self.bias.fill_(bias_of_sigmoid(1 / len(self.bias), eps=self.read_eps))
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         streams = state.to(at_least_fp32(state.dtype))

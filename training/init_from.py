@@ -11,11 +11,10 @@ from pathlib import Path
 from configurator import Option
 from data import tokenizer
 from huggingface import released
-from model import model_class, weights
+from model import weights
 from model.gpt import GPT
 from training import model_folder
 
-ADDITIVE = "gpt-mha-rope"
 # A config file's recipe may be applied to weights of any size.
 SIZE_KEYS = ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim")
 NANOGPT_VALUES = {
@@ -24,11 +23,8 @@ NANOGPT_VALUES = {
 }
 
 
-def read_init_settings(folder: str, model: str | None = None) -> dict[str, object]:
+def read_init_settings(folder: str) -> dict[str, object]:
     """Return the settings that the folder decides: "model", and the keys of the model.
-
-    If the folder holds an additive model and `model` names another variant, which is then
-    initialized from it, "model" is omitted.
 
     Raises:
         ValueError: the folder is missing or damaged
@@ -42,9 +38,6 @@ def read_init_settings(folder: str, model: str | None = None) -> dict[str, objec
     # shapes and names are checked now, the weights are read when the model has been built
     examined = weights.build_and_check(path, folder_model, model_config, released.convert_weights)
     init_settings = dict(vars(examined.config))
-    if folder_model == ADDITIVE and model not in (None, ADDITIVE):
-        model_class(model)  # raises if there is no such variant
-        return init_settings
     return {"model": folder_model, **init_settings}
 
 
@@ -101,22 +94,7 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
     # released folders have no tokenizer
     if corpus is not None and (folder.path / "tokenizer.json").exists():
         check_tokenizer(folder.path, init_folder, corpus)
-    if folder.model != ADDITIVE or model.variant is model_class(ADDITIVE):
-        weights.load_into(model, folder.path, convert=released.convert_weights)
-        return
-    # A variant that contains the additive stream starts as the same function: its backbone has the
-    # additive model's weights, and its own parameters are set so that they change nothing.
-    additive = weights.read_model(
-        folder.path, folder.model, folder.config, released.convert_weights
-    )
-    model.load_state_dict(model.convert_additive(additive.state_dict()), strict=False)
-    try:
-        model.from_additive()
-    except ValueError as error:
-        raise ValueError(
-            f"init_from={init_folder} is an additive model, but this model cannot start as one: "
-            f"{error}"
-        ) from None
+    weights.load_into(model, folder.path, convert=released.convert_weights)
 
 
 def check_tokenizer(path: Path, init_folder: str, corpus: Path) -> None:

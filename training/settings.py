@@ -58,9 +58,7 @@ def resolve(
     init_settings = {}
     # a resumed run no longer needs the folder
     if run_settings.get("init_from") is not None and not saved:
-        init_settings = init_from.read_init_settings(
-            run_settings["init_from"], run_settings.get("model")
-        )
+        init_settings = init_from.read_init_settings(run_settings["init_from"])
     model = {"model": TrainConfig.model, **init_settings, **saved, **run_settings}["model"]
 
     # Only now is a model's file imported, which may be a user's.
