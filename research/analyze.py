@@ -7,7 +7,7 @@
     python research/analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512]
 
 All commands except causality store their figures as JSON (--json=FILE) and draw them beside it. To resume
-mup or transfer, rerun the command. See research/docs/gates.md, mup.md, and analysis.md for the others.
+mup, rerun the command. See research/docs/gates.md, mup.md, and analysis.md for the others.
 """
 
 import sys

@@ -2,14 +2,15 @@
 
 import re
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evaluation import published
 from research import compare, plots, tables
-from research.compare import METRIC_LABELS, Comparison, Group, to_display_unit
+from research.compare import METRIC_LABELS, Group, to_display_unit
 from research.runs import Run
+from research.tables import Size
 from training.provenance import store_figures
 from utils.tables import format_csv
 
@@ -38,31 +39,6 @@ CAPTIONS = {
     "in brackets, and the verdicts that they allow, corrected for the number of comparisons.",
     "residual": "Statistics of the sites of each block, means over tokens and runs.",
 }
-
-
-@dataclass
-class Size:
-    """The models with the same number of layers and the same width, and their baseline.
-
-    differences: the comparisons with the baseline in each metric that all groups have. metric: the
-    one that the verdicts are on.
-    """
-
-    name: str
-    groups: list[Group]
-    baseline: Group | None = None
-    metric: str | None = None
-    differences: dict[str, list[Comparison]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def comparisons(self) -> list[Comparison]:
-        """The comparisons in `metric`."""
-        return self.differences.get(self.metric, [])
-
-    def get_short_name(self, group: Group) -> str:
-        """Return the name of a group without that of the size."""
-        return group.name.removesuffix(f", {self.name}")
 
 
 def name_size(run: Run) -> str:

@@ -1,7 +1,8 @@
 """Make the tables of a report: results of runs, beside the published ones and beside a baseline."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,6 @@ from research.runs import Run
 from utils import units
 from utils.tables import Table
 
-if TYPE_CHECKING:
-    from research.paper import Size
-
 DIGITS = {
     "val_loss": 4,
     "val_perplexity": 3,
@@ -36,6 +34,31 @@ INTERVAL_NOTE = "± is half the 95% interval of the mean over runs, (n) the numb
 ACCURACY_NOTE = (
     f"{INTERVAL_NOTE} For a single run, ± is lm-eval's standard error over a task's items."
 )
+
+
+@dataclass
+class Size:
+    """The models with the same number of layers and the same width, and their baseline.
+
+    differences: the comparisons with the baseline in each metric that all groups have. metric: the
+    one that the verdicts are on.
+    """
+
+    name: str
+    groups: list[Group]
+    baseline: Group | None = None
+    metric: str | None = None
+    differences: dict[str, list[Comparison]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """The comparisons in `metric`."""
+        return self.differences.get(self.metric, [])
+
+    def get_short_name(self, group: Group) -> str:
+        """Return the name of a group without that of the size."""
+        return group.name.removesuffix(f", {self.name}")
 
 
 def format_steps(group: Group) -> str:
@@ -199,7 +222,7 @@ def list_cautions(groups: list[Group], comparisons: Sequence[Comparison] = ()) -
 # ---- differences ----
 
 
-def make_difference_table(sizes: list["Size"]) -> Table:
+def make_difference_table(sizes: list[Size]) -> Table:
     """Make the table of each group minus the baseline of its size, in all metrics they share."""
     first = next(size for size in sizes if size.metric)
     metric_labels = [METRIC_LABELS[metric] for metric in first.differences]
@@ -300,7 +323,7 @@ COST_FORMATS = {
 MEASURED_COSTS = ("tokens_per_second", "memory", "device_seconds")
 
 
-def make_cost_table(sizes: list["Size"]) -> Table:
+def make_cost_table(sizes: list[Size]) -> Table:
     """Make the table of each model's cost: means over runs, and the factor to its baseline."""
     baseline_names = [size.baseline.name for size in sizes if size.baseline]
     factor_note = ""

@@ -22,9 +22,9 @@ from in_process import call
 
 from data import hub, preparation, shards, sources, tokenizer
 from data.preparation import PreparationOptions, read_options
-from data.token_reader import encode_batch, tokenize
 from data.shards import Corpus, open_corpus
 from data.sources import Batch, Files, Texts
+from data.token_reader import encode_batch, tokenize
 from utils.units import format_bytes
 
 EOT = 256

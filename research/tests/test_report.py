@@ -211,7 +211,7 @@ def test_published_figures_stand_beside_models_of_the_paper_alone(sweep):
     assert table.rows[1][-2:] == [None] * 2
     assert any(f"The paper reports no results for {DDL} (" in note for note in table.notes)
     assert any(
-        f"Settings of {BASE} that differ from the paper's (x.py): " in n for n in table.notes
+        f"Settings of {BASE} that differ from the paper's text (x.py): " in n for n in table.notes
     )
     lines = paper.make_lines(sizes)
     assert [line.published_loss for line in lines] == [2.85426, None]
