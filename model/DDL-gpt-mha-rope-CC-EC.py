@@ -3,12 +3,8 @@
 The paper's name is DDL-CC-EC, or DDL-CC in its July 2026 text.
 """
 
-from .ddl import (
-    ChannelConvRead,
-    DeltaBlock,
-    EmbeddingChannelConvConfig,
-    EmbeddingConv,
-)
+from .ddl import ChannelConvRead, DeltaBlock, EmbeddingConv
+from .ddl_config import EmbeddingChannelConvConfig
 from .gpt import GPT
 
 

@@ -3,7 +3,8 @@
 The paper's name is DDL-CC, or DDL-CC w/o EC in its July 2026 text.
 """
 
-from .ddl import ChannelConvConfig, ChannelConvRead, DeltaBlock, Repeat
+from .ddl import ChannelConvRead, DeltaBlock, Repeat
+from .ddl_config import ChannelConvConfig
 from .gpt import GPT
 
 

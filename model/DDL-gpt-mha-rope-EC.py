@@ -3,7 +3,8 @@
 The paper's name is DDL-EC, or DDL-TC in its July 2026 text.
 """
 
-from .ddl import DeltaBlock, EmbeddingConv, EmbeddingConvConfig, TokenConvRead
+from .ddl import DeltaBlock, EmbeddingConv, TokenConvRead
+from .ddl_config import EmbeddingConvConfig
 from .gpt import GPT
 
 

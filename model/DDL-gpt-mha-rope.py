@@ -3,7 +3,8 @@
 The paper's name is DDL (d_v = 4), or DDL-TC w/o EC in its July 2026 text.
 """
 
-from .ddl import DeltaBlock, ExpandedConfig, Repeat, TokenConvRead
+from .ddl import DeltaBlock, Repeat, TokenConvRead
+from .ddl_config import ExpandedConfig
 from .gpt import GPT
 
 

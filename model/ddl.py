@@ -18,316 +18,370 @@ those of the paper's version of January 2026. In the version of July 2026, equat
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
 from operator import add
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from configurator import option
-
 from .block import Block, Past, delay_each, fold_once
 from .config import GPTConfig
+from .ddl_config import (
+    ChannelConvConfig,
+    DeltaConfig,
+    EmbeddingConvConfig,
+    ValueChannelsConfig,
+)
 from .parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal, one_hot
 from .precision import at_least_fp32, for_product, linear_fp32
 
-
-def writes_computed_value(v_constant: bool, update: str) -> bool:
-    """Return whether the write value v is computed, from the state or from the sublayer output."""
-    return not v_constant and update != "erase_only"
+# ---- the write ----
 
 
-def projects_value(delta_map: str, v_constant: bool, update: str) -> bool:
-    """Return whether a linear layer computes the write value v from `ddl_v_input`."""
-    return delta_map == "k" and writes_computed_value(v_constant, update)
+class DeltaRewrite(nn.Module):
+    """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6).
 
+    With ddl_erase_gate=own, the erase has a second gate, X' = X + k (beta v^T - beta_erase k^T X).
+    """
 
-@dataclass
-class DeltaConfig(GPTConfig):
-    """Keys of Deep Delta Learning (DDL)."""
+    takes_branch_mult = True
+    ranges: ClassVar = {"beta": (0.0, 2.0), "beta_erase": (0.0, 2.0)}
 
-    expansion_key: ClassVar[str | None] = "ddl_value_channels"
+    def __init__(self, config: DeltaConfig):
+        super().__init__()
+        self.config = config
+        self.rules = {}
+        # The order of the parameters is that of these lines. It decides the sum of the gradient
+        # norm, and the random numbers of init_order=sequential.
+        self.add_gate()
+        if config.ddl_erase_gate == "own":
+            self.add_erase_gate()
+        self.add_direction()
+        self.add_value()
 
-    ddl_value_channels: int = option(
-        4,
-        "number of value channels d_v of the state X in R^{d x d_v}",
-        low=1,
-    )
-    ddl_beta_init: float | Literal["1/L"] = option(
-        1.0,
-        "initial value of the gate beta; 0 leaves the state unchanged, 1 overwrites and 2 reflects "
-        "the component of the state along k; 1/L means 1 / num_hidden_layers",
-        low=0,
-        high=2,
-        only_initializes=True,
-    )
-    ddl_beta_single_linear: bool = option(
-        True,
-        "compute the logit of the gate beta with one linear layer; False uses two linear layers "
-        "with a tanh in between",
-    )
-    ddl_beta_hidden_size: int = option(
-        128,
-        "hidden size of the two-layer gate",
-        low=1,
-        counts_with=("ddl_beta_single_linear", False),
-    )
-    ddl_erase_gate: Literal["shared", "own"] = option(
-        "shared",
-        "gate of the erase; shared uses the gate beta for the erase and for the write; own gives "
-        "the erase a gate of the same form with parameters of its own, which start equal to those "
-        "of beta, X' = X + k (beta v^T - beta_erase k^T X)",
-        counts_with=("ddl_update", "delta"),
-    )
-    ddl_beta_input: Literal["context", "residual", "mean", "flat"] = option(
-        "context",
-        "input of the gate beta; context is the normalized context c, residual is the compressed "
-        "state x_in, mean is the mean of X over the value channels, flat is X flattened to one "
-        "vector",
-    )
-    ddl_k_eps: float = option(
-        1e-5,
-        "epsilon in the normalization of the direction k; see ddl_k_norm",
-        low=0,
-    )
-    ddl_k_norm: Literal["guarded", "shifted"] = option(
-        "guarded",
-        "normalization of the direction k; guarded is k~ / sqrt(||k~||^2 + ddl_k_eps^2), "
-        "shifted is k~ / (||k~|| + ddl_k_eps)",
-    )
-    ddl_v_sigmoid: bool = option(
-        True,
-        "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it",
-        counts_with=(("ddl_v_constant", "ddl_update"), writes_computed_value),
-    )
-    ddl_v_sigmoid_scale: float = option(
-        4.0,
-        "factor on the sigmoid of the write value v",
-        counts_with=("ddl_v_sigmoid", True),
-    )
-    ddl_v_constant: bool = option(
-        False,
-        "write the constant ddl_v_constant_value instead of a learned write value v",
-        counts_with=("ddl_update", lambda update: update != "erase_only"),
-    )
-    ddl_v_constant_value: float = option(
-        2.0,
-        "constant write value v",
-        counts_with=("ddl_v_constant", True),
-    )
-    ddl_v_input: Literal["residual", "context"] = option(
-        "residual",
-        "input of the linear layer for the write value v in the k-Map; residual is the compressed "
-        "state x_in, context is the normalized context c",
-        counts_with=(("ddl_map", "ddl_v_constant", "ddl_update"), projects_value),
-    )
-    ddl_v_bias: bool = option(
-        True,
-        "add a bias to the linear layer for the write value v",
-        counts_with=(("ddl_v_constant", "ddl_update"), writes_computed_value),
-    )
-    ddl_map: Literal["k", "v"] = option(
-        "k",
-        "role of the sublayer output h; k (k-Map) makes h the direction k, and computes the write "
-        "value v from ddl_v_input; v (v-Map) computes the write value v from h, and the direction "
-        "k in a branch of its own, ddl_k_branch",
-    )
-    ddl_k_branch: Literal["mlp", "attention"] = option(
-        "mlp",
-        "branch that computes the direction k in the v-Map; mlp applies an MLP to ddl_k_input, "
-        "attention attends over the value channels of X with a learned query",
-        counts_with=("ddl_map", "v"),
-    )
-    ddl_k_input: Literal["read", "mean", "flat"] = option(
-        "read",
-        "input of the MLP for the direction k in the v-Map; read is the compressed state x_in, or "
-        "the normalized context c if d_v = 1; mean is the mean of X over the value channels; flat "
-        "is X flattened to one vector",
-        counts_with=("ddl_k_branch", "mlp"),
-    )
-    ddl_k_hidden_size: int = option(
-        128,
-        "hidden size of the MLP for the direction k in the v-Map",
-        low=1,
-        counts_with=("ddl_k_branch", "mlp"),
-    )
-    ddl_update: Literal["delta", "write_only", "erase_only"] = option(
-        "delta",
-        "update of the state; delta is X' = X + beta k (v^T - k^T X), which erases before it "
-        "writes; write_only is X' = X + beta k v^T, a control without the erase; erase_only is "
-        "X' = X - beta k k^T X, a control without the write, whose value v is 0",
-    )
+    def forward(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> torch.Tensor:
+        """Return the new state X'.
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.ddl_k_branch == "attention" and self.ddl_value_channels == 1:
-            raise ValueError(
-                "ddl_k_branch=attention attends over the value channels, but ddl_value_channels "
-                "is 1; use --ddl_k_branch=mlp"
+        Args:
+            state: X (B, T, d_v, d)
+            h: sublayer output (B, T, d)
+            x_in: compressed state (B, T, d)
+            c: normalized x_in (B, T, d)
+        """
+        # k = k~ / ||k~||, where k~ = h in the k-Map (equation 3)
+        k_hat = self.direction(state, h, x_in, c)
+        # by default, beta = 2 sigmoid(w . c + b)
+        beta = self.gate(state, x_in, c)
+        # by default, v = 4 sigmoid(W x_in + b)
+        v = self.value(h, x_in, c)
+        beta_erase = self.erase_gate(state, x_in, c)
+        branch_mult = self.config.branch_mult
+        if branch_mult != 1:
+            beta = branch_mult * beta
+            beta_erase = None if beta_erase is None else branch_mult * beta_erase
+        # X' = X + beta k (v^T - k^T X) (equation 6)
+        return delta_rewrite(
+            state,
+            k_hat,
+            beta,
+            v,
+            erase=self.config.erases,
+            beta_erase=beta_erase,
+        )
+
+    # The layers of k, beta and v belong to the write itself, so that a checkpoint has
+    # `ddl_attn.v_proj.weight`, as those of the authors' code do. Therefore k, beta and v are methods,
+    # not modules.
+
+    def direction(
+        self, state: torch.Tensor, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:
+        """Return k_hat = sqrt(d) k (B, T, d) in at least fp32, where ||k|| = 1 (equation 3, B.1).
+
+        In the k-Map, k is the sublayer output h, normalized. In the v-Map, a branch of its own
+        computes it: an MLP, or attention over the value channels.
+        """
+        config = self.config
+        if config.ddl_map == "k":
+            k_tilde = h
+        elif config.ddl_k_branch == "attention":
+            k_tilde = self.direction_by_attention(state)
+        elif config.ddl_k_input != "read":
+            k_tilde = self.direction_by_mlp(pool(state, config.ddl_k_input))
+        elif config.ddl_value_channels == 1:
+            k_tilde = self.direction_by_mlp(c)
+        else:
+            k_tilde = self.direction_by_mlp(x_in)
+        return normalize_direction(k_tilde, config)
+
+    def gate(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """Return the gate beta (B, T, 1), in (0, 2) and at least fp32 (equation 8, B.2)."""
+        x = self.gate_input(state, x_in, c)
+        if self.config.ddl_beta_single_linear:
+            return compute_gate(x, self.beta)
+        return compute_gate(x, self.beta_in, self.beta_out)
+
+    def erase_gate(
+        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the gate of the erase (B, T, 1), or None if it is beta."""
+        if self.config.ddl_erase_gate == "shared":
+            return None
+        x = self.gate_input(state, x_in, c)
+        if self.config.ddl_beta_single_linear:
+            return compute_gate(x, self.beta_erase)
+        return compute_gate(x, self.beta_erase_in, self.beta_erase_out)
+
+    def value(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """Return the write value v (B, T, d_v), in at least fp32.
+
+        It is linear in x_in or c in the k-Map, and in the sublayer output h in the v-Map, with a
+        sigmoid that bounds it by default; or it is a constant.
+        """
+        config = self.config
+        if config.constant_value is not None:
+            return x_in.new_full(
+                (*x_in.shape[:2], config.ddl_value_channels),
+                config.constant_value,
+                dtype=at_least_fp32(x_in.dtype),
             )
-        if self.ddl_map == "v" and self.ddl_v_constant:
-            raise ValueError(
-                "ddl_v_constant=True with ddl_map=v leaves the sublayer outputs unused; omit one "
-                "of them"
-            )
-        if self.ddl_map == "v" and self.ddl_update == "erase_only":
-            raise ValueError(
-                "ddl_update=erase_only with ddl_map=v leaves the sublayer outputs unused, from which "
-                "the v-Map computes the write value v; omit one of them"
-            )
+        if config.ddl_map == "v":
+            value_input = h
+        elif config.ddl_v_input == "residual":
+            value_input = x_in
+        else:
+            value_input = c
+        v = linear_fp32(self.v_proj, value_input)
+        if config.ddl_v_sigmoid:
+            return config.ddl_v_sigmoid_scale * v.sigmoid()
+        return v
 
-    @property
-    def erases(self) -> bool:
-        """Return whether the update has the term -beta k k^T X."""
-        return self.ddl_update != "write_only"
+    def gate_input(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
+        if self.config.ddl_beta_input == "context":
+            return c
+        if self.config.ddl_beta_input == "residual":
+            return x_in
+        return pool(state, self.config.ddl_beta_input)
 
-    @property
-    def constant_value(self) -> float | None:
-        """Return the write value v if it is a constant, 0 for the erase alone; None if computed."""
-        if self.ddl_update == "erase_only":
-            return 0.0
-        return self.ddl_v_constant_value if self.ddl_v_constant else None
+    def direction_by_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Return k~ = k_out silu(k_in x), (B, T, d)."""
+        return self.k_out(F.silu(self.k_in(for_product(x, self.k_in.weight))))
 
-    @property
-    def beta_start(self) -> float:
-        """Return the gate beta at initialization."""
-        return 1 / self.num_hidden_layers if self.ddl_beta_init == "1/L" else self.ddl_beta_init
+    def direction_by_attention(self, state: torch.Tensor) -> torch.Tensor:
+        """Return k~ = k_out sum_j a_j X[:, j], (B, T, d).
 
-    def notes(self) -> list[str]:
-        """Return warnings about equal value channels and about a first gradient that is too large."""
-        notes = []
-        if self.ddl_value_channels > 1 and self.constant_value is not None:
-            notes.append(
-                "every value channel gets the same update, so the channels differ only to the "
-                "extent that the embedding convolution (EC) makes them differ, and without one they "
-                "remain equal; "
-                "--ddl_value_channels=1 is a similar model at less cost"
-            )
-        # The erase bounds the state, so each sublayer changes a constant fraction of it, and these
-        # changes multiply over depth. The factor 0.4 was measured (docs/variants.md).
-        num_sublayers = 2 * self.num_hidden_layers
-        beta = self.branch_mult * self.beta_start
-        growth = 0.4 * num_sublayers * beta / math.sqrt(self.hidden_size)
-        if growth > 3 and self.erases:
-            notes.append(
-                f"with ddl_beta_init={self.ddl_beta_init}, the first gradient of "
-                f"{self.num_hidden_layers} blocks of width {self.hidden_size} may be about "
-                f"e^{growth:.0f} times too large to train; try --ddl_beta_init=1/L"
-            )
-        return notes
+        a = softmax_j(k_query . (k_key X[:, j]) / sqrt(d))
+        """
+        x = state.to(at_least_fp32(state.dtype))
+        # k_query . (k_key X) = (k_key^T k_query) . X, so the value channels meet one vector instead
+        # of a matrix
+        query = self.k_query.to(x.dtype) @ self.k_key.weight.to(x.dtype)
+        scores = (x * query).sum(-1) / math.sqrt(x.shape[-1])
+        attended = (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
+        return self.k_out(for_product(attended, self.k_out.weight))
 
-    @property
-    def k_guard(self) -> float:
-        """Return the epsilon of the direction k: ddl_k_eps, or a tiny number in place of 0."""
-        # 1e-15 changes only the direction of a zero vector, which becomes zero instead of NaN.
-        return max(self.ddl_k_eps, 1e-15)
+    def add_gate(self) -> None:
+        """Register the layer of beta, or its two layers."""
+        if self.config.ddl_beta_single_linear:
+            (self.beta,) = make_gate_layers(self.config)
+        else:
+            self.beta_in, self.beta_out = make_gate_layers(self.config)
+
+    def add_erase_gate(self) -> None:
+        """Register a gate that starts with the values of beta, so that the first update is the same."""
+        names = ["beta"] if self.config.ddl_beta_single_linear else ["beta_in", "beta_out"]
+        for name, layer in zip(names, make_gate_layers(self.config)):
+            erase_name = name.replace("beta", "beta_erase")
+            self.add_module(erase_name, layer)
+            rule = layer.rules.pop("weight")
+            self.rules[f"{erase_name}.weight"] = rule._replace(start_as=f"{name}.weight")
+
+    def add_direction(self) -> None:
+        """Register the branch of k in the v-Map; the k-Map has none."""
+        config = self.config
+        if config.ddl_map == "k":
+            return
+        d = config.hidden_size
+        start = config.matrix_start()
+        if config.ddl_k_branch == "attention":
+            matrix_rule = Rule(start, HIDDEN, decay=True, mixing=True)
+            self.k_query = nn.Parameter(torch.empty(d))
+            self.rules["k_query"] = Rule(constant(0.0), mixing=True)
+            self.k_key = linear(d, d, matrix_rule)
+            self.k_out = linear(d, d, matrix_rule)
+            return
+        input_size = d * config.ddl_value_channels if config.ddl_k_input == "flat" else d
+        hidden_size = config.ddl_k_hidden_size
+        # With init=spectral, the start of k_out does not depend on d.
+        out_kind = INPUT if config.init == "normal" else FIXED
+        in_rule = Rule(start, OUTPUT, decay=True, mixing=True)
+        out_rule = Rule(start, out_kind, decay=True, mixing=True)
+        self.k_in = linear(input_size, hidden_size, in_rule)
+        self.k_out = linear(hidden_size, d, out_rule)
+
+    def add_value(self) -> None:
+        """Register the layer of v; the erase alone has no value, and no layer for it."""
+        config = self.config
+        if config.ddl_update == "erase_only":
+            return
+        d = config.hidden_size
+        bias_rule = None
+        if config.ddl_v_bias:
+            # as in a layer of torch, so that the value channels differ from the first step on
+            bound = 1 / math.sqrt(d)
+            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound), mixing=True)
+        weight_rule = Rule(config.matrix_start(), OUTPUT, decay=True, mixing=True)
+        self.v_proj = linear(d, config.ddl_value_channels, weight_rule, bias_rule)
+        # With a constant value the layer stays in the state dict, but it is not trained.
+        self.v_proj.requires_grad_(not config.ddl_v_constant)
+
+    def elementwise_flops(self) -> int:
+        """Count k^T X, the rank-1 write, and the attention and means over the value channels."""
+        config = self.config
+        state_size = config.hidden_size * config.ddl_value_channels
+        flops = 2 * state_size
+        if config.erases:
+            flops += 2 * state_size
+        if config.ddl_map == "v" and config.ddl_k_branch == "attention":
+            flops += 4 * state_size
+        elif config.ddl_map == "v" and config.ddl_k_input == "mean":
+            flops += state_size
+        if config.ddl_beta_input == "mean":
+            flops += state_size
+        return flops
+
+    def statistics(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        written: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Return, for each token (B, T), the gates and the RMS of v - k^T X before and after.
+
+        `beta_erase` is there if the erase has a gate of its own.
+        """
+        k_hat = self.direction(state, h, x_in, c)
+        v = self.value(h, x_in, c)
+        statistics = {"beta": self.gate(state, x_in, c).squeeze(-1)}
+        beta_erase = self.erase_gate(state, x_in, c)
+        if beta_erase is not None:
+            statistics["beta_erase"] = beta_erase.squeeze(-1)
+        statistics["discrepancy_before"] = (
+            (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt()
+        )
+        statistics["discrepancy_after"] = (
+            (v - project_onto_k(written, k_hat)).square().mean(-1).sqrt()
+        )
+        return statistics
 
 
-@dataclass
-class SingleChannelConfig(DeltaConfig):
-    """Keys of DDL with one value channel (d_v = 1)."""
+def delta_rewrite(
+    state: torch.Tensor,
+    k_hat: torch.Tensor,
+    beta: torch.Tensor,
+    v: torch.Tensor,
+    erase: bool = True,
+    beta_erase: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return X' = X + beta k (v^T - k^T X) (equation 6).
 
-    ddl_value_channels: int = option(
-        1,
-        "number of value channels d_v of the state X in R^{d x d_v}; this model has one",
-        low=1,
+    It is computed in at least fp32 and returned in the dtype of the state.
+
+    Args:
+        state: X (B, T, d_v, d)
+        k_hat: sqrt(d) k (B, T, d), in at least fp32; its RMS is 1
+        beta: the gate (B, T, 1)
+        v: the write value (B, T, d_v)
+        erase: False leaves out the erase, X' = X + beta k v^T
+        beta_erase: a gate of the erase's own (B, T, 1), X' = X + k (beta v^T - beta_erase k^T X);
+            None for beta itself
+    """
+    x = state.to(k_hat.dtype)
+    k_hat = k_hat.unsqueeze(2)  # (B, T, 1, d): one direction for all value channels
+    # k = scale * k_hat; the factor stays outside the dot products, as in the authors' code
+    scale = 1 / math.sqrt(k_hat.shape[-1])
+    if not erase:
+        update = beta * v  # (B, T, d_v)
+    elif beta_erase is None:
+        update = beta * (v - (x * k_hat).sum(-1) * scale)
+    else:
+        update = beta * v - beta_erase * ((x * k_hat).sum(-1) * scale)
+    return (x + (update * scale).unsqueeze(-1) * k_hat).to(state.dtype)
+
+
+def normalize_direction(k_tilde: torch.Tensor, config: DeltaConfig) -> torch.Tensor:
+    """Return k_hat = sqrt(d) k of the unnormalized direction k~ (B, T, d) (equation 3).
+
+    k = k~ / sqrt(||k~||^2 + eps^2), or k~ / (||k~|| + eps) with ddl_k_norm=shifted.
+    """
+    k_tilde = k_tilde.to(at_least_fp32(k_tilde.dtype))
+    d = k_tilde.shape[-1]
+    eps = config.k_guard
+    # rms_norm divides by sqrt(mean(k~^2) + eps^2 / d), which is sqrt(||k~||^2 + eps^2) / sqrt(d)
+    k_hat = F.rms_norm(k_tilde, (d,), eps=eps**2 / d)
+    if config.ddl_k_norm == "shifted":
+        norm = torch.linalg.vector_norm(k_tilde, dim=-1, keepdim=True)
+        k_hat = k_hat * ((norm.square() + eps**2).sqrt() / (norm + eps))
+    return k_hat
+
+
+def compute_gate(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
+    """Return 2 sigmoid of one linear layer, or of two with a tanh in between, in at least fp32."""
+    logit = linear_fp32(layers[0], x)
+    for layer in layers[1:]:
+        logit = linear_fp32(layer, logit.tanh())
+    return 2 * logit.sigmoid()
+
+
+def make_gate_layers(config: DeltaConfig) -> tuple[nn.Linear, ...]:
+    """Return the layers of a gate, whose bias starts where the gate is ddl_beta_init."""
+    d = config.hidden_size
+    input_size = d * config.ddl_value_channels if config.ddl_beta_input == "flat" else d
+    start = config.matrix_start()
+    # the bounds keep the logit finite for a gate of 0 or 2
+    probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
+    logit = math.log(probability) - math.log1p(-probability)
+    input_rule = Rule(start, OUTPUT, decay=True, mixing=True)
+    bias_rule = Rule(constant(logit), mixing=True)
+    if config.ddl_beta_single_linear:
+        return (linear(input_size, 1, input_rule, bias_rule),)
+    hidden_size = config.ddl_beta_hidden_size
+    output_rule = Rule(start, FIXED, decay=True, mixing=True)
+    return (
+        linear(input_size, hidden_size, input_rule),
+        linear(hidden_size, 1, output_rule, bias_rule),
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.ddl_value_channels != 1:
-            raise ValueError(
-                f"ddl_value_channels={self.ddl_value_channels}, but this model has one value "
-                "channel; for more, use --model=DDL-gpt-mha-rope"
-            )
+
+def project_onto_k(state: torch.Tensor, k_hat: torch.Tensor) -> torch.Tensor:
+    """Return k^T X (B, T, d_v) of a state (B, T, d_v, d), where k_hat (B, T, d) is sqrt(d) k."""
+    return (state.to(k_hat.dtype) * k_hat.unsqueeze(2)).sum(-1) / math.sqrt(k_hat.shape[-1])
 
 
-@dataclass
-class ValueChannelsConfig(GPTConfig):
-    """Keys of models with several value channels (d_v > 1)."""
+def pool(state: torch.Tensor, form: str) -> torch.Tensor:
+    """Return Pool(X) of a state (B, T, d_v, d), in at least fp32 (equation 8, appendix B.1).
 
-    expansion_key: ClassVar[str | None] = "ddl_value_channels"
-
-    ddl_value_channels: int = option(
-        4,
-        "number of value channels d_v of the state X in R^{d x d_v}",
-        low=1,
-    )
-    ddl_state_shortconv_kernel_size: int | None = option(
-        None,
-        "kernel size of the convolution in the compressor, which maps X to x_in (default: 4 for a "
-        "convolution over tokens, ddl_value_channels for one over value channels)",
-        low=1,
-    )
-    ddl_state_read_init: float | None = option(
-        None,
-        "initial value of the read vector, with which the compressor sums over the value channels "
-        "(default: 1 / ddl_value_channels)",
-        only_initializes=True,
-    )
-    ddl_state_conv_init: Literal["mean", "normal", "identity"] | None = option(
-        None,
-        "initialization of the convolution in the compressor; mean averages over the kernel; "
-        "normal draws from N(0, hidden_init_std_factor / sqrt(hidden_size)); identity passes on "
-        "the current token or value channel (default: mean with init=spectral, normal with "
-        "init=normal)",
-        only_initializes=True,
-    )
-
-    @property
-    def conv_start(self) -> str:
-        """Return how the convolution in the compressor is initialized."""
-        if self.ddl_state_conv_init is not None:
-            return self.ddl_state_conv_init
-        return "mean" if self.init == "spectral" else "normal"
-
-    @property
-    def read_start(self) -> float:
-        """Return the initial value of the read vector."""
-        if self.ddl_state_read_init is not None:
-            return self.ddl_state_read_init
-        return 1 / self.ddl_value_channels
+    form: "mean" over the value channels, (B, T, d); or "flat", one value channel after the other,
+        (B, T, d_v * d)
+    """
+    x = state.to(at_least_fp32(state.dtype))
+    return x.mean(2) if form == "mean" else x.flatten(2)
 
 
-@dataclass
-class ExpandedConfig(ValueChannelsConfig, DeltaConfig):
-    """Keys of DDL with several value channels (d_v > 1)."""
-
-
-@dataclass
-class ChannelConvConfig(ExpandedConfig):
-    """Keys of the compressor over value channels (CC)."""
-
-    ddl_cc_read: Literal["pair", "folded"] = option(
-        "pair",
-        "parameters of the compressor; pair is a convolution over value channels followed by a "
-        "read vector, folded is a single weight for each feature and value channel",
-    )
-    ddl_state_dv_shortconv_causal: bool = option(
-        False,
-        "make the convolution over value channels causal",
-        counts_with=("ddl_cc_read", "pair"),
-    )
-
-
-@dataclass
-class EmbeddingConvConfig(ExpandedConfig):
-    """Keys of the embedding convolution (EC)."""
-
-    input_embed_shortconv_kernel_size: int = option(
-        4,
-        "kernel size, in tokens, of the causal convolution that expands the embedding into the "
-        "value channels",
-        low=1,
-    )
-
-
-@dataclass
-class EmbeddingChannelConvConfig(EmbeddingConvConfig, ChannelConvConfig):
-    """Keys of DDL with both convolutions (CC and EC)."""
+# ---- reads and expanders ----
 
 
 def taps_first(weights: torch.Tensor) -> torch.Tensor:
@@ -557,339 +611,7 @@ def read_value_channels(
     return reduce(add, delay_each(sums, past))
 
 
-def pool(state: torch.Tensor, form: str) -> torch.Tensor:
-    """Return Pool(X) of a state (B, T, d_v, d), in at least fp32 (equation 8, appendix B.1).
-
-    form: "mean" over the value channels, (B, T, d); or "flat", one value channel after the other,
-        (B, T, d_v * d)
-    """
-    x = state.to(at_least_fp32(state.dtype))
-    return x.mean(2) if form == "mean" else x.flatten(2)
-
-
-def delta_rewrite(
-    state: torch.Tensor,
-    k_hat: torch.Tensor,
-    beta: torch.Tensor,
-    v: torch.Tensor,
-    erase: bool = True,
-    beta_erase: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return X' = X + beta k (v^T - k^T X) (equation 6).
-
-    It is computed in at least fp32 and returned in the dtype of the state.
-
-    Args:
-        state: X (B, T, d_v, d)
-        k_hat: sqrt(d) k (B, T, d), in at least fp32; its RMS is 1
-        beta: the gate (B, T, 1)
-        v: the write value (B, T, d_v)
-        erase: False leaves out the erase, X' = X + beta k v^T
-        beta_erase: a gate of the erase's own (B, T, 1), X' = X + k (beta v^T - beta_erase k^T X);
-            None for beta itself
-    """
-    x = state.to(k_hat.dtype)
-    k_hat = k_hat.unsqueeze(2)  # (B, T, 1, d): one direction for all value channels
-    # k = scale * k_hat; the factor stays outside the dot products, as in the authors' code
-    scale = 1 / math.sqrt(k_hat.shape[-1])
-    if not erase:
-        update = beta * v  # (B, T, d_v)
-    elif beta_erase is None:
-        update = beta * (v - (x * k_hat).sum(-1) * scale)
-    else:
-        update = beta * v - beta_erase * ((x * k_hat).sum(-1) * scale)
-    return (x + (update * scale).unsqueeze(-1) * k_hat).to(state.dtype)
-
-
-def project_onto_k(state: torch.Tensor, k_hat: torch.Tensor) -> torch.Tensor:
-    """Return k^T X (B, T, d_v) of a state (B, T, d_v, d), where k_hat (B, T, d) is sqrt(d) k."""
-    return (state.to(k_hat.dtype) * k_hat.unsqueeze(2)).sum(-1) / math.sqrt(k_hat.shape[-1])
-
-
-# The write computes k, beta and v by the three classes below. Each creates the layers that it needs
-# and registers them on the write, so that a checkpoint has `ddl_attn.v_proj.weight`, as those of the
-# authors' code do. Therefore they are not modules themselves. They ask the write for its layers each
-# time, because others replace these: FSDP the parameters, and libraries for LoRA whole layers.
-
-
-class Direction:
-    """The direction k of a write, of unit length (equation 3, appendix B.1).
-
-    In the k-Map, it is the sublayer output h, normalized. In the v-Map, a branch of its own computes
-    it: an MLP, or attention over the value channels.
-    """
-
-    def __init__(self, write: nn.Module, config: DeltaConfig):
-        self.config = config
-        self.write = write
-        if config.ddl_map == "k":
-            return
-        d = config.hidden_size
-        start = config.matrix_start()
-        if config.ddl_k_branch == "attention":
-            matrix_rule = Rule(start, HIDDEN, decay=True, mixing=True)
-            write.k_query = nn.Parameter(torch.empty(d))
-            write.rules["k_query"] = Rule(constant(0.0), mixing=True)
-            write.k_key = linear(d, d, matrix_rule)
-            write.k_out = linear(d, d, matrix_rule)
-        else:
-            input_size = d * config.ddl_value_channels if config.ddl_k_input == "flat" else d
-            hidden_size = config.ddl_k_hidden_size
-            # With init=spectral, the start of k_out does not depend on d.
-            out_kind = INPUT if config.init == "normal" else FIXED
-            in_rule = Rule(start, OUTPUT, decay=True, mixing=True)
-            out_rule = Rule(start, out_kind, decay=True, mixing=True)
-            write.k_in = linear(input_size, hidden_size, in_rule)
-            write.k_out = linear(hidden_size, d, out_rule)
-
-    def __call__(
-        self, state: torch.Tensor, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor:
-        """Return k_hat = sqrt(d) k (B, T, d), in at least fp32."""
-        config = self.config
-        if config.ddl_map == "k":
-            k_tilde = h
-        elif config.ddl_k_branch == "attention":
-            k_tilde = self.attend_over_value_channels(state)
-        elif config.ddl_k_input != "read":
-            k_tilde = self.mlp(pool(state, config.ddl_k_input))
-        elif config.ddl_value_channels == 1:
-            k_tilde = self.mlp(c)
-        else:
-            k_tilde = self.mlp(x_in)
-        return self.normalize(k_tilde)
-
-    def normalize(self, k_tilde: torch.Tensor) -> torch.Tensor:
-        """Return k_hat = sqrt(d) k of the unnormalized direction k~ (B, T, d) (equation 3).
-
-        k = k~ / sqrt(||k~||^2 + eps^2), or k~ / (||k~|| + eps) with ddl_k_norm=shifted.
-        """
-        k_tilde = k_tilde.to(at_least_fp32(k_tilde.dtype))
-        d = k_tilde.shape[-1]
-        eps = self.config.k_guard
-        # rms_norm divides by sqrt(mean(k~^2) + eps^2 / d), which is sqrt(||k~||^2 + eps^2) / sqrt(d)
-        k_hat = F.rms_norm(k_tilde, (d,), eps=eps**2 / d)
-        if self.config.ddl_k_norm == "shifted":
-            norm = torch.linalg.vector_norm(k_tilde, dim=-1, keepdim=True)
-            k_hat = k_hat * ((norm.square() + eps**2).sqrt() / (norm + eps))
-        return k_hat
-
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return k~ = k_out silu(k_in x), (B, T, d)."""
-        write = self.write
-        return write.k_out(F.silu(write.k_in(for_product(x, write.k_in.weight))))
-
-    def attend_over_value_channels(self, state: torch.Tensor) -> torch.Tensor:
-        """Return k~ = k_out sum_j a_j X[:, j], (B, T, d).
-
-        a = softmax_j(k_query . (k_key X[:, j]) / sqrt(d))
-        """
-        write = self.write
-        x = state.to(at_least_fp32(state.dtype))
-        # k_query . (k_key X) = (k_key^T k_query) . X, so the value channels meet one vector instead
-        # of a matrix
-        query = write.k_query.to(x.dtype) @ write.k_key.weight.to(x.dtype)
-        scores = (x * query).sum(-1) / math.sqrt(x.shape[-1])
-        attended = (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
-        return write.k_out(for_product(attended, write.k_out.weight))
-
-
-class Gate:
-    """The gate beta = 2 sigmoid(logit) of a write, in (0, 2) (equation 8, appendix B.2).
-
-    One linear layer computes the logit, or two with a tanh in between. Its bias starts where the
-    gate is ddl_beta_init.
-
-    name: of the layer on the write, or with _in and _out of the two layers
-    """
-
-    def __init__(self, write: nn.Module, config: DeltaConfig, name: str = "beta"):
-        self.write = write
-        self.name = name
-        self.has_two_layers = not config.ddl_beta_single_linear
-        self.input_form = config.ddl_beta_input
-        d = config.hidden_size
-        input_size = d * config.ddl_value_channels if self.input_form == "flat" else d
-        start = config.matrix_start()
-        # the bounds keep the logit finite for a gate of 0 or 2
-        probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
-        logit = math.log(probability) - math.log1p(-probability)
-        input_rule = Rule(start, OUTPUT, decay=True, mixing=True)
-        bias_rule = Rule(constant(logit), mixing=True)
-        if not self.has_two_layers:
-            write.add_module(name, linear(input_size, 1, input_rule, bias_rule))
-            return
-        hidden_size = config.ddl_beta_hidden_size
-        output_rule = Rule(start, FIXED, decay=True, mixing=True)
-        write.add_module(f"{name}_in", linear(input_size, hidden_size, input_rule))
-        write.add_module(f"{name}_out", linear(hidden_size, 1, output_rule, bias_rule))
-
-    def __call__(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """Return the gate (B, T, 1), in at least fp32."""
-        # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
-        if self.input_form == "context":
-            x = c
-        elif self.input_form == "residual":
-            x = x_in
-        else:
-            x = pool(state, self.input_form)
-        if not self.has_two_layers:
-            return 2 * linear_fp32(getattr(self.write, self.name), x).sigmoid()
-        hidden = linear_fp32(getattr(self.write, f"{self.name}_in"), x).tanh()
-        return 2 * linear_fp32(getattr(self.write, f"{self.name}_out"), hidden).sigmoid()
-
-
-class Value:
-    """The write value v of a write, in R^{d_v}.
-
-    It is linear in x_in or c in the k-Map, and in the sublayer output h in the v-Map, with a sigmoid
-    that bounds it by default; or it is a constant.
-    """
-
-    def __init__(self, write: nn.Module, config: DeltaConfig):
-        self.config = config
-        self.write = write
-        # the erase alone has no value, and no layer for it
-        if config.ddl_update == "erase_only":
-            return
-        d = config.hidden_size
-        bias_rule = None
-        if config.ddl_v_bias:
-            # as in a layer of torch, so that the value channels differ from the first step on
-            bound = 1 / math.sqrt(d)
-            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound), mixing=True)
-        weight_rule = Rule(config.matrix_start(), OUTPUT, decay=True, mixing=True)
-        write.v_proj = linear(d, config.ddl_value_channels, weight_rule, bias_rule)
-        # With a constant value the layer stays in the state dict, but it is not trained.
-        write.v_proj.requires_grad_(not config.ddl_v_constant)
-
-    def __call__(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """Return v (B, T, d_v), in at least fp32."""
-        config = self.config
-        if config.constant_value is not None:
-            return x_in.new_full(
-                (*x_in.shape[:2], config.ddl_value_channels),
-                config.constant_value,
-                dtype=at_least_fp32(x_in.dtype),
-            )
-        if config.ddl_map == "v":
-            value_input = h
-        elif config.ddl_v_input == "residual":
-            value_input = x_in
-        else:
-            value_input = c
-        v = linear_fp32(self.write.v_proj, value_input)
-        if config.ddl_v_sigmoid:
-            return config.ddl_v_sigmoid_scale * v.sigmoid()
-        return v
-
-
-class DeltaRewrite(nn.Module):
-    """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6).
-
-    With ddl_erase_gate=own, the erase has a second gate, X' = X + k (beta v^T - beta_erase k^T X).
-    """
-
-    takes_branch_mult = True
-    ranges: ClassVar = {"beta": (0.0, 2.0), "beta_erase": (0.0, 2.0)}
-
-    def __init__(self, config: DeltaConfig):
-        super().__init__()
-        self.config = config
-        self.rules = {}
-        # The order of the parameters is that of these lines. It decides the sum of the gradient
-        # norm, and the random numbers of init_order=sequential.
-        self.gate = Gate(self, config)
-        self.erase_gate = self.make_erase_gate() if config.ddl_erase_gate == "own" else None
-        self.direction = Direction(self, config)
-        self.value = Value(self, config)
-
-    def make_erase_gate(self) -> Gate:
-        """Return a gate that starts with the values of beta, so that the first update is the same."""
-        gate = Gate(self, self.config, name="beta_erase")
-        for name, layer in self.named_children():
-            if name.startswith("beta_erase"):
-                rule = layer.rules.pop("weight")
-                source_name = name.replace("beta_erase", "beta")
-                self.rules[f"{name}.weight"] = rule._replace(start_as=f"{source_name}.weight")
-        return gate
-
-    def forward(
-        self,
-        state: torch.Tensor,
-        h: torch.Tensor,
-        x_in: torch.Tensor,
-        c: torch.Tensor,
-        past: Past | None = None,
-    ) -> torch.Tensor:
-        """Return the new state X'.
-
-        Args:
-            state: X (B, T, d_v, d)
-            h: sublayer output (B, T, d)
-            x_in: compressed state (B, T, d)
-            c: normalized x_in (B, T, d)
-        """
-        # k = k~ / ||k~||, where k~ = h in the k-Map (equation 3)
-        k_hat = self.direction(state, h, x_in, c)
-        # by default, beta = 2 sigmoid(w . c + b)
-        beta = self.gate(state, x_in, c)
-        # by default, v = 4 sigmoid(W x_in + b)
-        v = self.value(h, x_in, c)
-        beta_erase = None if self.erase_gate is None else self.erase_gate(state, x_in, c)
-        branch_mult = self.config.branch_mult
-        if branch_mult != 1:
-            beta = branch_mult * beta
-            beta_erase = None if beta_erase is None else branch_mult * beta_erase
-        # X' = X + beta k (v^T - k^T X) (equation 6)
-        return delta_rewrite(
-            state,
-            k_hat,
-            beta,
-            v,
-            erase=self.config.erases,
-            beta_erase=beta_erase,
-        )
-
-    def elementwise_flops(self) -> int:
-        """Count k^T X, the rank-1 write, and the attention and means over the value channels."""
-        config = self.config
-        state_size = config.hidden_size * config.ddl_value_channels
-        flops = 2 * state_size
-        if config.erases:
-            flops += 2 * state_size
-        if config.ddl_map == "v" and config.ddl_k_branch == "attention":
-            flops += 4 * state_size
-        elif config.ddl_map == "v" and config.ddl_k_input == "mean":
-            flops += state_size
-        if config.ddl_beta_input == "mean":
-            flops += state_size
-        return flops
-
-    def statistics(
-        self,
-        state: torch.Tensor,
-        h: torch.Tensor,
-        x_in: torch.Tensor,
-        c: torch.Tensor,
-        written: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """Return, for each token (B, T), the gates and the RMS of v - k^T X before and after.
-
-        `beta_erase` is there if the erase has a gate of its own.
-        """
-        k_hat = self.direction(state, h, x_in, c)
-        v = self.value(h, x_in, c)
-        statistics = {"beta": self.gate(state, x_in, c).squeeze(-1)}
-        if self.erase_gate is not None:
-            statistics["beta_erase"] = self.erase_gate(state, x_in, c).squeeze(-1)
-        statistics["discrepancy_before"] = (
-            (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt()
-        )
-        statistics["discrepancy_after"] = (
-            (v - project_onto_k(written, k_hat)).square().mean(-1).sqrt()
-        )
-        return statistics
+# ---- the block ----
 
 
 class DeltaBlock(Block):

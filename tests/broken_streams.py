@@ -8,7 +8,8 @@ from torch import nn
 
 from model import kernels
 from model.block import Add, Block, Direct, delay
-from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
+from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelRead
+from model.ddl_config import SingleChannelConfig
 from model.gpt import GPT
 from model.layers import RMSNorm
 from model.parameters import Rule, constant

@@ -17,6 +17,7 @@ from model.ddl import (
     EmbeddingConv,
     TokenConvRead,
     delta_rewrite,
+    normalize_direction,
     read_value_channels,
 )
 
@@ -184,15 +185,15 @@ def test_depth_as_time_is_the_delta_rule(size, seed, steps):
 
 
 @functools.cache
-def build_direction(norm):
-    """Return the part of a write that computes directions (6,), with eps = 1e-5."""
+def build_config(norm):
+    """Return the config of a model with directions (6,) and eps = 1e-5."""
     model = build("DDL-vdim1-gpt-mha-rope", hidden_size=6, ddl_k_eps=1e-5, ddl_k_norm=norm, **TINY)
-    return model.transformer.h[0].ddl_mlp.direction
+    return model.config
 
 
 def normalize_k(source, norm):
     """Return the direction k of source k~ (6,)."""
-    return build_direction(norm).normalize(source) / 6**0.5
+    return normalize_direction(source, build_config(norm)) / 6**0.5
 
 
 def draw_source(scale, seed):

@@ -11,7 +11,8 @@ from torch import nn
 
 from model.block import Add, Direct
 from model.causality import Leak, find_leak, move_parameters
-from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
+from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelRead
+from model.ddl_config import SingleChannelConfig
 from model.gpt import GPT
 
 

@@ -16,7 +16,8 @@ from pages import check_command, commands_of
 import configurator
 import model
 from configurator import collect_options
-from model.ddl import DeltaRewrite, ExpandedConfig
+from model.ddl import DeltaRewrite
+from model.ddl_config import ExpandedConfig
 from model.gpt import GPTConfig
 from training.config import TrainConfig
 from training.settings import configure, every_option

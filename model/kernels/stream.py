@@ -13,7 +13,8 @@ from torch import nn
 
 from ..block import Site, Stream
 from ..cache import get_or_create_buffer
-from ..ddl import DeltaConfig, DeltaRewrite, SingleChannelRead
+from ..ddl import DeltaRewrite, SingleChannelRead
+from ..ddl_config import DeltaConfig
 from ..gpt import GPT
 from ..layers import Positions, RMSNorm
 from ..precision import compute_dtype, linear_fp32
@@ -276,7 +277,7 @@ class DeltaStream(Stream):
         direction = h
         if not self.is_k_map:
             branch_input = c if read_output.x_in is None else read_output.x_in
-            direction = rewrite.direction.mlp(branch_input)
+            direction = rewrite.direction_by_mlp(branch_input)
             value_logit = linear_fp32(rewrite.v_proj, h)
         direction = direction.to(compute_dtype(site.norm.weight)).contiguous()
         if self.branch_mult != 1:

@@ -117,7 +117,10 @@ def make_delta_rewrite_edits(write: DeltaRewrite) -> Edits:
         def gate(state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
             return torch.full_like(write.gate(state, x_in, c), number)
 
-        return make_edit(write, gate=gate, erase_gate=None)
+        return make_edit(write, gate=gate, erase_gate=share_gate)
+
+    def share_gate(*args: torch.Tensor) -> None:
+        """Return no gate of the erase, so that it has that of the write."""
 
     def compute_zero_v(h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(write.value(h, x_in, c))
@@ -129,7 +132,7 @@ def make_delta_rewrite_edits(write: DeltaRewrite) -> Edits:
         edits["no erase"] = make_edit(write, config=config)
     if write.config.ddl_erase_gate == "own":
         edits["no write"] = make_edit(write, value=compute_zero_v)
-        edits["beta_erase=beta"] = make_edit(write, erase_gate=None)
+        edits["beta_erase=beta"] = make_edit(write, erase_gate=share_gate)
     return edits
 
 

@@ -7,14 +7,15 @@ from helpers import EXAMPLES, one_line_error, small_run
 from in_process import call
 
 import model
-from model.ddl import Gate
+from model.ddl import DeltaRewrite
 
 # A published comparison's "DDL": its direction and gate are means over the whole sequence.
 AVERAGED = """
 from dataclasses import replace
 
 from model.gpt import GPT
-from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
+from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelRead
+from model.ddl_config import SingleChannelConfig
 
 
 class AveragedRewrite(DeltaRewrite):
@@ -114,9 +115,9 @@ def test_a_run_with_and_without_a_leak(corpus, tmp_path, monkeypatch):
     assert result.returncode == 0
     assert f"{run}: no leak" in result.stdout.decode()
 
-    token_by_token = Gate.__call__
+    token_by_token = DeltaRewrite.gate
     monkeypatch.setattr(
-        Gate, "__call__", lambda gate, *args: token_by_token(gate, *args).mean(1, keepdim=True)
+        DeltaRewrite, "gate", lambda write, *args: token_by_token(write, *args).mean(1, keepdim=True)
     )
     result = call("research/analyze.py", "causality", run)
     assert result.returncode == 1

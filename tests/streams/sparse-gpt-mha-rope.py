@@ -3,7 +3,8 @@
 Each site adds a loss for it, and a statistic.
 """
 
-from .ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
+from .ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelRead
+from .ddl_config import SingleChannelConfig
 from .gpt import GPT
 
 
