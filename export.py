@@ -114,13 +114,14 @@ def make_json_files(
         "eos_token_id": end_of_text,
         "pad_token_id": end_of_text,
     }
+    # It has no model_type, which DDLConfig states: AutoTokenizer reads this file as well, and without
+    # trust_remote_code transformers would warn that it does not know the type.
     config = {
         "architectures": ["DDLForCausalLM"],
         "auto_map": {
             "AutoConfig": "configuration_ddl.DDLConfig",
             "AutoModelForCausalLM": "modeling_ddl.DDLForCausalLM",
         },
-        "model_type": "ddl",
         "stem": model_name,
         "dtype": dtype,
         # transformers has one flag for all tied weights of a model

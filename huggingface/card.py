@@ -35,7 +35,7 @@ VALIDATION_METRICS = {
 }
 LOADING_CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained({folder!r}, trust_remote_code=True)"""
+tokenizer = AutoTokenizer.from_pretrained({folder!r}, trust_remote_code=False)"""
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation

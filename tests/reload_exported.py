@@ -7,7 +7,9 @@ test_export.py compares with our own results.
 """
 
 import importlib.util
+import io
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -187,8 +189,15 @@ def error_message(call: Callable[[], object]) -> str:
 
 
 def examine_tokenizer(folder: str, texts: list[str]) -> dict:
-    """Return what the tokenizer makes of texts, of a padded batch, and its special tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    """Return what the tokenizer makes of texts, of a padded batch, and its special tokens.
+
+    It is loaded without the code of the folder.
+    """
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("transformers").addHandler(handler)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    logging.getLogger("transformers").removeHandler(handler)
     batch = tokenizer(["a", "bcd"], padding=True)
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -198,6 +207,7 @@ def examine_tokenizer(folder: str, texts: list[str]) -> dict:
         "special": special,
         "batch": dict(batch),
         "size": len(tokenizer),
+        "log": log.getvalue(),
     }
 
 
@@ -240,7 +250,9 @@ def main() -> None:
         "folders": summaries,
         "refusals": error_messages(job["folders"][0]),
         "missing": error_message(lambda: load(job["lacking"])),
-        "tokenizer": examine_tokenizer(job["text_folder"], job["texts"]),
+        "tokenizers": [
+            examine_tokenizer(folder, job["texts"]) for folder in job["tokenizer_folders"]
+        ],
         "bfloat16": str(load(job["bfloat16"][0]).dtype),
     }
     job_path.with_suffix(".summary").write_text(json.dumps(summary))

@@ -1,8 +1,14 @@
-"""Check that the scripts run with only torch, numpy, safetensors and tiktoken installed."""
+"""Check that the scripts run with only torch, numpy, safetensors and tiktoken installed.
+
+The other packages of the two requirements files are installed in versions that these allow.
+"""
 
 import json
+from importlib.metadata import version
 
+import pytest
 from helpers import ROOT, run_script, small_run
+from packaging.requirements import Requirement
 
 # This runs scripts one after the other in one process, in which no other package of
 # requirements.txt can be imported, nor what they depend on.
@@ -54,3 +60,22 @@ def test_a_bare_machine_trains_and_samples_and_names_what_is_missing(corpus, tmp
     for advice, line in zip(incomplete_commands, lines[-len(incomplete_commands) :], strict=True):
         assert advice in line
     assert not (tmp_path / "new").exists()
+
+
+def read_requirements() -> list[Requirement]:
+    """Return the requirements of both files that concern this platform."""
+    lines = [
+        line.partition("#")[0].strip()
+        for name in ("requirements.txt", "requirements-dev.txt")
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+    ]
+    requirements = [Requirement(line) for line in lines if line]
+    return [each for each in requirements if each.marker is None or each.marker.evaluate()]
+
+
+@pytest.mark.parametrize("requirement", read_requirements(), ids=str)
+def test_a_requirement_has_an_upper_bound_and_is_installed(requirement):
+    assert any(bound.operator in ("==", "<") for bound in requirement.specifier)
+    # the code also runs with other versions of torch, and the triton that these install
+    if requirement.name not in ("torch", "triton"):
+        assert requirement.specifier.contains(version(requirement.name))

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import export
 import model.gpt
-from data import tokenizer
+from data import library_tokenizer, tokenizer
 from huggingface import card, modeling_files
 from model import MODEL_NAMES, build
 from training import checkpoint, model_folder
@@ -107,7 +107,17 @@ def ids() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def reloaded(tmp_path_factory, user_models, ids) -> Reloaded:
+def tokenizers() -> dict[str, tokenizer.Tokenizer]:
+    """Make a tokenizer of each kind that can be exported."""
+    pairs = tokenizer.train_byte_pairs(["def f(x):\n    return x\n" * 9], 259)
+    own = library_tokenizer.LibraryTokenizer(
+        "library:own", pairs.to_hugging_face(), tokenizer.END_OF_TEXT
+    )
+    return {"bytes": tokenizer.byte_tokenizer(), "pairs": pairs, "own": own}
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory, user_models, ids, tokenizers) -> Reloaded:
     """Export every case, and compute with transformers in one process for all of them."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("exported")
@@ -116,6 +126,9 @@ def reloaded(tmp_path_factory, user_models, ids) -> Reloaded:
         models[case] = build_noisy(model_name, settings)
         export_run(save_run(folder / f"{case}_run", models[case], model_name), folder / case)
     export_run(folder / f"{CC}_run", folder / f"{CC}_bfloat16", "--dtype=bfloat16")
+    for kind, encoding in tokenizers.items():
+        run = save_run(folder / f"{kind}_run", models[CC], CC, encoding)
+        export_run(run, folder / f"{kind}_tokenizer")
     shutil.copytree(folder / CC, folder / "lacking")
     weights = load_file(folder / CC / "model.safetensors")
     del weights["ln_f.weight"]
@@ -124,7 +137,7 @@ def reloaded(tmp_path_factory, user_models, ids) -> Reloaded:
         "ids": ids.tolist(),
         "folders": [str(folder / case) for case in CASES],
         "lacking": str(folder / "lacking"),
-        "text_folder": str(folder / CC),
+        "tokenizer_folders": [str(folder / f"{kind}_tokenizer") for kind in tokenizers],
         "texts": TEXTS,
         "further": [str(folder / case) for case in EXAMINED_FURTHER],
         "bfloat16": [str(folder / name) for name in IN_BFLOAT16],
@@ -290,15 +303,19 @@ def test_a_missing_weight_is_named(reloaded):
     assert reloaded.summary["missing"] == "the weights file lacks ln_f.weight"
 
 
-def test_the_tokenizer_is_ours(reloaded):
-    theirs = reloaded.summary["tokenizer"]
-    ours = tokenizer.byte_tokenizer()
-    assert theirs["ids"] == [ours.encode(text, allowed_special="all") for text in TEXTS]
-    assert theirs["decoded"] == TEXTS
-    assert theirs["special"] == ["<|endoftext|>"] * 3
-    assert theirs["size"] == 257
-    assert theirs["batch"]["input_ids"] == [[256, 256, 97], [98, 99, 100]]
-    assert theirs["batch"]["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
+def test_the_tokenizer_is_ours(reloaded, tokenizers):
+    for ours, theirs in zip(tokenizers.values(), reloaded.summary["tokenizers"], strict=True):
+        assert theirs["ids"] == [ours.encode(text, allowed_special="all") for text in TEXTS]
+        assert theirs["decoded"] == TEXTS
+        assert theirs["special"] == ["<|endoftext|>"] * 3
+        assert theirs["size"] == ours.n_vocab
+        ids = [ours.encode("a"), ours.encode("bcd")]
+        assert theirs["batch"]["input_ids"] == [[ours.eot_token] * 2 + ids[0], ids[1]]
+        assert theirs["batch"]["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_the_tokenizer_is_loaded_without_code_and_without_a_warning(reloaded):
+    assert [theirs["log"] for theirs in reloaded.summary["tokenizers"]] == ["", "", ""]
 
 
 def test_a_folder_exported_in_bfloat16_holds_our_rounded_weights(reloaded):
@@ -684,7 +701,7 @@ def test_the_script_prints_how_to_load_the_folder(noisy_run, tmp_path):
     assert lines[1:] == [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         f"model = AutoModelForCausalLM.from_pretrained('{tmp_path}/out', trust_remote_code=True)",
-        f"tokenizer = AutoTokenizer.from_pretrained('{tmp_path}/out', trust_remote_code=True)",
+        f"tokenizer = AutoTokenizer.from_pretrained('{tmp_path}/out', trust_remote_code=False)",
     ]
     assert call("sample.py", tmp_path / "out", "--max_new_tokens=5", "--device=cpu").returncode == 0
 

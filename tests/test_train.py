@@ -1,6 +1,7 @@
 """Test train.py as a user runs it: metrics, resuming, several processes, errors of one line."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -403,15 +404,27 @@ def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(branch):
 
 def test_a_resumed_run_lists_the_settings_that_change(branch):
     result = run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
-    note = "note: the command or its config file changes max_steps=7 (was 6); to keep a value"
+    note = "note: the command line changes max_steps=7 (was 6)"
     assert note in result.stdout.decode()
 
 
-def test_a_resumed_run_lists_what_a_config_file_sets_back(branch, tmp_path):
-    (tmp_path / "small.py").write_text("max_steps = 6\n")
-    change_saved_state(branch, lambda state: state["run_config"].update(max_steps=100))
-    result = run_train(tmp_path / "small.py", f"--out_dir={branch}", "--resume=auto")
-    assert "changes max_steps=6 (was 100)" in result.stdout.decode()
+def test_the_settings_of_a_resumed_run_overrule_its_config_file(branch, tmp_path):
+    saved_config, saved_model_config = configure([f"--out_dir={branch}", "--resume=auto"])
+    (tmp_path / "small.py").write_text(
+        "max_steps = 9\nlearning_rate = 0.5\nhidden_size = 24\nmodel = 'gpt-mha-rope'\n"
+    )
+    notes = []
+    arguments = [str(tmp_path / "small.py"), f"--out_dir={branch}", "--resume=auto"]
+    config, model_config = configure([*arguments, "--eval_batches=3"], notes.append)
+    assert config == dataclasses.replace(saved_config, eval_batches=3)
+    assert model_config == saved_model_config
+    [note] = notes
+    assert (
+        f"hidden_size=12 (not 24), learning_rate=0.01 (not 0.5), max_steps=6 (not 9), "
+        f"model={saved_config.model} (not gpt-mha-rope), although {tmp_path}/small.py differs"
+    ) in note
+    with pytest.raises(ValueError, match=r"was trained with learning_rate=0\.01 \(not 0\.5\)"):
+        configure([*arguments, "--learning_rate=0.5"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -1,6 +1,7 @@
 """Where a run is resumed: its checkpoint, and the settings that it was trained with."""
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +85,23 @@ def saved_settings(state: dict) -> dict[str, object]:
         **state["model_config"],
         **run_config,
         "model": state["model"],
+    }
+
+
+def find_overruled_settings(
+    settings: dict[str, object], saved: dict[str, object], typed_keys: Collection[str]
+) -> dict[str, object]:
+    """Return the settings of a config file that the saved run overrules, by key.
+
+    Args:
+        settings: those that a user gives
+        saved: all settings of the saved run; {} for a new run
+        typed_keys: the keys that are on the command line, which the run does not overrule
+    """
+    return {
+        name: settings[name]
+        for name in sorted(settings.keys() & saved.keys() - set(KEYS_OF_A_CALL) - set(typed_keys))
+        if settings[name] != saved[name]
     }
 
 
@@ -194,22 +212,14 @@ def describe_changes(state: dict, config: TrainConfig) -> list[str]:
 
 
 def describe_changed_settings(state: dict, config: TrainConfig) -> list[str]:
-    """Return a note that lists the keys whose values differ from those of the resumed run, if any.
-
-    A config file counts as well: it may set back what the first command line had changed.
-    """
+    """Return a note that lists the keys whose values differ from those of the resumed run, if any."""
     saved = saved_settings(state)
     changes = [
         f"{name}={getattr(config, name)} (was {saved[name]})"
         for name in collect_options(TrainConfig)
         if name not in KEYS_OF_A_CALL and getattr(config, name) != saved[name]
     ]
-    if not changes:
-        return []
-    return [
-        f"the command or its config file changes {', '.join(changes)}; to keep a value, give it on "
-        "the command line"
-    ]
+    return [f"the command line changes {', '.join(changes)}"] if changes else []
 
 
 def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:

@@ -59,7 +59,9 @@ def resolve(
     # a resumed run no longer needs the folder
     if run_settings.get("init_from") is not None and not saved:
         init_settings = init_from.read_init_settings(run_settings["init_from"])
-    model = {"model": TrainConfig.model, **init_settings, **saved, **run_settings}["model"]
+    model = {"model": TrainConfig.model, **init_settings, **run_settings}["model"]
+    if saved and "model" not in typed:
+        model = saved["model"]
 
     # Only now is a model's file imported, which may be a user's.
     model_config_class = model_class(model).Config
@@ -74,6 +76,12 @@ def resolve(
     if ignored_keys and not saved and machine.rank() == 0:
         note(f"note: init_from ignores {', '.join(ignored_keys)}: the weights are already trained")
     given = {key: value for key, value in given.items() if key not in ignored_keys}
+    if "dataset" in given:
+        # the run may be resumed or evaluated from another working directory
+        given["dataset"] = make_location_absolute(given["dataset"])
+    # the first command line may have changed what the config file says
+    overruled = resume.find_overruled_settings(given, saved, typed)
+    given = {**given, **{key: saved[key] for key in overruled}}
 
     settings = {
         # lowest precedence first; a key that is in none of these has its default
@@ -82,12 +90,11 @@ def resolve(
         **{key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL},
         **given,  # of the config file and, above it, of the command line
     }
-    if "dataset" in settings:
-        # the run may be resumed or evaluated from another working directory
-        settings["dataset"] = make_location_absolute(settings["dataset"])
-
     if saved:
         resume.check_unchanged(given, saved, describe_location(given))
+    if overruled and machine.rank() == 0:
+        values = ", ".join(f"{key}={saved[key]} (not {overruled[key]})" for key in overruled)
+        note(f"note: the run keeps {values}, although {arguments.file} differs")
     init_from.check_not_contradicted(given, init_settings, options)
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
