@@ -142,12 +142,14 @@ def find_evaluation(path: Path, step: int, key: str = "val_loss") -> dict | None
     return None
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Remove the records of later steps from a metrics.jsonl."""
+def truncate_after(path: Path, step: int) -> int:
+    """Remove the records of later steps from a metrics.jsonl, and return the last step that it had."""
     if not path.exists():
-        return
-    records = [record for record in read(path) if record["step"] <= step]
-    files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        return 0
+    records = read(path)
+    kept = [record for record in records if record["step"] <= step]
+    files.write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return max((record["step"] for record in records), default=0)
 
 
 def set_aside(path: Path) -> None:
@@ -233,8 +235,10 @@ def start_tensorboard(
 ) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # of a resumed run, the earlier curves end with the step of the checkpoint
-    purge_step = state.step + 1 if state.step else None
+    # The earlier curves keep what metrics.jsonl keeps: all up to the step of the checkpoint, or
+    # nothing if it has been set aside.
+    records = run_folder / "metrics.jsonl"
+    purge_step = state.step + 1 if records.exists() and records.stat().st_size > 0 else 0
     writer = SummaryWriter(run_folder / "tensorboard", purge_step=purge_step)
     writer.add_text("settings", f"```\n{json.dumps(settings, indent=1)}\n```", state.step)
 
@@ -323,9 +327,15 @@ class RunLog:
             nominal_flops = self.tokens_per_step * compute_nominal_flops_per_token(model)
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 
-        truncate_after(self.path, state.step)
+        last_step = truncate_after(self.path, state.step)
         self.tracker: Tracker | None = None
         if config.tracker is not None:
+            if last_step > state.step and state.wandb_id is not None:
+                print(
+                    f"note: {config.tracker} will show steps {state.step + 1} to {last_step} twice, "
+                    "because its library cannot remove what an earlier start has logged; "
+                    "metrics.jsonl has every step once"
+                )
             self.tracker = start_tracker(run_folder, config, settings, state)
             # checkpoints store it, so that a resumed run continues the same curves
             state.wandb_id = self.tracker.id
