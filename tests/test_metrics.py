@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import resource
 import shutil
 import sys
@@ -239,6 +240,34 @@ def test_metrics_are_read_up_to_a_line_that_is_not_text(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n\xff\xfe\n{"step": 3}\n')
     assert [r["step"] for r in metrics.read(path)] == [1, 2]
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def test_numbers_that_are_not_finite_are_null_and_read_as_nan(open_log):
+    log = open_log()
+    log.state.step = 1
+    log.write(
+        tasks={"arc_easy": {"acc": float("inf")}}, residual={"attn.beta": [1.0, float("nan")]}
+    )
+    log_losses(log, [float("nan")], is_full=False)
+    metrics.truncate_after(log.path, 5)
+    # as a parser that knows JSON alone
+    lines = [
+        json.loads(line, parse_constant=refuse_constant)
+        for line in log.path.read_text().splitlines()
+    ]
+    assert lines[0]["tasks"] == {"arc_easy": {"acc": None}}
+    assert lines[0]["residual"] == {"attn.beta": [1.0, None]}
+    assert lines[1]["val_loss"] is None
+    assert lines[1]["val_perplexity"] is None
+    first, second = metrics.read(log.path)
+    assert math.isnan(first["residual"]["attn.beta"][1])
+    assert math.isnan(first["tasks"]["arc_easy"]["acc"])
+    assert math.isnan(second["val_loss"])
+    assert metrics.find_last_evaluation(log.path) is not None
 
 
 METRICS = [

@@ -114,12 +114,24 @@ def read(path: Path) -> list[dict]:
     records = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            records.append(json.loads(line))
+            records.append(parse_record(line))
         except ValueError:
             # Either the file ends here, or a kill cut the line short; a UnicodeDecodeError is a
             # ValueError as well.
             break
     return records
+
+
+def parse_record(line: bytes) -> dict:
+    """Return the record in a line of metrics.jsonl, with nan for null (`files.to_json`).
+
+    Raises:
+        ValueError: the line is not valid JSON
+    """
+    record = json.loads(line)
+    if b"null" not in line:
+        return record
+    return files.replace_items(record, lambda item: math.nan if item is None else item)
 
 
 def find_last_evaluation(path: Path) -> dict | None:
@@ -148,7 +160,7 @@ def truncate_after(path: Path, step: int) -> int:
         return 0
     records = read(path)
     kept = [record for record in records if record["step"] <= step]
-    files.write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    files.write_text(path, "".join(files.to_json(record) + "\n" for record in kept))
     return max((record["step"] for record in records), default=0)
 
 
@@ -495,7 +507,7 @@ class RunLog:
             "seconds": self.state.seconds,
             **{key: value for key, value in values.items() if value is not None},
         }
-        self.unwritten += json.dumps(record).encode() + b"\n"
+        self.unwritten += files.to_json(record).encode() + b"\n"
         self.flush()
         if self.tracker is not None:
             self.call_tracker(lambda: self.tracker.log(flatten(record)))

@@ -4,9 +4,10 @@ import contextlib
 import fcntl
 import functools
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -69,6 +70,27 @@ def warn_of_missing_locks(path: Path, reason: str) -> None:
         "to this folder at the same time",
         file=sys.stderr,
     )
+
+
+def replace_items(value: object, replace: Callable[[object], object]) -> object:
+    """Return a value of JSON with replace(item) in place of every item in it that holds no others."""
+    if isinstance(value, dict):
+        return {key: replace_items(item, replace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_items(item, replace) for item in value]
+    return replace(value)
+
+
+def to_json(value: object, **options: object) -> str:
+    """Return a value as JSON, with null for numbers that are not finite, which JSON does not have.
+
+    options: of `json.dumps`
+    """
+
+    def replace(item: object) -> object:
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(replace_items(value, replace), allow_nan=False, **options)
 
 
 def read_json(path: Path) -> dict:
