@@ -106,6 +106,8 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path} is missing or unreadable ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged: it is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply for Python to read its JSON") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it does not hold a JSON object")
     return content
