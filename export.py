@@ -1,10 +1,12 @@
-"""Export a trained model as a folder for Hugging Face transformers.
+"""Export a trained model as a folder for Hugging Face transformers, or a stream as a package.
 
     python export.py runs/demo_cpu exported/demo
     python export.py runs/demo_cpu exported/demo --dtype=bfloat16 --overwrite
+    python export.py DDL-gpt-mha-rope-CC-EC myproject/ddl_streams
 
-The folder holds the weights, config.json, the tokenizer, a model card, and modeling code that does
-not depend on this repository. It is written completely or not at all.
+The folder of a model holds the weights, config.json, the tokenizer, a model card, and modeling code
+that does not depend on this repository. That of a variant holds the code of its residual stream, for
+a model of your own. It is written completely or not at all.
 """
 
 import dataclasses
@@ -20,7 +22,8 @@ import torch
 from configurator import argument, option, read_command_line
 from data import tokenizer
 from huggingface import card
-from huggingface.modeling_files import collect_modeling_files
+from huggingface.modeling_files import EXAMPLE, collect_modeling_files, collect_package_files
+from model import MODEL_NAMES
 from model.gpt import GPT
 from model.parameters import find_aliases
 from training import checkpoint, metrics, model_folder
@@ -33,8 +36,8 @@ class Options:
     """What is exported, and where"""
 
     run: str = argument(
-        "run folder (its latest checkpoint is used), checkpoint folder, exported model, or model "
-        "released by the paper's authors"
+        "run folder (its latest checkpoint is used), checkpoint folder, exported model, model "
+        "released by the paper's authors, or the name of a variant, whose stream becomes a package"
     )
     out_dir: str = argument(
         "folder to write; it must be empty or not exist yet, unless --overwrite is given"
@@ -45,27 +48,33 @@ class Options:
     )
     overwrite: bool = option(
         False,
-        "replace out_dir if it holds an exported model",
+        "replace out_dir if it holds what this command has written: an exported model, or a package",
     )
 
 
-def check_out(out_dir: Path, overwrite: bool) -> None:
-    """Raise ValueError if the folder must not be written or overwritten."""
+def check_out(out_dir: Path, overwrite: bool, marker: str, content: str) -> None:
+    """Raise ValueError if the folder must not be written or overwritten.
+
+    Args:
+        marker: a file of the folders that may be replaced
+        content: what these hold, for messages
+    """
     if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"{out_dir} is a file; give a folder as out_dir")
     if not out_dir.is_dir() or not any(out_dir.iterdir()):
         return
     if not overwrite:
         raise ValueError(
-            f"{out_dir} is not empty; give another out_dir, or --overwrite to replace an exported "
-            "model"
+            f"{out_dir} is not empty; give another out_dir, or --overwrite to replace {content}"
         )
-    if not (out_dir / "modeling_ddl.py").is_file():
+    if not (out_dir / marker).is_file():
         raise ValueError(
-            f"{out_dir} does not hold an exported model, and --overwrite replaces nothing else; "
-            "give another out_dir"
+            f"{out_dir} does not hold {content}, and --overwrite replaces nothing else; give "
+            "another out_dir"
         )
     folders = sorted(path.name for path in out_dir.iterdir() if path.is_dir())
+    if folders == ["__pycache__"]:
+        return
     if folders:
         raise ValueError(
             f"{out_dir} contains {folders[0]}/, which --overwrite would delete; move it elsewhere"
@@ -201,20 +210,56 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
     checkpoint.save_tensors(folder / "model.safetensors", weights)
 
 
+def check_package(args: Options, out_dir: Path) -> None:
+    """Raise ValueError if a package must not be written there."""
+    check_out(out_dir, args.overwrite, f"{EXAMPLE}.py", "the package of a stream")
+    if args.dtype != "float32":
+        raise ValueError(
+            f"dtype={args.dtype} has no effect on {args.run}, a variant, which has no weights; omit "
+            "dtype"
+        )
+    module = out_dir.with_name(f"{out_dir.name}.py")
+    if module.exists():
+        raise ValueError(
+            f"{out_dir} would hide {module.name}, which stands beside it, as Python imports the "
+            "folder in its place; give the package another name"
+        )
+
+
+def write_package(folder: Path, variant: str) -> None:
+    """Write the package that runs the stream of a variant into an empty folder.
+
+    Raises:
+        ValueError: the variant has no such package
+    """
+    texts = collect_package_files(variant)
+    texts["LICENSE"] = (Path(__file__).parent / "LICENSE").read_text(encoding="utf-8")
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     args = read_command_line(__doc__, Options)
     with errors.one_line_errors():
         out_dir = Path(args.out_dir).resolve()
         run = Path(args.run)
-        check_out(out_dir, args.overwrite)
-        source = run if model_folder.is_exported(run) else checkpoint.find(run)
+        is_variant = args.run in MODEL_NAMES and not run.exists()
+        if is_variant:
+            check_package(args, out_dir)
+        else:
+            check_out(out_dir, args.overwrite, "modeling_ddl.py", "an exported model")
+            also_accepted = f", or the name of a variant{errors.suggest(args.run, MODEL_NAMES)}"
+            source = run if model_folder.is_exported(run) else checkpoint.find(run, also_accepted)
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         # The folder is written beside its place and then moved there, so that a failure leaves
         # nothing half-written.
         temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
         try:
             (temporary / "new").mkdir()
-            write(temporary / "new", out_dir.name, source, args.dtype)
+            if is_variant:
+                write_package(temporary / "new", args.run)
+            else:
+                write(temporary / "new", out_dir.name, source, args.dtype)
             if out_dir.exists():
                 out_dir.replace(temporary / "old")
             (temporary / "new").replace(out_dir)
@@ -229,7 +274,12 @@ def main() -> None:
         for file in sorted(out_dir.iterdir())
     ]
     print(f"wrote {args.out_dir}: {', '.join(sizes)}")
-    print(card.LOADING_CODE.format(folder=args.out_dir))
+    if is_variant:
+        print(
+            f"{out_dir.name} is a package with the class ResidualStream; README.md says how to use it"
+        )
+    else:
+        print(card.LOADING_CODE.format(folder=args.out_dir))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ The name of a shard contains `train_` or `val_`, or ends in `train.bin` or `val.
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -188,7 +187,7 @@ def examine_shards(
 
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file atomically."""
-    files.write_text(path, json.dumps(value, indent=1) + "\n")
+    files.write_text(path, files.to_json(value, indent=1) + "\n")
 
 
 def read_meta(folder: Path) -> dict:

@@ -28,6 +28,11 @@ VALIDATION_COLUMNS = {
 PAPER_VALIDATION_METRICS = {"val_loss": "val_loss", "val_perplexity": "val_ppl"}
 
 
+def to_number(stored: float | None) -> float:
+    """Return a number of a stored record, in which one that is not finite is None."""
+    return math.nan if stored is None else stored
+
+
 class Value(NamedTuple):
     """A result."""
 
@@ -148,7 +153,7 @@ def make_tables(records: list[dict], papers: dict[str, Published]) -> list[Table
                 metrics[name] = metric
                 if own_shots != record["shots"]:
                     metrics[name] = f"{metric}, {own_shots}-shot"
-                values[name] = Value(value, error)
+                values[name] = Value(to_number(value), error)
             paper, remark = published.beside(label, record["shots"])
             rows.append(make_task_row(label, values, paper, remark))
         if metrics:
@@ -203,7 +208,11 @@ def make_validation_row(label: str, record: dict, paper: dict[str, float], remar
     Args:
         record: as in metrics.jsonl
     """
-    values = {column: Value(record[column]) for column in VALIDATION_COLUMNS if column in record}
+    values = {
+        column: Value(to_number(record[column]))
+        for column in VALIDATION_COLUMNS
+        if column in record
+    }
     published = {}
     if paper:
         published = {column: paper[name] for column, name in PAPER_VALIDATION_METRICS.items()}

@@ -6,7 +6,6 @@ for all tasks that were evaluated so, and is a row of a table (comparison.py).
 
 import datetime
 import importlib.metadata
-import json
 import re
 import time
 from pathlib import Path
@@ -255,12 +254,13 @@ def read_other_records(out: Path, records: list[dict]) -> list[dict]:
 
 def write_record(path: Path, record: dict) -> None:
     """Write a record with its provenance."""
-    text = json.dumps({**record, **collect_provenance()}, indent=1)
+    text = files.to_json({**record, **collect_provenance()}, indent=1)
     files.write_text(path, text + "\n")
 
 
 def write_samples(path: Path, samples: list[dict]) -> None:
-    """Write items with their results, one JSON object per line, byte for byte as lm-eval does.
+    """Write items with their results, one JSON object per line, byte for byte as lm-eval does,
+    except for numbers that are not finite.
 
     lm-eval's own EvaluationTracker does not report a full disk.
     """
@@ -280,5 +280,7 @@ def write_samples(path: Path, samples: list[dict]) -> None:
             },
             "target": str(sample["target"]),
         }
-        lines.append(json.dumps(record, default=handle_non_serializable, ensure_ascii=False) + "\n")
+        lines.append(
+            files.to_json(record, default=handle_non_serializable, ensure_ascii=False) + "\n"
+        )
     files.write_text(path, "".join(lines))

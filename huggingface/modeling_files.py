@@ -1,5 +1,6 @@
 """Collect the modeling code of an exported folder: copies of a variant's file and of its imports.
 
+For transformers it has two files besides; a package for a model of your own has the README's example.
 Files of model/ import each other relatively, so their copies work side by side in any folder. One
 line of them changes: `option` comes from option.py, which is copied from this folder as well.
 """
@@ -7,7 +8,14 @@ line of them changes: `option` comes from option.py, which is copied from this f
 import ast
 import importlib.util
 import re
+from collections.abc import Iterable
 from pathlib import Path
+
+import torch
+
+from model import build
+from model.block import Block
+from model.gpt import GPT
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -19,6 +27,12 @@ OWN_MODULES = {path.stem for path in ROOT.glob("*.py")} | {
 }
 # The two files that transformers itself loads. They import the variant as `stem`.
 TRANSFORMERS_FILES = ("configuration_ddl", "modeling_ddl")
+# The file of a package for a model of one's own; it imports the variant as `stem`, too.
+EXAMPLE = "example"
+PACKAGE_INIT = '''"""The residual stream of {variant}, in plain operations, for the sublayers of your own model."""
+
+from .{example} import ResidualStream as ResidualStream
+'''
 
 
 def find_source(module: str, variant: str) -> Path | None:
@@ -26,7 +40,7 @@ def find_source(module: str, variant: str) -> Path | None:
 
     An exported folder has no subfolders, so a package has no copy.
     """
-    if module in (*TRANSFORMERS_FILES, "option"):
+    if module in (*TRANSFORMERS_FILES, EXAMPLE, "option"):
         return FOLDER / f"{module}.py"
     if "." in module:
         return None
@@ -70,16 +84,16 @@ def list_needed_modules(text: str, file: str, variant: str) -> list[str]:
     return modules
 
 
-def collect_modeling_files(variant: str) -> dict[str, str]:
-    """Return the Python files of an exported folder: their contents by name.
+def copy_modules(modules: Iterable[str], variant: str) -> dict[str, str]:
+    """Return the texts of modules and of all that they import from this repository, by name.
 
-    The variant is stem.py; the others keep the names that they have in model/.
+    The variant is stem; the others keep the names that they have in model/.
 
     Raises:
         ValueError: the variant imports something of this repository that has no copy
     """
     texts: dict[str, str] = {}
-    to_copy = list(TRANSFORMERS_FILES)
+    to_copy = list(modules)
     while to_copy:
         module = to_copy.pop()
         if module in texts:
@@ -88,9 +102,49 @@ def collect_modeling_files(variant: str) -> dict[str, str]:
         text = source.read_text(encoding="utf-8")
         texts[module] = OPTION_IMPORT.sub(r"from .option import \1", text)
         to_copy += list_needed_modules(texts[module], f"model/{source.name}", variant)
+    return texts
+
+
+def collect_modeling_files(variant: str) -> dict[str, str]:
+    """Return the Python files of a folder for transformers: their contents by name.
+
+    Raises:
+        ValueError: see `copy_modules`
+    """
+    texts = copy_modules(TRANSFORMERS_FILES, variant)
     # Versions of transformers before 5.10 only copy what these two files import themselves.
     others = sorted(texts.keys() - set(TRANSFORMERS_FILES))
     import_others = "".join(f"\nfrom .{name} import __name__ as _  # noqa" for name in others)
     for name in TRANSFORMERS_FILES:
         texts[name] += f"{import_others}\n"
     return {f"{name}.py": text for name, text in sorted(texts.items())}
+
+
+def check_stream(variant: str) -> None:
+    """Raise ValueError if the stream of a variant cannot run the sublayers of another model."""
+    with torch.device("meta"):
+        model = build(variant, num_hidden_layers=4)
+    sites = model.sites
+    if (
+        [site.name for site in sites] != ["attn", "mlp"] * 4
+        or any(site.inputs or site.read_positions for site in sites)
+        or any(hasattr(site.write, "extra_loss") for site in sites)
+        or any(type(block).forward is not Block.forward for block in model.transformer.h)
+        or type(model).hidden_and_extra_loss is not GPT.hidden_and_extra_loss
+    ):
+        raise ValueError(
+            f"{variant} has no stream that can be used alone: its sites need more of attention and "
+            "the MLP than h = F(c), or its model runs them in a way of its own"
+        )
+
+
+def collect_package_files(variant: str) -> dict[str, str]:
+    """Return the Python files of a package that runs a variant's stream: their contents by name.
+
+    Raises:
+        ValueError: see `copy_modules` and `check_stream`
+    """
+    check_stream(variant)
+    texts = {f"{name}.py": text for name, text in copy_modules([EXAMPLE], variant).items()}
+    texts["__init__.py"] = PACKAGE_INIT.format(variant=variant, example=EXAMPLE)
+    return texts

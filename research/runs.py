@@ -24,7 +24,7 @@ import torch
 from evaluation.published import Published
 from evaluation.published import find as find_published
 from model import build, make_config, model_class
-from training import checkpoint, resume
+from training import checkpoint, metrics, resume
 from utils import errors, files
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ def read_records(path: Path) -> tuple[list[dict], list[str]]:
     damaged_lines = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = metrics.parse_record(line)
             record["step"] + 0  # is a TypeError unless it is a number
             records.append(record)
         except (ValueError, TypeError, KeyError):

@@ -658,6 +658,13 @@ def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> i
         list(pool.map(run_search, searches))  # raises the first exception of a thread
     exit_code = runner.finish()
     write_tuning(searches, sweep)
+    failures = [
+        describe_search(search, sweep)
+        for search in searches
+        if search.losses and not tuning.has_converged(search.losses)
+    ]
+    if failures:
+        raise ValueError("; ".join(failures))
     return exit_code
 
 
@@ -670,9 +677,10 @@ def write_tuning(searches: list[Search], sweep: SweepConfig) -> None:
     for search in searches:
         for point, loss in search.losses.items():
             rates = search.get_rates(point)
-            text = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
-            if point == tuning.find_best(search.losses):
-                text = f"**{text}**"
+            text = "diverged"
+            if math.isfinite(loss):
+                is_best = point == tuning.find_best(search.losses)
+                text = f"**{loss:.4f}**" if is_best else f"{loss:.4f}"
             rows.append([search.name, *(f"{rate:g}" for rate in rates.values()), text])
             stored_loss = loss if math.isfinite(loss) else None
             figures.append({**search.swept_texts, **rates, "val_loss": stored_loss})
@@ -689,6 +697,12 @@ def describe_search(search: Search, sweep: SweepConfig) -> str:
     num_tries = len(search.losses)
     if not num_tries:
         return f"{search.name}: no try is finished"
+    if not tuning.has_converged(search.losses):
+        tried = [" ".join(format_options(search.get_rates(point))) for point in search.losses]
+        return (
+            f"{search.name}: no rates found, all {num_tries} of {sweep.tries} tries diverged "
+            f"({', '.join(tried)}); start from lower rates, or look for another cause"
+        )
     rates = format_options(search.get_rates(tuning.find_best(search.losses)))
     line = f"{search.name}: best after {num_tries} of {sweep.tries} tries: {' '.join(rates)}"
     if not tuning.is_inside(search.losses):

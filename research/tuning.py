@@ -2,7 +2,8 @@
 
 A point has one or two numbers, one for each rate: powers of two over the rate at which the search starts.
 The search tries a cross around the start, moves the cross to the best point until the best is in its
-middle, and spends the remaining tries around the best of all, in steps that become smaller.
+middle, and spends the remaining tries around the best of all, in steps that become smaller. As long
+as every run diverges, it lowers all rates, in steps that become larger.
 """
 
 import math
@@ -10,12 +11,19 @@ from collections.abc import Mapping
 from itertools import product
 
 Point = tuple[float, ...]
+# of the search as long as every run diverges, in powers of two
+LARGEST_STEP = 32
 Losses = Mapping[Point, float]  # of the points that were tried; infinity of a run that diverged
 
 
 def to_rate(start: float, power: float) -> float:
     """Return the rate at a power of two over the start, with four digits, as files and tables show it."""
     return float(f"{start * 2**power:.4g}")
+
+
+def has_converged(losses: Losses) -> bool:
+    """Return whether any run has a finite loss."""
+    return any(map(math.isfinite, losses.values()))
 
 
 def find_best(losses: Losses) -> Point:
@@ -55,8 +63,9 @@ def next_point(losses: Losses, num_rates: int) -> Point:
         losses: of the points that were tried, in the order of the tries
         num_rates: 1 or 2
     """
-    if not losses:
-        return (0,) * num_rates
+    if not has_converged(losses):
+        power = -sum(min(2**index, LARGEST_STEP) for index in range(1, len(losses) + 1))
+        return (power,) * num_rates
     best_whole_step = find_best_whole_step(losses)
     for point in list_neighbors(best_whole_step):
         if point not in losses:

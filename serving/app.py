@@ -45,6 +45,7 @@ from model.generation import Sampling
 from model.gpt import GPT
 from serving.events import describe_statistics, generate_events, iterate_under
 from serving.guard import WILDCARD_ADDRESSES, Guard
+from utils import errors
 
 # the files of the page by their URL
 FILES = {
@@ -58,6 +59,17 @@ MAX_NEW_TOKENS = 2048
 MAX_PROMPT_CHARACTERS = 2**16
 # How long a request waits for the one before it, which may be about to end, in seconds.
 MAX_WAIT = 2.0
+
+# keys of requests to OpenAI's API and to other servers, and what they are called here
+KEYS_OF_OTHER_SERVERS = {
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_length", "n_predict"),
+        "max_new_tokens",
+    ),
+    **dict.fromkeys(("messages", "input", "inputs", "text"), "prompt"),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), "repetition_penalty"),
+    "stop_sequences": "stop",
+}
 
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
 
@@ -85,10 +97,14 @@ class Request(SamplingKeys):
 
 
 class JSONLines(StreamingResponse):
-    """Sends each event as a line of JSON, and closes the iterator, however the response ends."""
+    """Sends each event as a line of JSON; then closes the iterator and releases the lock.
 
-    def __init__(self, events: Generator[dict, None, None]):
+    This happens however the response ends, also before it begins.
+    """
+
+    def __init__(self, events: Generator[dict, None, None], lock: threading.Lock):
         self.events = events
+        self.lock = lock
         lines = (json.dumps(event) + "\n" for event in events)
         super().__init__(lines, media_type="application/x-ndjson")
 
@@ -97,22 +113,19 @@ class JSONLines(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             # ends the generation, also if the client has closed the connection
-            self.events.close()
+            try:
+                self.events.close()
+            finally:
+                self.lock.release()
 
 
-def one_at_a_time(
-    lock: threading.Lock, events: Generator[dict, None, None]
-) -> Generator[dict, None, None]:
-    """Yield events while holding the lock; a message if it cannot be acquired, or for an error."""
-    if not lock.acquire(timeout=MAX_WAIT):
-        yield {"message": "busy: another text is being generated; try again when it has ended"}
-        return
-    try:
-        yield from events
-    except ValueError as error:  # the response has begun, so its status can no longer say it
-        yield {"message": describe_mistake(error)}
-    finally:
-        lock.release()
+def report_mistake(events: Generator[dict, None, None]) -> Generator[dict, None, None]:
+    """Yield events, and a message for an error, because the status can no longer say it."""
+    with contextlib.closing(events):
+        try:
+            yield from events
+        except ValueError as error:
+            yield {"message": describe_mistake(error)}
 
 
 def describe_mistake(error: Exception) -> str:
@@ -122,6 +135,9 @@ def describe_mistake(error: Exception) -> str:
     """
     if not isinstance(error, RequestValidationError):
         return " ".join(str(error).split())
+    unknown = [str(e["loc"][-1]) for e in error.errors() if e["type"] == "extra_forbidden"]
+    if unknown:
+        return "; ".join(map(describe_unknown_key, unknown))
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return "the request is not valid JSON"
@@ -130,9 +146,19 @@ def describe_mistake(error: Exception) -> str:
             "the request is not a JSON object; send one, with the header content-type: "
             "application/json"
         )
+    if first["type"] == "list_type":
+        return 'stop: give a list of strings, such as ["\\n"]'
     key = ".".join(str(part) for part in first["loc"] if part != "body") or "the request"
     message = first["msg"]
     return f"{key}: {message[0].lower()}{message[1:]}"
+
+
+def describe_unknown_key(key: str) -> str:
+    """Return that a request has no such key, and which one is meant."""
+    suggestion = errors.suggest(key, Request.model_fields)
+    if key in KEYS_OF_OTHER_SERVERS:
+        suggestion = f", did you mean {KEYS_OF_OTHER_SERVERS[key]}?"
+    return f"unknown key {key}{suggestion or '; omit it'}"
 
 
 def create_app(
@@ -196,6 +222,13 @@ def create_app(
                 f"the prompt has {len(prompt)} tokens: give at most {block_size}, including "
                 "end-of-text"
             )
+        if not lock.acquire(timeout=MAX_WAIT):
+            raise HTTPException(
+                503,
+                "busy: another text is being generated; try again when it has ended",
+                {"Retry-After": f"{MAX_WAIT:.0f}"},
+            )
+        # the response releases the lock
         events = generate_events(
             model,
             tokenizer,
@@ -206,7 +239,7 @@ def create_app(
             stop=settings["stop"],
             is_cancelled=is_closing,
         )
-        return JSONLines(one_at_a_time(lock, iterate_under(autocast, events)))
+        return JSONLines(report_mistake(iterate_under(autocast, events)), lock)
 
     for url, name in FILES.items():
         answer = make_file_answer(Path(__file__).with_name(name))

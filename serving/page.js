@@ -230,7 +230,6 @@ async function follow(response) {
   for await (const event of lines(response)) {
     if (event.message) throw new Error(event.message);
     if (event.seed !== undefined) {
-      // a busy server sends no seed, and the text that is shown stays
       clear();
       seed = event.seed;
     }

@@ -33,7 +33,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import eval
-from evaluation import comparison, published, subjects, tasks
+from evaluation import comparison, published, runner, subjects, tasks
 from evaluation.language_model import LanguageModel, make_batches
 from training import checkpoint
 from training.distributed import World
@@ -1100,3 +1100,15 @@ def test_lm_eval_has_the_papers_tasks_and_metrics():
     for name, metric in tasks.PAPER_METRICS.items():
         metrics = manager.task_index[name].cfg["metric_list"]
         assert metric in [settings["metric"] for settings in metrics]
+
+
+def test_a_validation_loss_that_is_not_finite_is_shown_as_nan(tmp_path):
+    """Its file has null, as JSON has no nan."""
+    path = tmp_path / "results.json"
+    scores = {"val_loss": float("nan"), "val_perplexity": float("inf")}
+    runner.write_record(path, {"record": scores, "settings": {"limit": None}})
+    record = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert record["record"] == {"val_loss": None, "val_perplexity": None}
+    row = comparison.make_validation_row("mine", record["record"], {}, "")
+    table = comparison.make_validation_table("validation", [row])
+    assert [cell for cell in table.rows[0] if cell is not None] == ["mine", "nan", "nan"]

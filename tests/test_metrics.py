@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import resource
 import shutil
 import sys
@@ -241,6 +242,34 @@ def test_metrics_are_read_up_to_a_line_that_is_not_text(tmp_path):
     assert [r["step"] for r in metrics.read(path)] == [1, 2]
 
 
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def test_numbers_that_are_not_finite_are_null_and_read_as_nan(open_log):
+    log = open_log()
+    log.state.step = 1
+    log.write(
+        tasks={"arc_easy": {"acc": float("inf")}}, residual={"attn.beta": [1.0, float("nan")]}
+    )
+    log_losses(log, [float("nan")], is_full=False)
+    metrics.truncate_after(log.path, 5)
+    # as a parser that knows JSON alone
+    lines = [
+        json.loads(line, parse_constant=refuse_constant)
+        for line in log.path.read_text().splitlines()
+    ]
+    assert lines[0]["tasks"] == {"arc_easy": {"acc": None}}
+    assert lines[0]["residual"] == {"attn.beta": [1.0, None]}
+    assert lines[1]["val_loss"] is None
+    assert lines[1]["val_perplexity"] is None
+    first, second = metrics.read(log.path)
+    assert math.isnan(first["residual"]["attn.beta"][1])
+    assert math.isnan(first["tasks"]["arc_easy"]["acc"])
+    assert math.isnan(second["val_loss"])
+    assert metrics.find_last_evaluation(log.path) is not None
+
+
 METRICS = [
     {"step": 2, "val_loss": 1},
     {"step": 3, "loss": 2},
@@ -321,9 +350,10 @@ def test_nested_records_are_flat_for_wandb():
     }
 
 
-def train(arguments: list[str]) -> None:
+def train(arguments: list[str]) -> str:
     result = call("train.py", *arguments)
     assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
 
 
 WANDB = {**CONSTANT_RATE, "tracker": "wandb", "wandb_run_name": "named"}
@@ -406,6 +436,47 @@ def test_a_resumed_run_has_each_step_once_in_tensorboard(corpus, tmp_path):
     assert logged == pytest.approx(losses, rel=1e-6)  # its numbers are float32
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert "residual/attn.state_rms/01" in events.Tags()["scalars"]
+
+
+def read_tensorboard_steps(run: Path) -> list[int]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars("loss")]
+
+
+def test_a_run_without_a_checkpoint_begins_anew_in_tensorboard(open_log):
+    for _ in range(2):
+        log = open_log(tracker="tensorboard")
+        log_steps(log, last_step=3)
+        log.close()
+        metrics.set_aside(log.path)  # as a start without a checkpoint does
+    assert read_tensorboard_steps(log.path.parent) == [1, 2, 3]
+
+
+def test_a_branch_has_no_steps_of_an_earlier_start_in_its_folder(open_log, tmp_path, model):
+    """A run that ended without a checkpoint was there before; the branch begins after step 2."""
+    log = open_log(tracker="tensorboard")
+    log_steps(log, last_step=3)
+    log.close()
+    metrics.set_aside(log.path)
+    world = World(0, 1, torch.device("cpu"))
+    branch = metrics.RunLog(tmp_path, log.config, {}, TrainState(step=2), model, world)
+    branch.state.step = 3
+    branch.write(loss=1.0)
+    branch.close()
+    assert read_tensorboard_steps(tmp_path) == [3]
+
+
+def test_steps_that_a_tracker_shows_twice_are_named(corpus, tmp_path, trackio):
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 2, "tracker": "trackio"}
+    assert "twice" not in train(small_run(corpus, tmp_path, **keys, max_steps=4))
+    assert "twice" not in train(small_run(corpus, tmp_path, **keys, max_steps=6))
+    shutil.rmtree(checkpoint.find(tmp_path))
+    output = train(small_run(corpus, tmp_path, **keys, max_steps=6))
+    assert "note: trackio will show steps 5 to 6 twice" in output
+    keys["tracker"] = "tensorboard"
+    assert "twice" not in train(small_run(corpus, tmp_path, **keys, max_steps=8))
 
 
 @pytest.mark.parametrize(

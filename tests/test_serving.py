@@ -423,7 +423,14 @@ MISTAKES = [
     ({"max_new_tokens": 2049}, "max_new_tokens: input should be less than or equal to 2048"),
     ({"max_new_tokens": "5"}, "max_new_tokens: input should be a valid integer"),
     ({"stop": [""]}, "stop.0: string should have at least 1 character"),
-    ({"temprature": 1.0}, "temprature: extra inputs are not permitted"),
+    ({"temprature": 1.0}, "unknown key temprature, did you mean temperature?"),
+    ({"stop": "x"}, "stop: give a list of strings"),
+    ({"max_tokens": 5}, "unknown key max_tokens, did you mean max_new_tokens?"),
+    (
+        {"model": "gpt", "messages": [], "frequency_penalty": 0.1, "stop": ["a"]},
+        "unknown key model; omit it; unknown key messages, did you mean prompt?; unknown key "
+        "frequency_penalty, did you mean repetition_penalty?",
+    ),
     (
         {"prompt": "a<|im_start|>b"},
         "the prompt has the special token <|im_start|>, which the tokenizer bytes does not",
@@ -606,8 +613,11 @@ def test_logits_that_are_not_finite_end_a_text_with_a_message():
 def test_one_generation_at_a_time(slow, monkeypatch):
     monkeypatch.setattr(serving_app, "MAX_WAIT", 0.1)
     connection, response = slow.begin()
-    [answer] = generate(slow.address, max_new_tokens=3)
-    assert answer["message"].startswith("busy:")
+    for _ in range(2):
+        busy = post(slow.address, {"max_new_tokens": 3})
+        assert busy.status == 503
+        assert busy.headers["Retry-After"].isdecimal()
+        assert json.loads(busy.body)["message"].startswith("busy:")
     assert "tokens" in json.loads(response.readline())  # the first goes on
     monkeypatch.setattr(serving_app, "MAX_WAIT", 10.0)
     events = []

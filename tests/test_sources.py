@@ -13,7 +13,7 @@ import pytest
 from helpers import write_parquet
 
 from data import sources
-from data.sources import Batch, Files, Texts
+from data.sources import Batch, Files, NotTextError, Texts
 
 TEXTS = [
     "One document.",
@@ -90,6 +90,25 @@ def test_json_lines_are_documents_and_blank_lines_are_none(tmp_path):
     rows = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
     write_json_lines(tmp_path / "a.jsonl", [rows[0], "", "  \t", *rows[1:]])
     assert read(tmp_path / "a.jsonl") == TEXTS
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_json_that_pythons_parser_cannot_hold_is_skipped_and_counted(tmp_path):
+    """It is valid, so nothing is damaged: JSON limits neither its depth nor its digits."""
+    deep = f'{{"text": "deep", "more": {"[" * 200_000}{"]" * 200_000}}}'
+    long_number = f'{{"text": "long", "more": {"9" * 5000}}}'
+    write_json_lines(tmp_path / "a.jsonl", [deep, long_number, deep, {"text": "last"}])
+    source = Files([str(tmp_path)], column="text")
+    assert [text for batch in source.read() for text in batch.texts] == ["long", "last"]
+    [line] = source.describe_skipped()
+    assert line == "rows skipped because their JSON is nested too deeply for Python: 2"
+
+
+def test_an_array_that_is_nested_too_deeply_is_called_so(tmp_path):
+    (tmp_path / "a.json").write_text(f'[{{"text": {"[" * 200_000}{"]" * 200_000}}}]')
+    with pytest.raises(NotTextError, match="nested too deeply") as raised:
+        read(tmp_path / "a.json")
+    assert "download" not in str(raised.value)
 
 
 @pytest.mark.usefixtures("_small_batches")

@@ -114,12 +114,24 @@ def read(path: Path) -> list[dict]:
     records = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            records.append(json.loads(line))
+            records.append(parse_record(line))
         except ValueError:
             # Either the file ends here, or a kill cut the line short; a UnicodeDecodeError is a
             # ValueError as well.
             break
     return records
+
+
+def parse_record(line: bytes) -> dict:
+    """Return the record in a line of metrics.jsonl, with nan for null (`files.to_json`).
+
+    Raises:
+        ValueError: the line is not valid JSON
+    """
+    record = json.loads(line)
+    if b"null" not in line:
+        return record
+    return files.replace_items(record, lambda item: math.nan if item is None else item)
 
 
 def find_last_evaluation(path: Path) -> dict | None:
@@ -142,12 +154,14 @@ def find_evaluation(path: Path, step: int, key: str = "val_loss") -> dict | None
     return None
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Remove the records of later steps from a metrics.jsonl."""
+def truncate_after(path: Path, step: int) -> int:
+    """Remove the records of later steps from a metrics.jsonl, and return the last step that it had."""
     if not path.exists():
-        return
-    records = [record for record in read(path) if record["step"] <= step]
-    files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        return 0
+    records = read(path)
+    kept = [record for record in records if record["step"] <= step]
+    files.write_text(path, "".join(files.to_json(record) + "\n" for record in kept))
+    return max((record["step"] for record in records), default=0)
 
 
 def set_aside(path: Path) -> None:
@@ -233,8 +247,10 @@ def start_tensorboard(
 ) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # of a resumed run, the earlier curves end with the step of the checkpoint
-    purge_step = state.step + 1 if state.step else None
+    # The earlier curves keep what metrics.jsonl keeps: all up to the step of the checkpoint, or
+    # nothing if it has been set aside.
+    records = run_folder / "metrics.jsonl"
+    purge_step = state.step + 1 if records.exists() and records.stat().st_size > 0 else 0
     writer = SummaryWriter(run_folder / "tensorboard", purge_step=purge_step)
     writer.add_text("settings", f"```\n{json.dumps(settings, indent=1)}\n```", state.step)
 
@@ -323,9 +339,15 @@ class RunLog:
             nominal_flops = self.tokens_per_step * compute_nominal_flops_per_token(model)
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 
-        truncate_after(self.path, state.step)
+        last_step = truncate_after(self.path, state.step)
         self.tracker: Tracker | None = None
         if config.tracker is not None:
+            if last_step > state.step and state.wandb_id is not None:
+                print(
+                    f"note: {config.tracker} will show steps {state.step + 1} to {last_step} twice, "
+                    "because its library cannot remove what an earlier start has logged; "
+                    "metrics.jsonl has every step once"
+                )
             self.tracker = start_tracker(run_folder, config, settings, state)
             # checkpoints store it, so that a resumed run continues the same curves
             state.wandb_id = self.tracker.id
@@ -485,7 +507,7 @@ class RunLog:
             "seconds": self.state.seconds,
             **{key: value for key, value in values.items() if value is not None},
         }
-        self.unwritten += json.dumps(record).encode() + b"\n"
+        self.unwritten += files.to_json(record).encode() + b"\n"
         self.flush()
         if self.tracker is not None:
             self.call_tracker(lambda: self.tracker.log(flatten(record)))

@@ -4,9 +4,10 @@ import contextlib
 import fcntl
 import functools
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -71,6 +72,27 @@ def warn_of_missing_locks(path: Path, reason: str) -> None:
     )
 
 
+def replace_items(value: object, replace: Callable[[object], object]) -> object:
+    """Return a value of JSON with replace(item) in place of every item in it that holds no others."""
+    if isinstance(value, dict):
+        return {key: replace_items(item, replace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_items(item, replace) for item in value]
+    return replace(value)
+
+
+def to_json(value: object, **options: object) -> str:
+    """Return a value as JSON, with null for numbers that are not finite, which JSON does not have.
+
+    options: of `json.dumps`
+    """
+
+    def replace(item: object) -> object:
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(replace_items(value, replace), allow_nan=False, **options)
+
+
 def read_json(path: Path) -> dict:
     """Return the JSON object that a file holds.
 
@@ -84,6 +106,8 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path} is missing or unreadable ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged: it is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply for Python to read its JSON") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it does not hold a JSON object")
     return content

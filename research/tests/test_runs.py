@@ -72,6 +72,7 @@ DAMAGE = {  # a line in the middle: (what a note says, the losses that are left)
     '{"loss": 5.0}': ("not a record of a step: line 3", [3, 2, 1]),
     '{"step": "3", "loss": 5.0}': ("not a record of a step: line 3", [3, 2, 1]),
     '{"step": 2, "val_loss": NaN}': ("no finite loss: step 2", [3, 2, 1]),
+    '{"step": 2, "val_loss": null}': ("no finite loss: step 2", [3, 2, 1]),
     '{"step": 2, "loss": -Infinity}': ("no finite loss: step 2", [3, 1]),
     '{"step": 2, "loss": 5.0}': (
         "1 lines of metrics.jsonl are of steps that were repeated",

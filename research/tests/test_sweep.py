@@ -593,6 +593,20 @@ def test_a_search_runs_only_what_is_missing(corpus, tmp_path, run, fake, capsys)
     assert all(line.endswith("no run") for line in failed)
 
 
+def test_a_search_in_which_every_try_diverges_fails(corpus, tmp_path, run, fake, capsys):
+    fake('os.makedirs(out + "/nonfinite")\nend("failed", 1)')
+    out = tmp_path / "out"
+    arguments = grid(corpus, out, tune="learning_rate", learning_rate=0.64)
+    with pytest.raises(ValueError, match="all 4 of 4 tries diverged") as raised:
+        run(*arguments, "--tries=4")
+    for rate in ("0.64", "0.16", "0.01", "3.906e-05"):
+        assert f"--learning_rate={rate}" in str(raised.value)
+    text = (out / "tuning.md").read_text()
+    assert "best" not in text
+    assert "**" not in text
+    assert text.count("diverged") == 5
+
+
 def test_a_search_trains_one_seed_and_evaluates_the_first_half(corpus, tmp_path, run, fake):
     fake("open(out + '/keys', 'w').write(json.dumps(keys))\nfinish()")
     arguments = grid(corpus, tmp_path / "out", tune="learning_rate")

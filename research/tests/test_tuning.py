@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from helpers import ROOT
@@ -58,6 +59,31 @@ def test_a_minimum_that_is_too_far_is_not_inside():
 def test_a_run_that_diverged_is_never_the_best():
     losses = search(lambda point: math.inf if point[0] > 0 else point[1] ** 2 - point[0])
     assert tuning.find_best(losses) == (0, 0)
+
+
+@pytest.mark.parametrize("num_rates", [1, 2])
+def test_rates_fall_by_larger_and_larger_factors_while_every_run_diverges(num_rates):
+    losses = {}
+    for _ in range(9):
+        losses[tuning.next_point(losses, num_rates)] = math.inf
+    assert all(len(set(point)) == 1 for point in losses)
+    powers = [point[0] for point in losses]
+    factors = [first - second for first, second in pairwise(powers)]
+    assert powers[0] == 0
+    assert factors == sorted(factors)
+    assert factors[0] >= 2
+    assert powers[-1] < -100  # a factor of 2^100
+
+
+def test_a_search_from_a_rate_that_is_far_too_high_finds_the_best():
+    """Runs above a power of -20 diverge, and the best is at -23."""
+    losses = {}
+    for _ in range(NUM_TRIES + 6):
+        point = tuning.next_point(losses, num_rates=1)
+        assert point not in losses
+        losses[point] = math.inf if point[0] > -20 else abs(point[0] + 23)
+    assert tuning.find_best(losses) == (-23,)
+    assert tuning.is_inside(losses)
 
 
 def test_the_search_does_not_depend_on_where_it_was_interrupted():
