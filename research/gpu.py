@@ -136,7 +136,7 @@ def shrink_for_rehearsal(args: SimpleNamespace, command: list[str]) -> list[str]
     ]
     # the corpora have no more tokens; longer sequences, so that the validation split has few
     size += ["--vocab_size=4096", "--block_size=128", "--compile=False"]
-    size += ["--cuda_graphs=False", "--global_batch_size=2", "--micro_batch_size=1"]
+    size += ["--global_batch_size=2", "--micro_batch_size=1"]
     return [*command, *size]
 
 
@@ -210,7 +210,6 @@ def learn(args: SimpleNamespace, model: str, learning_rate: float) -> Task:
         "--micro_batch_size=64",
         f"--max_steps={max_steps}",
         f"--warmup_steps={max_steps // 10}",
-        "--cuda_graphs=True",
         f"--device={args.device}",
         f"--out_dir={run}",
     ]
@@ -291,8 +290,8 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
                 Entry(peers.TRANSFORMERS, cuda_graphs=True),
             ],
             one_by_one=[
-                time_training(args, "gpt_small", 60, "--cuda_graphs=True"),
-                time_training(args, cc_ec_config, 60, "--cuda_graphs=True"),
+                time_training(args, "gpt_small", 60),
+                time_training(args, cc_ec_config, 60),
                 measure_bandwidth(args, "K=1 v=4"),
                 measure_bandwidth(args, "K=4 v=4"),
                 measure_bandwidth(args, "rope_norm"),
