@@ -14,7 +14,7 @@ from .cache import NO_TOKEN, get_or_create_buffer
 from .config import GPTConfig
 from .parameters import HIDDEN, Rule, constant, linear
 from .precision import at_least_fp32, for_product
-from .products import apply_each, should_copy_swiglu_weights, swiglu_of_copied_weights
+from .products import apply_each, should_copy_swiglu_weights, swiglu, swiglu_of_copied_weights
 
 
 class RMSNorm(nn.Module):
@@ -244,6 +244,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), with inner width intermediate_size."""
 
+    swiglu = staticmethod(swiglu)  # model/kernels has one with a faster backward pass
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         inner_size = config.intermediate_size or 8 * config.hidden_size // 3
@@ -261,5 +263,5 @@ class MLP(nn.Module):
         x = for_product(x, self.c_fc1.weight)
         # the same function, in a form that is faster for many tokens
         if should_copy_swiglu_weights(x, self.c_fc1):
-            return swiglu_of_copied_weights(x, self.c_fc1, self.c_fc2, self.c_proj)
+            return swiglu_of_copied_weights(x, self.c_fc1, self.c_fc2, self.c_proj, self.swiglu)
         return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))

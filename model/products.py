@@ -6,6 +6,8 @@ inner width of the MLP is padded with zeros. The parameters stay those of the pl
 results are the same up to rounding.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -56,17 +58,29 @@ def should_copy_swiglu_weights(x: torch.Tensor, gate: nn.Linear) -> bool:
     return should_join_products(x) or count_padding(x, gate.out_features) > 0
 
 
+def swiglu(joined: torch.Tensor) -> torch.Tensor:
+    """Return silu(gates) * values (..., n) of gates and values side by side (..., 2 n)."""
+    gates, values = joined.chunk(2, dim=-1)
+    return F.silu(gates) * values
+
+
 def swiglu_of_copied_weights(
-    x: torch.Tensor, gate: nn.Linear, value: nn.Linear, output: nn.Linear
+    x: torch.Tensor,
+    gate: nn.Linear,
+    value: nn.Linear,
+    output: nn.Linear,
+    swiglu: Callable[[torch.Tensor], torch.Tensor] = swiglu,
 ) -> torch.Tensor:
-    """Return output(silu(gate(x)) * value(x)) for x (..., d) and layers without biases."""
+    """Return output(silu(gate(x)) * value(x)) for x (..., d) and layers without biases.
+
+    swiglu: what computes `swiglu` of gates and values that are one product
+    """
     padding = count_padding(x, gate.out_features)
     # Padded features are silu(0) * 0 = 0 and meet weights of 0, so the function is the same.
     gate_weight = F.pad(gate.weight, (0, 0, 0, padding))
     value_weight = F.pad(value.weight, (0, 0, 0, padding))
     if should_join_products(x):
-        gates, values = F.linear(x, torch.cat([gate_weight, value_weight])).chunk(2, dim=-1)
+        h = swiglu(F.linear(x, torch.cat([gate_weight, value_weight])))
     else:
-        gates = F.linear(x, gate_weight)
-        values = F.linear(x, value_weight)
-    return F.linear(F.silu(gates) * values, F.pad(output.weight, (0, padding)))
+        h = F.silu(F.linear(x, gate_weight)) * F.linear(x, value_weight)
+    return F.linear(h, F.pad(output.weight, (0, padding)))

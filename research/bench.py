@@ -7,7 +7,6 @@
     python research/bench.py profile --device=cuda        # the kernels that a training step spends its time on
     python research/bench.py kernels                      # bandwidth of the fused kernels against a copy
     python research/bench.py costs                        # parameters, state and FLOPs of every model, counted
-    python research/bench.py peers                        # speed beside a plain GPT and transformers' GPT-2
 
 `step`, which is the default command, measures training steps (forward, backward, AdamW) and forward passes
 without gradients. Each model takes turns with the baseline.
@@ -20,7 +19,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configurator import Command, read_command
-from research.benchmarks import costs, decode, kernel_bandwidth, peers, profile_step, step
+from research.benchmarks import costs, decode, kernel_bandwidth, profile_step, step
 from utils import errors
 
 COMMANDS = {
@@ -43,11 +42,6 @@ COMMANDS = {
         "measure one-token decoding with and without a cache",
         decode.Options,
         decode.run,
-    ),
-    "peers": Command(
-        "measure speed beside a plain GPT and transformers' GPT-2",
-        peers.Options,
-        peers.run,
     ),
     "costs": Command(
         "count parameters, state and FLOPs of every model",

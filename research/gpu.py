@@ -9,6 +9,8 @@ side, while the models whose speed is measured compile. Then nothing else runs: 
 the other timed programs follow one by one. A program that fails or hangs is recorded, and the next one
 starts. Each figure is written to OUT/figures.json when it is measured, the output of every program to
 OUT/log.txt, and a table is printed last.
+After a change of kernels, training steps or train.py, `tests` and `speed` come first. Without one, the pack that
+has never run is next: today `learning_others`.
 Without the git history, set COMMIT to the output of `git describe --always`.
 """
 
@@ -26,7 +28,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -36,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from configurator import argument, option, read_command_line
-from research.benchmarks import peers, suites
+from research.benchmarks import peers, suites, timing
 from training.provenance import current_commit, describe_machine
 from utils import errors
 from utils.tables import format_markdown
@@ -49,6 +51,7 @@ DV1 = "DDL-vdim1-gpt-mha-rope"
 # The first steps of train.py compile, and let the allocator grow.
 FIRST_TIMED_STEP = 11
 LEAST_SECONDS = 10  # with less time left, no program is started
+NUM_ROUNDS = 5  # of turns
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def shrink_for_rehearsal(args: SimpleNamespace, command: list[str]) -> list[str]
     ]
     # the corpora have no more tokens; longer sequences, so that the validation split has few
     size += ["--vocab_size=4096", "--block_size=128", "--compile=False"]
-    size += ["--cuda_graphs=False", "--global_batch_size=2", "--micro_batch_size=1"]
+    size += ["--global_batch_size=2", "--micro_batch_size=1"]
     return [*command, *size]
 
 
@@ -149,7 +152,7 @@ def time_training(args: SimpleNamespace, config: str, num_steps: int, *options: 
         [make_train_command(args, config, run, "--max_steps=1000", *options)],
         seconds=200,
         run=run,
-        num_steps=3 if args.device == "cpu" else num_steps,
+        num_steps=10 if args.device == "cpu" else num_steps,
     )
 
 
@@ -210,7 +213,6 @@ def learn(args: SimpleNamespace, model: str, learning_rate: float) -> Task:
         "--micro_batch_size=64",
         f"--max_steps={max_steps}",
         f"--warmup_steps={max_steps // 10}",
-        "--cuda_graphs=True",
         f"--device={args.device}",
         f"--out_dir={run}",
     ]
@@ -264,7 +266,7 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
             side_by_side=[
                 run_gpu_tests(args),
                 check_training(args),
-                time_training(args, cc_ec_config, 200),
+                time_training(args, cc_ec_config, 200, "--kernels=auto"),
                 time_training(args, cc_ec_config, 200, "--kernels=off"),
                 # a smaller micro-batch, because float32 needs more memory
                 time_training(
@@ -278,23 +280,31 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
             ],
         ),
         "speed": Pack(
-            "training steps of 124M parameters, train.py, the kernels' bandwidth",
+            "training steps of 124M parameters, and train.py with and without CUDA graphs",
             seconds=300,
             entries=[
-                Entry(ADDITIVE),
                 Entry(ADDITIVE, cuda_graphs=True),
-                Entry(CC_EC),
                 Entry(CC_EC, cuda_graphs=True),
+                Entry(f"{CC_EC}+state_dtype=float32", cuda_graphs=True),
                 Entry(TC, cuda_graphs=True),
                 Entry(DV1, cuda_graphs=True),
                 Entry(peers.PLAIN, cuda_graphs=True),
                 Entry(peers.TRANSFORMERS, cuda_graphs=True),
             ],
             one_by_one=[
-                time_training(args, "gpt_small", 60, "--cuda_graphs=True"),
-                time_training(args, cc_ec_config, 60, "--cuda_graphs=True"),
+                time_training(args, "gpt_small", 60),
+                time_training(args, cc_ec_config, 60),
+                time_training(args, "gpt_small", 30, "--profile_steps=3"),
+                time_training(args, "gpt_small", 30, "--cuda_graphs=off"),
+            ],
+        ),
+        "kernels": Pack(
+            "the kernels' bandwidth",
+            seconds=200,
+            one_by_one=[
                 measure_bandwidth(args, "K=1 v=4"),
                 measure_bandwidth(args, "K=4 v=4"),
+                measure_bandwidth(args, "K=1 v=1"),
                 measure_bandwidth(args, "rope_norm"),
             ],
         ),
@@ -315,12 +325,11 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
             ],
         ),
         "streams": Pack(
-            "d_v = 2, float32 state, and other streams beside the additive model",
+            "d_v = 2 and other streams beside the additive model",
             seconds=240,
             entries=[
                 Entry(ADDITIVE, cuda_graphs=True),
                 Entry(f"{CC_EC}:2", cuda_graphs=True),
-                Entry(f"{CC_EC}+state_dtype=float32", cuda_graphs=True),
                 Entry("AttnRes-gpt-mha-rope", cuda_graphs=True),
                 Entry("mHC-gpt-mha-rope", cuda_graphs=True),
                 Entry("wide-gpt-mha-rope", cuda_graphs=True),
@@ -347,15 +356,17 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
             seconds=540,
             first=[prepare_packages(args)],
             side_by_side=[
-                *(
-                    learn(args, model, rate)
-                    for rate in (2e-2, 4e-2, 1e-2)
-                    for model in (ADDITIVE, CC_EC)
-                ),
-                learn(args, "wide-gpt-mha-rope", 2e-2),
-                learn(args, TC, 2e-2),
+                learn(args, model, rate)
+                for rate in (2e-2, 4e-2, 1e-2)
+                for model in (ADDITIVE, CC_EC)
             ],
             at_once=3,
+        ),
+        "learning_others": Pack(
+            "the same of two other streams, with one learning rate",
+            seconds=400,
+            first=[prepare_packages(args)],
+            side_by_side=[learn(args, model, 2e-2) for model in ("wide-gpt-mha-rope", TC)],
         ),
     }
 
@@ -427,6 +438,9 @@ class Session:
             stop(process, at_once=task.run is not None)
             if exit_codes[-1] != 0:
                 break
+        if task.run is not None:
+            for trace in task.run.glob("profile/*.json.gz"):
+                shutil.copy(trace, self.out)
         figures = {"seconds": round(time.monotonic() - start, 1), "exit_codes": str(exit_codes)}
         if task.run is not None:
             figures.update(summarize_run(task.run))
@@ -512,6 +526,68 @@ class Competitor:
         return self.wait(seconds)
 
 
+class GpuSensor:
+    """Samples the clock and the power of a GPU, where nvidia-smi exists."""
+
+    def __init__(self):
+        self.samples: list[tuple[float, float, float]] = []  # time, MHz, watts
+        self.process = None
+        command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--loop-ms=100"]
+        if shutil.which(command[0]) is not None:
+            command.append("--format=csv,noheader,nounits")
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            threading.Thread(target=self._read_samples, daemon=True).start()
+
+    def _read_samples(self) -> None:
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):  # a GPU that does not measure it
+                clock, power = map(float, line.split(","))
+                self.samples.append((time.monotonic(), clock, power))
+
+    def medians_since(self, start: float) -> dict[str, float]:
+        """Return the median clock and power since a time; {} without samples."""
+        samples = [sample for sample in self.samples if sample[0] >= start]
+        if not samples:
+            return {}
+        _, clocks, powers = zip(*samples)
+        return {"clock_mhz": statistics.median(clocks), "watts": statistics.median(powers)}
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+def take_turns(session: Session, competitors: list[Competitor], end: float) -> None:
+    """Measure rounds of turns, and how each entry compares with the first in the same rounds."""
+    step_ms: dict[str, list[float]] = {competitor.name: [] for competitor in competitors}
+    remaining = list(competitors)
+    sensor = GpuSensor()
+    try:
+        for number in range(1, NUM_ROUNDS + 1):
+            for competitor in list(remaining):
+                start = time.monotonic()
+                figures = competitor.measure_turn(min(40, end - start))
+                name = f"{competitor.name}, turn {number}"
+                if figures is None:
+                    session.add(name, "failed, or out of time")
+                    remaining.remove(competitor)
+                    continue
+                step_ms[competitor.name].append(figures["step_ms"])
+                session.add(name, {**figures, **sensor.medians_since(start)})
+    finally:
+        sensor.stop()
+    for name, own_ms in step_ms.items():
+        baseline = competitors[0].name
+        if own_ms and step_ms[baseline]:
+            summary = {
+                "turns": len(own_ms),
+                **timing.compute_percentiles("step_ms", own_ms),
+                **timing.compute_speed_ratios("ratio", step_ms[baseline], own_ms),
+            }
+            session.add(f"{name} relative to {baseline}", summary)
+
+
 def run_pack(session: Session, pack: Pack) -> None:
     """Run what is not timed while the entries compile, then their turns, then what is timed."""
     start = time.monotonic()
@@ -526,8 +602,12 @@ def run_pack(session: Session, pack: Pack) -> None:
     entries = pack.entries
     if session.device == "cpu":
         num_workers = os.cpu_count()
-        # a rehearsal, in which CUDA graphs do not exist
-        entries = [entry for entry in entries if entry in (Entry(ADDITIVE), Entry(CC_EC))]
+        # a rehearsal of two entries, in which CUDA graphs do not exist
+        entries = [
+            replace(entry, cuda_graphs=False)
+            for entry in entries
+            if entry.model in (ADDITIVE, CC_EC)
+        ]
     competitors = [Competitor(session, entry) for entry in entries]
     try:
         with ThreadPoolExecutor(num_workers) as pool:
@@ -540,12 +620,7 @@ def run_pack(session: Session, pack: Pack) -> None:
                 stop(competitor.process)
             else:
                 ready.append(competitor)
-        for number in (1, 2):
-            for competitor in ready:
-                figures = competitor.measure_turn(min(40, end - time.monotonic()))
-                session.add(
-                    f"{competitor.name}, turn {number}", figures or "failed, or out of time"
-                )
+        take_turns(session, ready, end)
     finally:
         for competitor in competitors:
             stop(competitor.process)

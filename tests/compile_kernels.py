@@ -15,7 +15,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from model.kernels import rope, step_kernels
+from model.kernels import rope, step_kernels, swiglu_kernel
 
 NO_WRITE = dict.fromkeys(
     (
@@ -88,11 +88,12 @@ def arguments_of(kernel, constants: dict, num_value_channels: int, num_writes: i
     """
     bf16 = (
         "stored_state new_state state grad_new_state grad_state direction grad_direction x_in context "
-        "grad_context x new_x grad_x grad_new_x h grad_h qkv qk grad_q grad_k grad_v grad_qkv"
+        "grad_context x new_x grad_x grad_new_x h grad_h qkv qk grad_q grad_k grad_v grad_qkv "
+        "grad joined grad_joined"
     )
     int32 = (
         "token_stride channel_stride num_tokens num_rows chunk_size num_chunks sequence_length "
-        "table_stride"
+        "table_stride num_elements"
     )
     fp32 = "k_eps_squared norm_eps eps value_scale value_constant"
     types = {
@@ -190,6 +191,11 @@ def forms() -> Iterator[Form]:
             getattr(rope, f"{direction}_kernel"),
             {**SIZES, "H": 3, "HALF": 16, "BLOCK": 16, "ROWS": 8},
         )
+    yield Form(
+        "swiglu backward",
+        swiglu_kernel.backward_kernel,
+        {"INNER": 192, "BLOCK": swiglu_kernel.BLOCK},
+    )
 
 
 if __name__ == "__main__":

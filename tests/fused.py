@@ -24,6 +24,7 @@ from triton.runtime import interpreter
 from model import kernels
 from model.ddl import delta_rewrite, read_value_channels
 from model.kernels import rope as rope_module
+from model.kernels import swiglu_kernel
 from model.kernels.residual_step import StepOutput, residual_step
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -459,6 +460,31 @@ def check_heads(B: int, T: int, H: int, D: int, dtype: str, own_positions: bool 
     tolerance = 1e-5 if dtype == "fp32" else 1e-2
     for name, actual, expected in zip(names, heads(inputs), exact_heads(inputs)):
         check_close(name, actual, expected, tolerance)
+
+
+def swiglu_inputs(*shape: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gates and values side by side (..., 2 n), and a gradient of the given shape (..., n)."""
+    generator = torch.Generator().manual_seed(4)
+    joined = 3 * torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)
+    joined[..., 0] = 30.0  # a sigmoid of 1
+    grad = torch.randn(*shape, generator=generator)
+    return joined.to(DTYPES[dtype]).to(DEVICE), grad.to(DTYPES[dtype]).to(DEVICE)
+
+
+def check_swiglu(*shape: int, dtype: str) -> None:
+    """Compare SwiGLU of a joined product and its gradient with float64."""
+    joined, grad = swiglu_inputs(*shape, dtype=dtype)
+    joined.requires_grad_()
+    actual = swiglu_kernel.fused_swiglu(joined)
+    exact_joined = joined.detach().double().requires_grad_()
+    gates, values = exact_joined.split(shape[-1], dim=-1)
+    expected = gates / (1 + (-gates).exp()) * values
+    tolerance = 1e-6 if dtype == "fp32" else 1e-2
+    check_close("SwiGLU", actual, expected, tolerance)
+    (actual_grad,) = torch.autograd.grad(actual, joined, grad)
+    (expected_grad,) = torch.autograd.grad(expected, exact_joined, grad.double())
+    assert actual_grad.dtype == joined.dtype
+    check_close("gradient", actual_grad, expected_grad, tolerance)
 
 
 def fuse(model, state_checkpoint_interval: int = 2):

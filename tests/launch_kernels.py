@@ -71,7 +71,7 @@ def main():
     sys.path.insert(0, str(HERE.parent))
     import torch
 
-    from model.kernels import launch, residual_step, rope
+    from model.kernels import launch, residual_step, rope, swiglu_kernel
 
     for module in (launch, rope):
         module.count_processors = lambda device: 132
@@ -154,6 +154,9 @@ def main():
         )
         sum(result.sum() for result in results).backward()
 
+    def swiglu(T):
+        swiglu_kernel.fused_swiglu(random(2, T, 128)).sum().backward()
+
     # name: (number of launches, function of the number of tokens)
     cases = {
         "v=4": (2, lambda T: step(2, T, 4, 64, 1)),
@@ -168,6 +171,7 @@ def main():
         "v=4 d=1024 K=4": (2, lambda T: step(1, T, 4, 1024, 4)),
         "carried": (1, generate),
         "rope_norm": (2, rotation),
+        "SwiGLU": (1, swiglu),
     }
     num_launches = ctypes.c_int.in_dll(library, "absent_launches")
     # grid, block and shared memory of the last launch
@@ -177,6 +181,7 @@ def main():
         for module in (residual_step, rope)
         for kernel in (module.forward_kernel, module.backward_kernel)
     ]
+    kernels.append(swiglu_kernel.backward_kernel)
 
     def count_compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -288,6 +288,25 @@ def test_choices_may_be_numbers():
             configurator.parse(order, text)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("True", "on"), ("0", "off"), ("off", "off"), ("auto", "auto"), (None, "on")],
+)
+def test_true_and_false_are_on_and_off(text, value):
+    @dataclass
+    class Config:
+        """A key that was True or False once"""
+
+        graphs: Literal["auto", "on", "off"] = "auto"
+
+    (graphs,) = collect_options(Config).values()
+    assert configurator.parse(graphs, text) == value
+    assert graphs.convert(True) == "on"
+    assert graphs.convert(False) == "off"
+    with pytest.raises(ValueError, match="graphs='maybe': give 'auto' or 'on' or 'off'"):
+        configurator.parse(graphs, "maybe")
+
+
 def test_an_unknown_key_is_answered_with_the_nearest():
     message = r"^unknown key stpes, did you mean steps\?; unknown key zzzzzz$"
     with pytest.raises(ValueError, match=message):

@@ -182,7 +182,7 @@ def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
 )
 def test_cuda_graphs_change_no_bits(corpus, tmp_path, monkeypatch, model_name):
     """With two micro-batches a step, so that gradients are accumulated outside of the graphs."""
-    for name, cuda_graphs in (("with", True), ("without", False)):
+    for name, cuda_graphs in (("with", "auto"), ("without", "off")):
         arguments = small_run(
             corpus,
             tmp_path / name,

@@ -99,6 +99,12 @@ def test_rotation_gives_the_same_bits():
     )
 
 
+@pytest.mark.parametrize("shape", [(16, 1024, 2048), (3, 500)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_swiglu(shape, dtype):
+    fused.check_swiglu(*shape, dtype=dtype)
+
+
 @pytest.mark.parametrize("model_name", PAPER)
 def test_model(model_name):
     fused.check_model(tiny(model_name))

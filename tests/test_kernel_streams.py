@@ -427,10 +427,10 @@ def test_heads_are_fused_in_a_stream_that_is_not():
 @pytest.mark.parametrize(
     ("model_name", "keys", "parts"),
     [
-        (CC, {}, "residual stream, heads of attention"),
+        (CC, {}, "residual stream, heads of attention, SwiGLU"),
         ("gpt-mha-rope", {}, "heads of attention"),
-        ("gpt-mha-rope", {"use_qk_rmsnorm": False}, "none"),
-        ("HC-gpt-mha-rope", {}, "heads of attention (the read HyperConnection"),
+        ("gpt-mha-rope", {"use_qk_rmsnorm": False}, "SwiGLU"),
+        ("HC-gpt-mha-rope", {}, "heads of attention, SwiGLU (the read HyperConnection"),
         ("mHC-gpt-mha-rope", {}, "Sinkhorn-Knopp, heads of attention"),
     ],
 )

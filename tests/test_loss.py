@@ -58,6 +58,32 @@ def test_the_loss_without_gradients_equals_cross_entropy_on_all_logits(chunk_siz
     torch.testing.assert_close(chunked, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float16, 2e-2),
+        (torch.bfloat16, 2e-2),
+        (torch.float32, 1e-5),
+        (torch.float64, 1e-12),
+    ],
+)
+def test_large_logits_and_tokens_without_targets(dtype, tolerance):
+    """Logits of up to 700 overflow without their maximum; the factor 0 has the logarithm -inf."""
+    hidden, weight, targets = make_inputs()
+    hidden = (40 * hidden).detach().to(dtype).requires_grad_()
+    weight = weight.detach().to(dtype).requires_grad_()
+    exact_inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = compute_reference_loss(*exact_inputs, targets, 1.0)
+    expected_gradients = torch.autograd.grad(expected, exact_inputs)
+    value = linear_cross_entropy(hidden, weight, targets, chunk_size=8)
+    gradients = torch.autograd.grad(value, (hidden, weight))
+    assert value.item() == pytest.approx(expected.item(), rel=tolerance)
+    for gradient, expected_gradient in zip(gradients, expected_gradients):
+        error = (gradient.double() - expected_gradient).norm()
+        assert error < tolerance * expected_gradient.norm()
+    assert (gradients[0][targets == -1] == 0).all()
+
+
 def test_gradcheck():
     hidden, weight, targets = make_inputs(vocab_size=6, width=3)
     assert torch.autograd.gradcheck(

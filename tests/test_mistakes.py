@@ -90,7 +90,10 @@ MISTAKES = [
     ),
     ({"engine": "ddp", "shard_size": 1}, "shard_size=1 has no effect with engine=ddp"),
     ({"dtype": "float8"}, "dtype='float8': give 'auto' or 'float32' or 'bfloat16' or 'float16'"),
-    ({"cuda_graphs": True}, "cuda_graphs=True needs a CUDA device and compile=True; omit it"),
+    (
+        {"cuda_graphs": True},
+        "cuda_graphs=on: CUDA graphs need a CUDA device and compile=True; give --cuda_graphs=auto",
+    ),
     (
         {"wandb_project": "mine"},
         "wandb_project=mine has no effect with tracker=None; omit wandb_project",

@@ -22,7 +22,8 @@ from training.distributed import StepStats, World
 
 def test_step_stats_are_the_loss_the_requests_to_stop_and_the_gradient_norm():
     world = World(0, 1, torch.device("cpu"))
-    stats = distributed.all_reduce_step_stats(torch.tensor(9.0), torch.tensor(2.5), True, world)
+    sums = distributed.all_reduce_step_stats(torch.tensor(9.0), torch.tensor(2.5), True, world)
+    stats = StepStats(*sums.tolist())
     assert stats == StepStats(loss_sum=9.0, num_stop_requests=1.0, grad_norm=2.5)
     assert stats.is_finite()
 

@@ -1,6 +1,7 @@
 """What train.py answers before it trains: help, dry runs, and mistakes on the command line."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from helpers import small_run
 from in_process import call
 
 from model import MODEL_NAMES, build
+from training import resume, settings, setup
 from training.checkpoint import TrainState
-from training.config import TrainConfig
+from training.config import TrainConfig, read_arguments
 from training.settings import configure, default_out_dir
 
 
@@ -128,3 +130,39 @@ def test_a_relative_dataset_is_remembered_as_an_absolute_path(corpus, tmp_path, 
 @pytest.mark.parametrize("dataset", ["fineweb_edu", "nowhere"])
 def test_names_of_datasets_are_kept(dataset):
     assert configure([f"--dataset={dataset}"])[0].dataset == dataset
+
+
+@pytest.mark.parametrize(("saved", "value"), [(False, "off"), (True, "on"), ("auto", "auto")])
+def test_cuda_graphs_of_an_older_run_are_on_or_off(tmp_path, saved, value):
+    """The key was True or False."""
+    state = json.loads(Path("tests/golden/checkpoints/MHAR/state.json").read_text())
+    state["run_config"]["cuda_graphs"] = saved
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    arguments = read_arguments([f"--resume={tmp_path}", "--out_dir=resumed", "--dataset=corpus"])
+    config = settings.resolve(arguments).config
+    assert config.cuda_graphs == value
+    (changes,) = resume.describe_changed_settings(state, config)
+    assert "cuda_graphs" not in changes
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "num_processes", "reason"),
+    [
+        ({}, "cuda", 1, None),
+        ({"cuda_graphs": "on"}, "cuda", 1, None),
+        ({"cuda_graphs": "off"}, "cuda", 1, "cuda_graphs=off"),
+        ({}, "cpu", 1, "CUDA graphs need a CUDA device and compile=True"),
+        ({"compile": False}, "cuda", 1, "CUDA graphs need a CUDA device and compile=True"),
+        ({}, "cuda", 2, "CUDA graphs work on one GPU, not on 2"),
+        ({"cuda_graphs": "on"}, "cuda", 2, "CUDA graphs work on one GPU, not on 2"),
+        ({"dtype": "float16"}, "cuda", 1, "CUDA graphs were not tried in float16; cuda_graphs=on"),
+        ({"dtype": "float16", "cuda_graphs": "on"}, "cuda", 1, None),
+    ],
+)
+def test_when_cuda_graphs_are_used(monkeypatch, keys, device, num_processes, reason):
+    monkeypatch.setenv("WORLD_SIZE", str(num_processes))
+    found = setup.reason_without_cuda_graphs(TrainConfig(**keys), torch.device(device))
+    if reason is None:
+        assert found is None
+    else:
+        assert found.startswith(reason)

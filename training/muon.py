@@ -26,6 +26,9 @@ class Muon(torch.optim.Muon):
         dtype: in which the updates are orthogonalized, and sent to other ranks
     """
 
+    # () float, 1 if the next step is to change nothing and 0 if not, as in torch's fused optimizers
+    found_inf: torch.Tensor | None = None
+
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
         self.dtype = dtype
@@ -65,9 +68,10 @@ class Muon(torch.optim.Muon):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight.grad)
         momentum = state["momentum_buffer"]
-        momentum.lerp_(weight.grad, 1 - group["momentum"])
+        new_momentum = momentum.lerp(weight.grad, 1 - group["momentum"])
+        self.overwrite(momentum, new_momentum)
         # (1 - momentum) * gradient + momentum * average
-        return weight.grad.lerp(momentum, group["momentum"])
+        return weight.grad.lerp(new_momentum, group["momentum"])
 
     def orthogonalize(self, group: dict, matrix: torch.Tensor) -> torch.Tensor:
         return orthogonalize(
@@ -86,8 +90,18 @@ class Muon(torch.optim.Muon):
             update = distribute_tensor(update, mesh, weight.placements, src_data_rank=None)
             update = update.to_local()
             weight = weight.to_local()
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(update, alpha=-group["lr"] * rms_scale)
+        new_weight = weight * (1 - group["lr"] * group["weight_decay"])
+        new_weight.add_(update, alpha=-group["lr"] * rms_scale)
+        self.overwrite(weight, new_weight)
+
+    def overwrite(self, tensor: torch.Tensor, new_value: torch.Tensor) -> None:
+        """Overwrite a tensor, unless `found_inf` says that the step is to change nothing."""
+        if self.found_inf is not None:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+                new_value = new_value.to_local()
+            new_value = torch.where(self.found_inf == 0, new_value, tensor)
+        tensor.copy_(new_value)
 
 
 def orthogonalize(

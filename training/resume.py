@@ -79,6 +79,9 @@ def saved_settings(state: dict) -> dict[str, object]:
     # what the key tracker was before there were several
     if run_config.pop("wandb_log", False):
         run_config["tracker"] = "wandb"
+    # it was True or False before there was auto
+    if "cuda_graphs" in run_config:
+        run_config["cuda_graphs"] = options["cuda_graphs"].convert(run_config["cuda_graphs"])
     return {
         # lowest precedence first
         **{name: option.default for name, option in options.items()},

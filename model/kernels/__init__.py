@@ -27,7 +27,8 @@ from ..hyper_connections import (
     WeightedStreams,
     sinkhorn_knopp,
 )
-from ..layers import CausalSelfAttention, Heads, RMSNorm
+from ..layers import MLP, CausalSelfAttention, Heads, RMSNorm
+from ..products import swiglu
 
 # compute capability of the GPUs (H100, H200) on which `auto` uses the kernels
 MEASURED_CAPABILITY = (9, 0)
@@ -250,7 +251,7 @@ def use(
     device: torch.device | str = "cuda",
     state_checkpoint_interval: int = 2,
 ) -> str | None:
-    """Give a model its fused stream and heads, or take them away.
+    """Give a model its fused stream, heads and SwiGLU, or take them away.
 
     Args:
         setting: "off"; "auto", which fuses what it can on GPUs like the one on which the kernels
@@ -282,8 +283,9 @@ def use(
         raise ValueError(f"kernels=on: {reason}; use kernels=auto or kernels=off")
 
     model.use_stream(make_stream(form, model.config, state_checkpoint_interval))
-    # attention is the same in every stream, and is fused in those that are not
+    # attention and the MLP are the same in every stream, and are fused in those that are not
     model.use_heads(Heads() if reason_not_here is not None else make_heads(model))
+    use_swiglu_kernel(model, reason_not_here is None)
     use_sinkhorn_kernel(model, form is FusedForm.MANIFOLD)
     if form is not None and torch.__version__.startswith("2.12."):
         # This version alone gives the gradient of a graph's output the strides of the output. A
@@ -310,6 +312,7 @@ def describe(model: GPT, reason_not_fused: str | None) -> str:
             for module in modules
             if isinstance(module, CausalSelfAttention)
         ],
+        "SwiGLU": [module.swiglu is not swiglu for module in modules if type(module) is MLP],
     }
     names = [name for name, uses in uses_of_kernels.items() if any(uses)]
     reason = f" ({reason_not_fused})" if reason_not_fused else ""
@@ -337,6 +340,18 @@ def make_heads(model: GPT) -> Heads:
     if all(rope.serves(attention, model.config) for attention in attention_layers):
         return rope.FusedHeads()
     return Heads()
+
+
+def use_swiglu_kernel(model: nn.Module, fused: bool) -> None:
+    """Let the MLPs call the kernel of SwiGLU's backward pass, or the plain operations again."""
+    function = swiglu
+    if fused:
+        from .swiglu_kernel import fused_swiglu
+
+        function = fused_swiglu
+    for module in model.modules():
+        if type(module) is MLP:
+            module.swiglu = function
 
 
 def use_sinkhorn_kernel(model: nn.Module, fused: bool) -> None:

@@ -36,7 +36,7 @@ HEAD_DIM = 128  # of the paper's sizes
 # The launches that --tune tries beside the table's: warps of a program, stages and prefetch (which make
 # loads run ahead), and warps of a multiprocessor.
 WARPS = (1, 2, 4, 8, 16)
-STAGES_AND_PREFETCH = ((2, 0), (3, 0), (1, 2))
+STAGES_AND_PREFETCH = ((2, 0), (3, 0), (4, 0), (1, 2))
 RESIDENT_WARPS = (8, 16)
 
 

@@ -3,11 +3,14 @@
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -68,6 +71,16 @@ def test_every_command_of_every_pack_is_understood(tmp_path, device):
     assert {words[0] for words in programs} >= {"train.py", "research/bench.py", "eval.py", "cmp"}
 
 
+def test_no_two_tasks_have_the_same_figure_or_run_folder(tmp_path):
+    args = SimpleNamespace(out=tmp_path, work=tmp_path, device="cuda")
+    packs = gpu.make_packs(args).values()
+    tasks = [task for pack in packs for task in (*pack.side_by_side, *pack.one_by_one)]
+    names = [task.name for task in tasks]
+    assert len(set(names)) == len(names)
+    folders = [task.run for task in tasks if task.run is not None]
+    assert len(set(folders)) == len(folders)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_entry_of_every_pack_is_a_model(tmp_path, device):
     args = SimpleNamespace(out=tmp_path, work=tmp_path, device=device)
@@ -82,18 +95,64 @@ def test_entries_take_turns_and_every_figure_is_stored(session, tmp_path):
     pack = gpu.Pack(
         "a rehearsal",
         seconds=300,
-        entries=[gpu.Entry(gpu.ADDITIVE)],
+        entries=[gpu.Entry(gpu.ADDITIVE), gpu.Entry(gpu.CC_EC)],
         side_by_side=[gpu.Task("fails", [["-c", "raise SystemExit(3)"], ["-c", ""]], seconds=60)],
         one_by_one=[gpu.Task("hangs", [["-c", "import time; time.sleep(600)"]], seconds=0.5)],
     )
     gpu.run_pack(session, pack)
     figures = json.loads((tmp_path / "figures.json").read_text())
-    for number in (1, 2):
+    turns_of_cc_ec = []
+    ratios = []
+    for number in range(1, gpu.NUM_ROUNDS + 1):
         row = figures[f"{gpu.ADDITIVE}, turn {number}"]
         num_tokens = suites.TINY["block_size"]
         assert row["tokens_per_second"] == pytest.approx(num_tokens / row["step_ms"] * 1e3)
+        turns_of_cc_ec.append(figures[f"{gpu.CC_EC}, turn {number}"]["step_ms"])
+        ratios.append(row["step_ms"] / turns_of_cc_ec[-1])
+    summary = figures[f"{gpu.CC_EC} relative to {gpu.ADDITIVE}"]
+    assert summary["turns"] == gpu.NUM_ROUNDS
+    assert summary["step_ms"] == pytest.approx(statistics.median(turns_of_cc_ec))
+    assert summary["ratio"] == pytest.approx(statistics.median(ratios))
+    assert min(ratios) <= summary["ratio_p10"] <= summary["ratio"] <= summary["ratio_p90"]
     assert figures["fails"]["exit_codes"] == "[3]"
     assert figures["hangs"]["exit_codes"] == "['stopped']"
+
+
+class FailingCompetitor(NamedTuple):
+    """A competitor whose turns fail after some."""
+
+    name: str
+    num_turns: int
+    asked: list
+
+    def measure_turn(self, seconds: float) -> dict | None:
+        self.asked.append(self.name)
+        return {"step_ms": 2.0} if self.asked.count(self.name) <= self.num_turns else None
+
+
+def test_an_entry_that_fails_in_a_turn_is_left_out_of_later_rounds(session):
+    asked = []
+    competitors = [FailingCompetitor("one", 9, asked), FailingCompetitor("other", 1, asked)]
+    gpu.take_turns(session, competitors, end=math.inf)
+    assert asked.count("one") == gpu.NUM_ROUNDS
+    assert asked.count("other") == 2
+    assert session.figures["other, turn 2"] == "failed, or out of time"
+    assert session.figures["other relative to one"]["turns"] == 1
+
+
+def test_the_clock_and_the_power_of_a_gpu_are_medians_of_samples(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho '1980, 700.5'\necho '[N/A], 1'\necho '1800, 600'\necho '1830, 650'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sensor = gpu.GpuSensor()
+    while len(sensor.samples) < 3:
+        time.sleep(0.01)
+    sensor.stop()
+    assert sensor.medians_since(0.0) == {"clock_mhz": 1830.0, "watts": 650.0}
+    assert sensor.medians_since(math.inf) == {}
 
 
 def test_an_entry_that_fails_is_said_to(session):
@@ -174,7 +233,7 @@ def run_gpu(*words: str, folder: Path) -> subprocess.CompletedProcess:
 def test_packs_are_listed_on_a_bare_machine(tmp_path):
     result = run_gpu(folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    for name in ("tests", "speed", "plain", "medium", "streams", "decoding", "memory", "learning"):
+    for name in ("tests", "speed", "kernels", "plain", "medium", "streams", "decoding", "memory"):
         assert f"| {name} " in result.stdout
 
 
@@ -196,7 +255,7 @@ def test_mistakes_end_in_one_line(tmp_path, words, message):
 
 @pytest.mark.slow
 def test_packs_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path):
-    packs = ["tests", "speed", "decoding", "memory", "learning"]
+    packs = ["tests", "speed", "kernels", "decoding", "memory", "learning", "learning_others"]
     words = [*packs, "--device=cpu", f"--out={tmp_path / 'out'}"]
     result = run_gpu(*words, folder=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -1,11 +1,8 @@
-"""`bench.py peers`: the plain GPT is the model of its equations, and every peer is measured."""
-
-import json
+"""The plain GPT of research/benchmarks/peers.py is the model of its equations."""
 
 import pytest
 import torch
 from helpers import SMALL
-from in_process import call
 
 from research.benchmarks.peers import PlainGPT
 from research.benchmarks.suites import SIZE_KEYS
@@ -60,30 +57,3 @@ def test_the_plain_gpt_is_gpt2_without_biases():
         _, loss = plain(ids[:, :-1], ids[:, 1:])
     torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-9)
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-
-
-def test_every_peer_is_measured(tmp_path):
-    pytest.importorskip("lm_eval")
-    out = tmp_path / "peers.json"
-    result = call(
-        "research/bench.py",
-        "peers",
-        *(f"--{key}={value}" for key, value in SIZE.items()),
-        "--head_dim=8",
-        "--block_size=256",
-        "--micro_batch_size=2",
-        "--tokens=3",
-        "--rounds=1",
-        "--compile=False",
-        "--device=cpu",
-        f"--json={out}",
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["task"].split()[0], row["peer"]) for row in rows] == [
-        ("training", "plain GPT"),
-        ("generate", "plain GPT"),
-        ("generate", "transformers GPT-2"),
-        ("score", "transformers GPT-2"),
-    ]
-    assert all(row["ratio"] > 0 for row in rows)
