@@ -117,7 +117,9 @@ def test_a_run_with_and_without_a_leak(corpus, tmp_path, monkeypatch):
 
     token_by_token = DeltaRewrite.gate
     monkeypatch.setattr(
-        DeltaRewrite, "gate", lambda write, *args: token_by_token(write, *args).mean(1, keepdim=True)
+        DeltaRewrite,
+        "gate",
+        lambda write, *args: token_by_token(write, *args).mean(1, keepdim=True),
     )
     result = call("research/analyze.py", "causality", run)
     assert result.returncode == 1
