@@ -2,7 +2,7 @@
 
 It is counted while the model runs once on fake tensors, which have shapes but no data. As this is
 the first time that a stream runs, it is also checked that its reads and writes return tensors of
-the right shape.
+the right shape, and which parameters get a gradient.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ class Cost(NamedTuple):
 
     flops: int  # floating-point operations of a training step
     state_numbers: int  # numbers in the residual state, where it is largest
+    unused_parameters: tuple[str, ...]  # names of those that the loss does not depend on
 
 
 # a run asks for the cost of its model several times
@@ -43,10 +44,10 @@ def count_cost(model: GPT) -> Cost:
         try:
             with FakeTensorMode():
                 fake_model = without_initialization(model.variant)(model.config)
-                known_costs[key] = run_forward_pass(fake_model)
+                known_costs[key] = run_once(fake_model)
         except DataDependentOutputException:
             # the model looks at the values of its tensors, so it needs real ones
-            known_costs[key] = run_forward_pass(model.variant(model.config))
+            known_costs[key] = run_once(model.variant(model.config))
     return known_costs[key]
 
 
@@ -79,8 +80,7 @@ def count_attention_flops(
 ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count_attention_flops}
 
 
-@torch.no_grad()
-def run_forward_pass(model: GPT) -> Cost:
+def run_once(model: GPT) -> Cost:
     """Run a model for one sequence of block_size tokens, and return what a token costs."""
     # it imports Triton, which takes 0.15 s; generating and evaluating do without it
     from torch.utils.flop_counter import FlopCounterMode
@@ -92,7 +92,12 @@ def run_forward_pass(model: GPT) -> Cost:
     counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
     checking_stream = CheckingStream(block_size, model.config.hidden_size)
     with counter, model.through(checking_stream):
-        model(torch.zeros(1, block_size, dtype=torch.int64))
+        ids = torch.zeros(1, block_size, dtype=torch.int64)
+        hidden, extra_loss = model.hidden_and_extra_loss(ids)
+        logits = model.logits(hidden)
+    # which parameters have a gradient does not depend on the loss, as long as it reads all logits
+    loss = logits.sum() if extra_loss is None else logits.sum() + extra_loss
+    loss.backward()
 
     parts = [model.input_embed, model.readout]
     for site in model.sites:
@@ -104,6 +109,11 @@ def run_forward_pass(model: GPT) -> Cost:
     return Cost(
         flops=3 * (matrix_flops + elementwise_flops * block_size) // block_size,
         state_numbers=max(count_state_numbers(state) for state in states),
+        unused_parameters=tuple(
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ),
     )
 
 

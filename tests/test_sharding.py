@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from model import MODEL_NAMES, build
-from training import distributed, optimizer
+from model import MODEL_NAMES, build, cost
+from training import distributed
 from training.muon import Muon
 from training.optimizer import build_parameter_groups
 
@@ -215,7 +215,13 @@ def test_a_parameter_depends_on_the_seed_and_its_name_alone():
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
-def test_unused_parameters_are_those_of_the_model_itself(name):
+def test_unused_parameters_are_those_without_a_gradient(name):
     model = build(name, **{**SIZE, "num_hidden_layers": 4, "hidden_size": 64})
-    unused_parameters = optimizer.find_unused_parameters(name, model.config)
-    assert unused_parameters == optimizer.list_unused_parameters(model)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    model(ids, ids)[1].backward()
+    unused_parameters = [
+        parameter_name
+        for parameter_name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
+    assert list(cost.count_cost(model).unused_parameters) == unused_parameters

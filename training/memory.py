@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import build, cost, errors_as_value_errors, kernels, model_class
+from model import build, cost, kernels, model_class
 from model.gpt import GPT, GPTConfig, without_initialization
 from model.loss import default_chunk_size
 from model.parameters import collect_rules
@@ -26,8 +26,6 @@ from utils.units import format_bytes, format_dtype, format_duration
 # of them and a gradient in the compute dtype.
 BYTES_PER_LOGIT = 12
 BYTES_PER_COMPILED_LOGIT = 8
-# The fraction of an eager step's activations that a compiled step saves at least.
-LEAST_SAVED_FRACTION = 0.28
 # The largest number of blocks that are built, without memory, to count their parameters.
 MAX_COUNTED_BLOCKS = 256
 # FSDP2 holds the block in use and the next one, which is already being gathered.
@@ -202,44 +200,6 @@ def count_saved_bytes(
         for tensor in [*model.parameters(), *model.buffers()]:
             saved.pop(tensor.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in saved.values())
-
-
-def check_fits(config: TrainConfig, model_config: GPTConfig, device: torch.device) -> None:
-    """Raise ValueError if a run on a CPU surely needs more memory than there is.
-
-    Without this check the system kills the process without a message. A GPU reports it itself.
-    """
-    available = machine.available_memory()
-    if device.type != "cpu" or available is None:
-        return
-    try:
-        # code of a user-defined variant runs here for the first time
-        with errors_as_value_errors(config.model):
-            needed = compute_least_memory(config, model_config)
-    except ValueError as error:
-        if "overflow" not in str(error.__cause__):
-            raise
-        needed = 2**63  # a tensor larger than any memory
-    if needed > available:
-        raise ValueError(
-            f"the run needs more than {format_bytes(needed)}, and {device} has "
-            f"{format_bytes(available)}: give a --micro_batch_size below "
-            f"{config.local_micro_batch_size}, --activation_checkpointing=True, or a smaller model"
-        )
-
-
-def compute_least_memory(config: TrainConfig, model_config: GPTConfig) -> int:
-    """Return what a step needs at least, in bytes: some terms exactly, and some activations."""
-    num_shards = count_shards(config, machine.world_size())
-    # weights, gradients, and the moments of AdamW or at least those of Muon, in float32
-    bytes_per_parameter = 12 if config.optimizer == "muon" else 16
-    exact = bytes_per_parameter * count_parameters(config.model, model_config)
-    try:
-        block = count_saved_bytes(config, model_config, 1, "cpu")
-    except Exception:  # as in estimate_activations
-        block = 0
-    num_blocks = 1 if config.activation_checkpointing else model_config.num_hidden_layers
-    return exact // num_shards + int(LEAST_SAVED_FRACTION * num_blocks * block)
 
 
 # ---- the text of --dry_run ----

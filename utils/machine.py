@@ -47,28 +47,3 @@ def cpu_has_bfloat16() -> bool:
     # the same flag that torch.cpu.get_capabilities() reads, without importing torch
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text().split()
-
-
-def available_memory() -> int | None:
-    """Return the bytes of memory that this process may use; None if the system does not say.
-
-    The memory that is free, within the limit of the control group, is shared out equally among the
-    processes of this machine.
-    """
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    limits = [
-        int(line.split()[1]) * 1024
-        for line in meminfo.read_text().splitlines()
-        if line.startswith("MemAvailable")
-    ]
-    # version 2 of control groups, then version 1; "max" means no limit
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        file = Path(name)
-        text = file.read_text().strip() if file.exists() else "max"
-        if text.isdigit():
-            limits.append(int(text))
-    if not limits:
-        return None
-    return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
