@@ -294,6 +294,7 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
             one_by_one=[
                 time_training(args, "gpt_small", 60),
                 time_training(args, cc_ec_config, 60),
+                time_training(args, "gpt_small", 60, "--cuda_graphs=step"),
                 time_training(args, "gpt_small", 30, "--profile_steps=3"),
                 time_training(args, "gpt_small", 30, "--cuda_graphs=off"),
             ],

@@ -180,9 +180,10 @@ def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
     "model_name",
     ["DDL-gpt-mha-rope", "AttnRes-gpt-mha-rope", "Lambdas-gpt-mha-rope", "mHC-gpt-mha-rope"],
 )
-def test_cuda_graphs_change_no_bits(corpus, tmp_path, monkeypatch, model_name):
-    """With two micro-batches a step, so that gradients are accumulated outside of the graphs."""
-    for name, cuda_graphs in (("with", "auto"), ("without", "off")):
+@pytest.mark.parametrize("setting", ["auto", "step"])
+def test_cuda_graphs_change_no_bits(corpus, tmp_path, monkeypatch, setting, model_name):
+    """With two micro-batches a step, whose gradients are accumulated."""
+    for name, cuda_graphs in (("with", setting), ("without", "off")):
         arguments = small_run(
             corpus,
             tmp_path / name,
