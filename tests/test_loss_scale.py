@@ -54,7 +54,7 @@ def test_a_run_in_float16_is_a_plain_loop_with_torchs_grad_scaler(corpus, tmp_pa
     records = train(corpus, tmp_path / "run", **keys)
 
     config, model_config = configure(small_run(corpus, tmp_path / "other", **keys))
-    model, _, _ = setup.build_model(config, model_config, torch.device("cpu"))
+    model = setup.build_model(config, model_config, torch.device("cpu"))
     [adamw] = optimizer.build_optimizers(model, config)
     batches = open_data(config, model_config).train
     scaler = torch.amp.GradScaler("cpu")

@@ -478,7 +478,9 @@ def test_a_time_limit_leaves_time_for_the_first_checkpoint(corpus, tmp_path, mon
 def test_a_gpu_machine_without_a_c_compiler_is_noted(corpus, tmp_path, monkeypatch):
     config, model_config = configure(small_run(corpus, tmp_path / "run"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    _, _, notes = setup.build_model(config, model_config, torch.device("cuda"), on_meta=True)
+    device = torch.device("cuda")
+    model = setup.build_model(config, model_config, device, on_meta=True)
+    notes = setup.describe_pitfalls(config, model, device, reason_not_fused=None)
     assert any(note.startswith("no C compiler was found") for note in notes)
 
 
