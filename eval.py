@@ -41,13 +41,9 @@ TABLE_FORMATS = {
 }
 
 
-def evaluates_tasks(tasks: str | None, val: bool | str) -> bool:
+def evaluates_tasks(args: "Options") -> bool:
     """Return whether tasks are evaluated: those of --tasks, or the paper's eight without --val."""
-    return bool(tasks) or (tasks is None and not val)
-
-
-# the options that count only then
-OF_TASKS = (("tasks", "val"), evaluates_tasks)
+    return bool(args.tasks) or (args.tasks is None and not args.val)
 
 
 @dataclass(frozen=True)
@@ -67,13 +63,13 @@ class Options:
         "0",
         "comma-separated numbers of few-shot examples, such as 0,1; tasks that are defined as "
         "0-shot in their file stay 0-shot",
-        counts_with=OF_TASKS,
+        counts_with=evaluates_tasks,
     )
     include_path: str | None = option(
         None,
         "folder with task files (YAML) of your own, as in lm-eval (default: use lm-eval's tasks "
         "only)",
-        counts_with=OF_TASKS,
+        counts_with=evaluates_tasks,
     )
     val: bool | str = option(
         False,
@@ -97,24 +93,24 @@ class Options:
         False,
         "put the end-of-text token before every text, as in training; by default there is none, as "
         "with lm-eval's hf model",
-        counts_with=OF_TASKS,
+        counts_with=evaluates_tasks,
     )
     retry_minutes: float = option(
         DEFAULT_RETRY_MINUTES,
         "number of minutes to keep retrying for each task if the Hugging Face Hub does not respond",
         low=0,
-        counts_with=OF_TASKS,
+        counts_with=evaluates_tasks,
     )
     limit: int | None = option(
         None,
         "evaluate only this many items of each task, for a quick test (default: all items)",
         low=1,
-        counts_with=OF_TASKS,
+        counts_with=evaluates_tasks,
     )
     log_samples: bool = option(
         False,
         "also write every item with its results to samples_TASK_DATE.jsonl, in lm-eval's format",
-        counts_with=OF_TASKS,
+        counts_with=evaluates_tasks,
     )
     out: str | None = option(
         None,
@@ -130,7 +126,7 @@ def parse_tasks(args: SimpleNamespace) -> list[str]:
         ValueError: there is none, and no --val
     """
     names: list[str] = []
-    if evaluates_tasks(args.tasks, args.val):
+    if evaluates_tasks(args):
         for name in (args.tasks or "paper").replace(" ", "").split(","):
             if name == "paper":
                 names.extend(tasks.PAPER_METRICS)

@@ -66,7 +66,7 @@ class GPTConfig:
         10000.0,
         "base of the rotary position embedding (RoPE); no effect with rope_ratio=0",
         above=1,
-        counts_with=("rope_ratio", lambda rope_ratio: rope_ratio > 0),
+        counts_with=lambda config: config.rope_ratio > 0,
     )
     rope_ratio: float = option(
         1.0,

@@ -9,14 +9,14 @@ from configurator import option
 from .config import GPTConfig
 
 
-def writes_computed_value(v_constant: bool, update: str) -> bool:
+def writes_computed_value(config: "DeltaConfig") -> bool:
     """Return whether the write value v is computed, from the state or from the sublayer output."""
-    return not v_constant and update != "erase_only"
+    return not config.ddl_v_constant and config.ddl_update != "erase_only"
 
 
-def projects_value(delta_map: str, v_constant: bool, update: str) -> bool:
+def projects_value(config: "DeltaConfig") -> bool:
     """Return whether a linear layer computes the write value v from `ddl_v_input`."""
-    return delta_map == "k" and writes_computed_value(v_constant, update)
+    return config.ddl_map == "k" and writes_computed_value(config)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class DeltaConfig(GPTConfig):
     ddl_v_sigmoid: bool = option(
         True,
         "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it",
-        counts_with=(("ddl_v_constant", "ddl_update"), writes_computed_value),
+        counts_with=writes_computed_value,
     )
     ddl_v_sigmoid_scale: float = option(
         4.0,
@@ -85,7 +85,7 @@ class DeltaConfig(GPTConfig):
     ddl_v_constant: bool = option(
         False,
         "write the constant ddl_v_constant_value instead of a learned write value v",
-        counts_with=("ddl_update", lambda update: update != "erase_only"),
+        counts_with=lambda config: config.ddl_update != "erase_only",
     )
     ddl_v_constant_value: float = option(
         2.0,
@@ -96,12 +96,12 @@ class DeltaConfig(GPTConfig):
         "residual",
         "input of the linear layer for the write value v in the k-Map; residual is the compressed "
         "state x_in, context is the normalized context c",
-        counts_with=(("ddl_map", "ddl_v_constant", "ddl_update"), projects_value),
+        counts_with=projects_value,
     )
     ddl_v_bias: bool = option(
         True,
         "add a bias to the linear layer for the write value v",
-        counts_with=(("ddl_v_constant", "ddl_update"), writes_computed_value),
+        counts_with=writes_computed_value,
     )
     ddl_map: Literal["k", "v"] = option(
         "k",

@@ -309,7 +309,7 @@ class TableOptions(RunOptions):
         False,
         "also print differences over validation sequences, from the losses.npz of the runs; only "
         "with --against",
-        counts_with=("against", bool),
+        counts_with=lambda options: options.against,
     )
     json: str | None = option(
         None,

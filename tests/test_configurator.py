@@ -361,7 +361,7 @@ class Script:
     seed: int = option(
         0,
         "number of the first sample",
-        counts_with=(("serve", "prompt"), lambda serve, prompt: not serve and len(prompt) > 1),
+        counts_with=lambda options: not options.serve and len(options.prompt) > 1,
     )
 
 

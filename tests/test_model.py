@@ -387,7 +387,7 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
         (
             DDL_NAME,
             {"ddl_v_input": "context", "ddl_map": "v"},
-            "ddl_v_input=context has no effect with ddl_map=v, ",
+            "ddl_v_input=context has no effect with ddl_map=v; omit ddl_v_input",
         ),
         (
             DDL_NAME,

@@ -1,7 +1,6 @@
 """Where a run is resumed: its checkpoint, and the settings that it was trained with."""
 
 import contextlib
-from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,23 +87,6 @@ def saved_settings(state: dict) -> dict[str, object]:
         **state["model_config"],
         **run_config,
         "model": state["model"],
-    }
-
-
-def find_overruled_settings(
-    settings: dict[str, object], saved: dict[str, object], typed_keys: Collection[str]
-) -> dict[str, object]:
-    """Return the settings of a config file that the saved run overrules, by key.
-
-    Args:
-        settings: those that a user gives
-        saved: all settings of the saved run; {} for a new run
-        typed_keys: the keys that are on the command line, which the run does not overrule
-    """
-    return {
-        name: settings[name]
-        for name in sorted(settings.keys() & saved.keys() - set(KEYS_OF_A_CALL) - set(typed_keys))
-        if settings[name] != saved[name]
     }
 
 

@@ -69,41 +69,71 @@ def resolve(
     options = {**run_options, **model_options}
     check_model_keys(model, run_options, model_options, typed)
     report_ignored_keys(model, arguments, options, note)
-    given = {**run_settings, **configurator.read_settings(from_file, typed, model_options)}
+    in_file = read_layer(from_file, {}, options)
+    on_command_line = read_layer({}, typed, options)
     # of a run that began with init_from, the trained weights decide in every restart
     trained = saved if saved.get("init_from") is not None else init_settings
+    given = {**in_file, **on_command_line}
     ignored_keys = init_from.find_ignored_keys(given, trained, options, typed)
     if ignored_keys and not saved and machine.rank() == 0:
         note(f"note: init_from ignores {', '.join(ignored_keys)}: the weights are already trained")
-    given = {key: value for key, value in given.items() if key not in ignored_keys}
-    if "dataset" in given:
-        # the run may be resumed or evaluated from another working directory
-        given["dataset"] = make_location_absolute(given["dataset"])
-    # the first command line may have changed what the config file says
-    overruled = resume.find_overruled_settings(given, saved, typed)
-    given = {**given, **{key: saved[key] for key in overruled}}
+    for key in ignored_keys:
+        in_file.pop(key, None)
+        on_command_line.pop(key, None)
 
-    settings = {
+    settings, origin_of = merge(
         # lowest precedence first; a key that is in none of these has its default
-        **({} if saved else corpus_defaults(given)),
-        **init_settings,
-        **{key: value for key, value in saved.items() if key not in resume.KEYS_OF_A_CALL},
-        **given,  # of the config file and, above it, of the command line
-    }
+        ("corpus", {} if saved else corpus_defaults(given)),
+        ("init_from", init_settings),
+        ("file", in_file),
+        ("run", {key: saved[key] for key in saved if key not in resume.KEYS_OF_A_CALL}),
+        ("command line", on_command_line),
+        ("location", {key: run_settings[key] for key in ("out_dir", "resume")}),
+    )
     if saved:
-        resume.check_unchanged(given, saved, describe_location(given))
+        resume.check_unchanged(on_command_line, saved, describe_location(run_settings))
+    # the first command line may have changed what the config file says
+    overruled = [
+        f"{key}={settings[key]} (not {value})"
+        for key, value in sorted(in_file.items())
+        if origin_of[key] == "run" and value != settings[key]
+    ]
     if overruled and machine.rank() == 0:
-        values = ", ".join(f"{key}={saved[key]} (not {overruled[key]})" for key in overruled)
-        note(f"note: the run keeps {values}, although {arguments.file} differs")
+        note(f"note: the run keeps {', '.join(overruled)}, although {arguments.file} differs")
+    given = {key: settings[key] for key in settings if origin_of[key] in ("file", "command line")}
     init_from.check_not_contradicted(given, init_settings, options)
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
     model_config = model_config_class(
         **{key: settings[key] for key in settings if key in model_options}
     )
-    keys_of_file = from_file.keys() & given.keys()
+    keys_of_file = [key for key in origin_of if origin_of[key] == "file"]
     check_effects({**vars(config), **vars(model_config)}, options, typed, keys_of_file)
     return Settings(config, model_config, saved_state)
+
+
+def read_layer(
+    from_file: dict, from_command_line: dict[str, str], options: dict[str, Option]
+) -> dict[str, object]:
+    """Return the settings of a config file, or of a command line."""
+    layer = configurator.read_settings(from_file, from_command_line, options)
+    if "dataset" in layer:
+        # the run may be resumed or evaluated from another working directory
+        layer["dataset"] = make_location_absolute(layer["dataset"])
+    return layer
+
+
+def merge(*layers: tuple[str, dict[str, object]]) -> tuple[dict[str, object], dict[str, str]]:
+    """Return the settings of layers, each of which overrides those before it, and their origins.
+
+    layers: each a name and its settings
+    """
+    settings = {}
+    origin_of = {}
+    for name, layer in layers:
+        settings.update(layer)
+        origin_of.update(dict.fromkeys(layer, name))
+    return settings, origin_of
 
 
 def configure(
