@@ -11,6 +11,7 @@ import train
 from data.loader import prefetched
 from model import build, kernels
 from model.causality import move_parameters
+from model.loss import linear_cross_entropy
 from model.precision import linear_fp32
 from training import checkpoint, metrics
 
@@ -118,6 +119,29 @@ def test_a_fused_model_is_as_accurate_as_a_plain_one(model_name):
     print(f"error of the gradient: plain {plain_error:.5f}, fused {fused_error:.5f}")
     assert fused_loss == pytest.approx(exact_loss, rel=2e-3)
     assert fused_error < 1.2 * plain_error
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_by_chunks_equals_that_of_float64(compiled):
+    hidden = torch.randn(1000, 64).bfloat16()
+    weight = torch.randn(3000, 64) * 0.5
+    targets = torch.randint(0, 3000, (1000,))
+    targets[::7] = -1
+    exact_inputs = [x.double().requires_grad_() for x in (hidden, weight.bfloat16())]
+    logits = exact_inputs[0] @ exact_inputs[1].T
+    expected = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1)
+    expected_gradients = torch.autograd.grad(expected, exact_inputs)
+    compute_loss = linear_cross_entropy
+    if compiled:
+        compute_loss = torch.compile(linear_cross_entropy, fullgraph=True)
+    inputs = [x.cuda().requires_grad_() for x in (hidden, weight)]
+    value = compute_loss(*inputs, targets.cuda(), chunk_size=256)
+    gradients = torch.autograd.grad(value, inputs)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-4)
+    for gradient, expected_gradient in zip(gradients, expected_gradients):
+        error = (gradient.cpu().double() - expected_gradient).norm()
+        assert error < 0.01 * expected_gradient.norm()
+    assert (gradients[0][::7] == 0).all()
 
 
 def product_and_gradients(product, layer, x, weight):
