@@ -16,6 +16,7 @@ some tasks could not be loaded; stderr then has one line for each of them. (torc
 1 instead of 2 or 3.)
 """
 
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,14 @@ from typing import Literal
 import torch
 
 from configurator import argument, option, read_command_line
+from data.shards import Corpus
 from evaluation import comparison, published, subjects, tasks
 from evaluation.runner import evaluate_tasks, evaluate_validation, read_other_records
 from evaluation.tasks import DEFAULT_RETRY_MINUTES
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed
+from training.distributed import World
 from utils import errors, files
 from utils.units import format_dtype
 
@@ -145,6 +148,73 @@ def parse_shots(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, numbers)))
 
 
+def find_models(paths: list[str], has_tasks: bool) -> list[subjects.Subject]:
+    """Find the models; if there are tasks, check that these can be evaluated on texts."""
+    chosen_models = subjects.find_all(paths)
+    if has_tasks:
+        for subject in chosen_models:
+            subjects.check_has_text(subject)
+    return chosen_models
+
+
+def open_corpora(chosen_models: list[subjects.Subject], val: bool | str) -> list[Corpus]:
+    """Open the corpus of each model that --val gives; [] without the option."""
+    if not val:
+        return []
+    # True stands for the dataset that a run was trained on
+    dataset = "" if val is True else val
+    return [subjects.open_corpus_of(subject, dataset) for subject in chosen_models]
+
+
+def evaluate_model(
+    args: SimpleNamespace,
+    subject: subjects.Subject,
+    corpus: Corpus | None,
+    loaded_tasks: list[tasks.LoadedTask],
+    shots: list[int],
+    world: World,
+    out: Path,
+) -> tuple[list[dict], published.Published]:
+    """Evaluate a model on a validation split, unless it is None, and then on the tasks.
+
+    Returns:
+        The records of the model, and what the paper reports for it.
+    """
+    device = world.device
+    model, tokenizer, model_name = subject.load(device)
+    kernels.use(model, "auto", device)
+    dtype = distributed.get_compute_dtype(args.dtype, device)
+    # autocast would otherwise round the same weights again in every forward pass
+    if dtype != torch.float32:
+        round_matrices(model, dtype)
+    paper = published.find(model_name, model.config, subject.state)
+    settings = {
+        "dtype": format_dtype(dtype),
+        "batch_size": args.batch_size or (512 if device.type == "cuda" else 64),
+    }
+    records = []
+    if corpus is not None:
+        record = evaluate_validation(
+            subject, model, corpus, world=world, settings=settings, out=out
+        )
+        records.append(record)
+    if loaded_tasks:
+        for num_shots in shots:
+            record = evaluate_tasks(
+                subject,
+                model,
+                tokenizer,
+                loaded_tasks,
+                num_shots=num_shots,
+                world=world,
+                settings={**settings, "add_bos_token": args.add_bos_token, "limit": args.limit},
+                out=out,
+                log_samples=args.log_samples,
+            )
+            records.append(record)
+    return records, paper
+
+
 def report(records: list[dict], papers: dict[str, published.Published], out: Path) -> None:
     """Print the tables of these records, and write those of everything that is stored to files."""
     if not records:
@@ -168,15 +238,8 @@ def main() -> None:
         task_names = parse_tasks(args)
         shots = parse_shots(args.shots)
         device = distributed.pick_device(args.device)
-        chosen_models = subjects.find_all(args.runs)
-        if task_names:
-            for subject in chosen_models:
-                subjects.check_has_text(subject)
-        corpora = []
-        if args.val:
-            # True stands for the dataset that a run was trained on
-            dataset = "" if args.val is True else args.val
-            corpora = [subjects.open_corpus_of(subject, dataset) for subject in chosen_models]
+        chosen_models = find_models(args.runs, has_tasks=bool(task_names))
+        corpora = open_corpora(chosen_models, args.val)
         out = Path(args.out or subjects.default_out_folder(args.runs))
 
         world = distributed.start(device)
@@ -198,50 +261,16 @@ def main() -> None:
                 "the tasks that can be loaded": [task.name for task in loaded_tasks],
             },
         )
-        if not loaded_tasks and not corpora:
-            chosen_models = []
-        if chosen_models:
-            out.mkdir(parents=True, exist_ok=True)
-
-        # Evaluate one model after the other, on the validation split and then on the tasks.
-        dtype = distributed.get_compute_dtype(args.dtype, device)
-        settings = {
-            "dtype": format_dtype(dtype),
-            "batch_size": args.batch_size or (512 if device.type == "cuda" else 64),
-        }
-        task_settings = {
-            **settings,
-            "add_bos_token": args.add_bos_token,
-            "limit": args.limit,
-        }
         records: list[dict] = []
         papers: dict[str, published.Published] = {}
-        for index, subject in enumerate(chosen_models):
-            model, tokenizer, model_name = subject.load(device)
-            kernels.use(model, "auto", device)
-            # autocast would otherwise round the same weights again in every forward pass
-            if dtype != torch.float32:
-                round_matrices(model, dtype)
-            papers[subject.identity] = published.find(model_name, model.config, subject.state)
-            if corpora:
-                record = evaluate_validation(
-                    subject, model, corpora[index], world=world, settings=settings, out=out
+        if loaded_tasks or corpora:
+            out.mkdir(parents=True, exist_ok=True)
+            # without --val, the corpus of each model is None
+            for subject, corpus in itertools.zip_longest(chosen_models, corpora):
+                new_records, papers[subject.identity] = evaluate_model(
+                    args, subject, corpus, loaded_tasks, shots, world, out
                 )
-                records.append(record)
-            if loaded_tasks:
-                for num_shots in shots:
-                    record = evaluate_tasks(
-                        subject,
-                        model,
-                        tokenizer,
-                        loaded_tasks,
-                        num_shots=num_shots,
-                        world=world,
-                        settings=task_settings,
-                        out=out,
-                        log_samples=args.log_samples,
-                    )
-                    records.append(record)
+                records.extend(new_records)
 
         if world.is_main:
             report(records, papers, out)

@@ -21,6 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
+from model.cache import Cache
 from model.decoding import Decoder, pad_left
 from model.generation import Sampling, generate_text
 from model.gpt import GPT
@@ -56,6 +57,18 @@ class Group:
         The last token of a request is not read, because it is only predicted.
         """
         return max(len(request.tokens) for request in self.requests) - 1 - len(self.prefix)
+
+    def get_suffix(self, request: Request) -> list[int]:
+        """Return the tokens that a request of the group reads after the prefix."""
+        return request.tokens[len(self.prefix) : -1]
+
+
+class ScoredTokens(NamedTuple):
+    """The scored tokens of a request, and the places in a batch that predict them."""
+
+    index: int  # of the request
+    targets: list[int]  # the tokens
+    places: list[int]  # rows of the hidden states of the batch
 
 
 def make_batches(requests: list[Request], max_requests: int, max_length: int) -> list[list[Group]]:
@@ -108,6 +121,36 @@ def make_batches(requests: list[Request], max_requests: int, max_length: int) ->
         else:
             batches.append([group])
     return batches
+
+
+def list_scored_tokens(batch: list[Group]) -> list[ScoredTokens]:
+    """Return what the requests of a batch score, in the order of the batch.
+
+    The hidden states of the batch are those of its prefixes, with padding on the left if there are
+    suffixes, and then those of the suffixes, with padding on the right.
+    """
+    prefix_len = max(len(group.prefix) for group in batch)
+    suffix_len = max(group.suffix_len for group in batch)
+    suffix_start = len(batch) * prefix_len
+    scored_tokens = []
+    for row, group in enumerate(batch):
+        prefix_start = row * prefix_len
+        if suffix_len > 0:
+            prefix_start += prefix_len - len(group.prefix)
+        for request in group.requests:
+            places = [*range(prefix_start, prefix_start + len(group.prefix))]
+            suffix = group.get_suffix(request)
+            if suffix:
+                places += range(suffix_start, suffix_start + len(suffix))
+                suffix_start += suffix_len
+            scored_tokens.append(
+                ScoredTokens(
+                    index=request.index,
+                    targets=request.tokens[-request.num_scored :],
+                    places=places[-request.num_scored :],
+                )
+            )
+    return scored_tokens
 
 
 def read_sampling(settings: dict[str, Any]) -> Sampling:
@@ -228,68 +271,72 @@ class LanguageModel(TemplateLM):
         Raises:
             ValueError: a continuation is longer than block_size
         """
-        device = self.world.device
         batches = make_batches(self.truncate(requests), self.batch_size, self.max_length)
         # for each request: log-likelihood, and number of tokens that are not the most likely ones
-        sums = torch.zeros(len(requests), 2, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(requests), 2, dtype=torch.float64, device=self.world.device)
         for batch in self.show_progress(batches, disable_tqdm):
             with self.autocast:
-                # Read what the requests of a group have in common.
-                prefixes = [group.prefix for group in batch]
-                prefix_len = max(map(len, prefixes))
-                suffix_len = max(group.suffix_len for group in batch)
-                if suffix_len == 0:
-                    hidden = self.model.hidden(self.pad_right(prefixes))
-                else:
-                    # with padding on the left, all prefixes end where the suffixes begin
-                    ids = pad_left(prefixes, device)
-                    cache = self.model.new_cache(prefix_len + suffix_len)
-                    hidden = self.model.hidden(ids, cache, cache.reserve(ids))
-                hidden = hidden.flatten(0, 1)
-
-                # Find the places of the scored tokens: the rows of `hidden` that predict them.
-                prefix_rows = []
-                suffixes = []
-                places = []
-                targets = []
-                indices = []
-                for row, group in enumerate(batch):
-                    start = row * prefix_len
-                    if suffix_len > 0:
-                        start += prefix_len - len(group.prefix)
-                    for index, tokens, num_scored in group.requests:
-                        places_of_request = [*range(start, start + len(group.prefix))]
-                        suffix = tokens[len(group.prefix) : -1]
-                        if suffix:
-                            suffix_start = len(hidden) + len(suffixes) * suffix_len
-                            places_of_request += range(suffix_start, suffix_start + len(suffix))
-                            prefix_rows.append(row)
-                            suffixes.append(suffix)
-                        places += places_of_request[-num_scored:]
-                        targets += tokens[-num_scored:]
-                        indices += [index] * num_scored
-
-                # Each request that has a suffix continues from a copy of the cache of its prefix.
-                if suffixes:
-                    cache = cache.select(torch.tensor(prefix_rows, device=device))
-                    ids = self.pad_right(suffixes)
-                    suffix_hidden = self.model.hidden(ids, cache, cache.reserve(ids))
-                    hidden = torch.cat([hidden, suffix_hidden.flatten(0, 1)])
-
-                # Score in chunks, because the logits of a batch may not fit into memory.
-                scored = torch.tensor([places, targets, indices], device=device)
-                chunk_size = max(MAX_LOGITS // self.model.config.vocab_size, 1)
-                for place, target, index in scored.split(chunk_size, dim=1):
-                    # choices that begin alike need the same logits
-                    place, rows = place.unique(return_inverse=True)
-                    logits = self.model.logits(hidden[place])
-                    nats = logits[rows, target] - logits.logsumexp(-1)[rows]
-                    missed = logits.argmax(-1)[rows] != target
-                    sums.index_add_(0, index, torch.stack((nats, missed), dim=1).double())
+                hidden, cache = self.read_prefixes(batch)
+                if cache is not None:
+                    hidden = torch.cat([hidden, self.read_suffixes(batch, cache)])
+                self.add_scores(sums, hidden, list_scored_tokens(batch))
         # each request was scored on one rank, and has zeros on the others
         if self.world.world_size > 1:
             torch.distributed.all_reduce(sums)
         return [(nats, num_missed == 0) for nats, num_missed in sums.tolist()]
+
+    def read_prefixes(self, batch: list[Group]) -> tuple[torch.Tensor, Cache | None]:
+        """Read what the requests of each group have in common.
+
+        Returns:
+            The hidden states (number of tokens with padding, d), and a cache from which the suffixes
+            continue; None if there are no suffixes.
+        """
+        prefixes = [group.prefix for group in batch]
+        suffix_len = max(group.suffix_len for group in batch)
+        if suffix_len == 0:
+            return self.model.hidden(self.pad_right(prefixes)).flatten(0, 1), None
+        # with padding on the left, all prefixes end where the suffixes begin
+        ids = pad_left(prefixes, self.world.device)
+        cache = self.model.new_cache(ids.shape[1] + suffix_len)
+        return self.model.hidden(ids, cache, cache.reserve(ids)).flatten(0, 1), cache
+
+    def read_suffixes(self, batch: list[Group], cache: Cache) -> torch.Tensor:
+        """Return the hidden states of all suffixes, (number of tokens with padding, d)."""
+        prefix_rows = []
+        suffixes = []
+        for row, group in enumerate(batch):
+            for request in group.requests:
+                suffix = group.get_suffix(request)
+                if suffix:
+                    prefix_rows.append(row)
+                    suffixes.append(suffix)
+        # each request that has a suffix continues from a copy of the cache of its prefix
+        cache = cache.select(torch.tensor(prefix_rows, device=self.world.device))
+        ids = self.pad_right(suffixes)
+        return self.model.hidden(ids, cache, cache.reserve(ids)).flatten(0, 1)
+
+    def add_scores(
+        self, sums: torch.Tensor, hidden: torch.Tensor, scored_tokens: list[ScoredTokens]
+    ) -> None:
+        """Add what hidden states (N, d) predict of scored tokens to `sums`, a row for each request."""
+        scored = torch.tensor(
+            [
+                [place for request in scored_tokens for place in request.places],
+                [target for request in scored_tokens for target in request.targets],
+                [request.index for request in scored_tokens for _ in request.targets],
+            ],
+            device=self.world.device,
+        )
+        # in chunks, because the logits of a batch may not fit into memory
+        chunk_size = max(MAX_LOGITS // self.model.config.vocab_size, 1)
+        for place, target, index in scored.split(chunk_size, dim=1):
+            # choices that begin alike need the same logits
+            place, rows = place.unique(return_inverse=True)
+            logits = self.model.logits(hidden[place])
+            nats = logits[rows, target] - logits.logsumexp(-1)[rows]
+            missed = logits.argmax(-1)[rows] != target
+            sums.index_add_(0, index, torch.stack((nats, missed), dim=1).double())
 
     def pad_right(self, sequences: list[list[int]]) -> torch.Tensor:
         """Return token ids int64 (B, T); no scored token attends to the padding on the right."""

@@ -9,6 +9,7 @@ import importlib.metadata
 import re
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from training.distributed import World
 from training.provenance import collect_provenance
 from training.validation import evaluate
 from utils import files, units
+
+if TYPE_CHECKING:
+    from evaluation.language_model import LanguageModel
 
 MAX_VALIDATION_TOKENS = 2**14  # number of tokens per forward pass on the validation split
 # What a record has by name of a task or group: of lm-eval's results, and in addition.
@@ -47,14 +51,8 @@ def evaluate_validation(
         settings: "dtype" and "batch_size"
         out: folder of the results
     """
-    record = {
-        "weights": subject.identity,
-        "label": subject.label,
-        "folder": str(subject.folder),
-        "shots": None,
-        "settings": {**settings, "corpus": corpus.identity},
-        "dataset": corpus.path.name,
-    }
+    record = begin_record(subject, None, {**settings, "corpus": corpus.identity})
+    record["dataset"] = corpus.path.name
     path = get_path(out, record)
     stored_record = read_record(path, world)
     if stored_record.get("settings", {}).get("corpus") == corpus.identity:
@@ -113,7 +111,7 @@ def evaluate_tasks(
     Raises:
         ValueError: a task has a request that the model cannot answer
     """
-    evaluator = tasks.import_lm_eval().evaluator
+    tasks.import_lm_eval()
     from evaluation.language_model import LanguageModel  # needs lm-eval
 
     language_model = LanguageModel(
@@ -124,13 +122,7 @@ def evaluate_tasks(
         autocast=make_autocast(world, settings),
         add_bos_token=settings["add_bos_token"],
     )
-    record = {
-        "weights": subject.identity,
-        "label": subject.label,
-        "folder": str(subject.folder),
-        "shots": num_shots,
-        "settings": settings,
-    }
+    record = begin_record(subject, num_shots, settings)
     path = get_path(out, record)
     stored_record = read_record(path, world)
     new_results: dict[str, dict] = {key: {} for key in RESULT_KEYS}
@@ -139,44 +131,82 @@ def evaluate_tasks(
         tasks.set_num_shots(task, num_shots)
         if is_stored(stored_record, task, log_samples):
             continue
-        start = time.perf_counter()
-        try:
-            results = evaluator.evaluate(
-                lm=language_model,
-                task_dict=task.content,
-                log_samples=log_samples,
-                limit=settings["limit"],
-                # of standard errors, which only the main process reports
-                bootstrap_iters=100_000 if world.is_main else 0,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"task {task.name}, {num_shots}-shot, of {subject.label}: {error}"
-            ) from error
-        seconds = time.perf_counter() - start
-        shown = tasks.choose_metrics(task, results["results"])
-        for key in LM_EVAL_KEYS:
+        sample_files = {}
+        if log_samples:
+            sample_files = {name: out / f"samples_{name}_{date}.jsonl" for name in task.tasks}
+        results = evaluate_task(
+            subject,
+            language_model,
+            task,
+            num_shots=num_shots,
+            limit=settings["limit"],
+            sample_files=sample_files,
+        )
+        for key in RESULT_KEYS:
             new_results[key].update(results[key])
-        new_results["tasks"][task.name] = list(task.tasks)
-        new_results["shown"].update(shown)
-        new_results["seconds"][task.name] = seconds
-        for name, each_task in task.tasks.items():
-            new_results["configs"][name] = tasks.describe_config(each_task)
-            if log_samples:
-                new_results["samples"][name] = f"samples_{name}_{date}.jsonl"
-                if world.is_main:
-                    write_samples(out / new_results["samples"][name], results["samples"][name])
-        notes = [*tasks.describe_leaks(task), *language_model.pop_notes()]
-        if world.is_main:
-            for note in notes:
-                print(f"note: {task.name}, {num_shots}-shot: {note}", flush=True)
-            metrics_in_words = "; ".join(
-                f"{name} {metric.name} {metric.value:.2f}" for name, metric in shown.items()
-            )
-            print_result(subject, f"{num_shots}-shot {metrics_in_words}", seconds)
-    if new_results["tasks"]:
-        # another command may have added other tasks meanwhile
-        stored_record = read_record(path, world)
+    return add_results(path, record, new_results, world)
+
+
+def evaluate_task(
+    subject: Subject,
+    language_model: "LanguageModel",
+    task: LoadedTask,
+    *,
+    num_shots: int,
+    limit: int | None,
+    sample_files: dict[str, Path],
+) -> dict[str, dict]:
+    """Evaluate a task and print its results.
+
+    Args:
+        sample_files: the files for the items of each task, by its name; {} writes none
+
+    Returns:
+        What a record has of the task, for each of RESULT_KEYS.
+    """
+    from lm_eval import evaluator
+
+    is_main = language_model.world.is_main
+    start = time.perf_counter()
+    try:
+        results = evaluator.evaluate(
+            lm=language_model,
+            task_dict=task.content,
+            log_samples=bool(sample_files),
+            limit=limit,
+            # of standard errors, which only the main process reports
+            bootstrap_iters=100_000 if is_main else 0,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"task {task.name}, {num_shots}-shot, of {subject.label}: {error}"
+        ) from error
+    seconds = time.perf_counter() - start
+    shown = tasks.choose_metrics(task, results["results"])
+    notes = [*tasks.describe_leaks(task), *language_model.pop_notes()]
+    if is_main:
+        for name, path in sample_files.items():
+            write_samples(path, results["samples"][name])
+        for note in notes:
+            print(f"note: {task.name}, {num_shots}-shot: {note}", flush=True)
+        metrics_in_words = "; ".join(
+            f"{name} {metric.name} {metric.value:.2f}" for name, metric in shown.items()
+        )
+        print_result(subject, f"{num_shots}-shot {metrics_in_words}", seconds)
+    return {
+        **{key: results[key] for key in LM_EVAL_KEYS},
+        "tasks": {task.name: list(task.tasks)},
+        "configs": {name: tasks.describe_config(part) for name, part in task.tasks.items()},
+        "shown": shown,
+        "samples": {name: path.name for name, path in sample_files.items()},
+        "seconds": {task.name: seconds},
+    }
+
+
+def add_results(path: Path, record: dict, new_results: dict[str, dict], world: World) -> dict:
+    """Add results of tasks to those in a file; return the record of all."""
+    # read only now, because another command may have added other tasks meanwhile
+    stored_record = read_record(path, world)
     record = {**stored_record, **record}
     for key in RESULT_KEYS:
         record[key] = {**stored_record.get(key, {}), **new_results[key]}
@@ -184,6 +214,17 @@ def evaluate_tasks(
         record["lm_eval_version"] = importlib.metadata.version("lm_eval")
         write_record(path, record)
     return record
+
+
+def begin_record(subject: Subject, num_shots: int | None, settings: dict) -> dict:
+    """Return the entries with which the record of a model begins."""
+    return {
+        "weights": subject.identity,
+        "label": subject.label,
+        "folder": str(subject.folder),
+        "shots": num_shots,
+        "settings": settings,
+    }
 
 
 def is_stored(record: dict, task: LoadedTask, log_samples: bool) -> bool:

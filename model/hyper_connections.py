@@ -541,7 +541,6 @@ class ManifoldConnection(Connection):
     """
 
     EPS = 1e-6  # of the sums of Sinkhorn-Knopp
-    balance = staticmethod(sinkhorn_knopp)  # model/kernels has one that is a single kernel
 
     def __init__(self, config: ManifoldConfig, site: int):
         super().__init__(config, rounded=config.mhc_read_dtype == "state")
@@ -609,7 +608,7 @@ class ManifoldConnection(Connection):
         """Return the mixing matrix (B, T, n, n) of its logits (B, T, config.mix_logits)."""
         n = self.num_streams
         if self.kind == "sinkhorn":
-            mix = self.balance(logits.unflatten(-1, (n, n)), self.iterations, self.EPS)
+            mix = sinkhorn_knopp(logits.unflatten(-1, (n, n)), self.iterations, self.EPS)
             return mix if self.rows_last else mix.mT
         if self.kind == "permutations":
             return mix_permutations(logits, n)

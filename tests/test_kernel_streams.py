@@ -137,27 +137,6 @@ def test_options_with_token_convolutions(model_name, keys):
     fused.check_model(tiny(model_name, **keys), state_checkpoint_interval=3, T=9)
 
 
-# as in config/mhc_deepseek_v4_small.py and config/mhc_glm_5_3_small.py, with eps large enough to see
-MHC = "mHC-gpt-mha-rope"
-PRODUCTION = {
-    "mhc_read_eps": 0.01,
-    "mhc_write_eps": 0.02,
-    "mhc_write_magnitude": 1.5,
-    "mhc_norm_eps": 0.1,
-    "mhc_read_dtype": "state",
-    "mhc_write_dtype": "state",
-    "mhc_bias_init": "zeros",
-}
-
-
-@pytest.mark.parametrize("readout", ["sum", "mean", "sigmoid"])
-def test_cached_manifold_connections_of_production_models(readout):
-    """The contract compares their losses and gradients."""
-    pytest.importorskip("liger_kernel")
-    model = tiny(MHC, num_hidden_layers=1, mhc_readout=readout, **PRODUCTION)
-    fused.check_cached(model, (3, 1, 3))
-
-
 def test_intervals_change_no_bit():
     fused.check_intervals(tiny(CC, ddl_value_channels=2), torch.bfloat16, (1, 4), T=3)
 
@@ -299,11 +278,6 @@ WITHOUT_KERNELS = [
         {"ddl_erase_gate": "own"},
         "ddl_erase_gate=own has no fused kernel (ddl_erase_gate=shared has one)",
     ),
-    (MHC, {"hc_streams": 3}, "hc_streams=3 has no fused kernel (powers of two have one)"),
-    *(
-        (MHC, {"mhc_mix": mix}, f"mhc_mix={mix} has no fused kernel (mhc_mix=sinkhorn has one)")
-        for mix in ("identity", "permutations", "kronecker", "orthogonal")
-    ),
 ]
 
 
@@ -418,7 +392,7 @@ def test_heads_are_fused_in_a_stream_that_is_not():
     model = tiny("HC-gpt-mha-rope")
     ids, targets, *_ = fused.tokens_of(model)
     plain = model(ids, targets)[1]
-    assert "the read HyperConnection" in kernels.use(model, "auto", "cuda")
+    assert "the write MixAndAdd" in kernels.use(model, "auto", "cuda")
     assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
     assert type(model.stream) is Stream
     assert torch.allclose(model(ids, targets)[1], plain, rtol=1e-5)
@@ -430,13 +404,10 @@ def test_heads_are_fused_in_a_stream_that_is_not():
         (CC, {}, "residual stream, heads of attention, SwiGLU"),
         ("gpt-mha-rope", {}, "heads of attention"),
         ("gpt-mha-rope", {"use_qk_rmsnorm": False}, "SwiGLU"),
-        ("HC-gpt-mha-rope", {}, "heads of attention, SwiGLU (the read HyperConnection"),
-        ("mHC-gpt-mha-rope", {}, "Sinkhorn-Knopp, heads of attention"),
+        ("HC-gpt-mha-rope", {}, "heads of attention, SwiGLU (the write MixAndAdd"),
     ],
 )
 def test_the_fused_parts_of_a_model_are_named(model_name, keys, parts):
-    if model_name == "mHC-gpt-mha-rope":
-        pytest.importorskip("liger_kernel")
     model = tiny(model_name, **keys)
     reason = kernels.use(model, "auto", "cuda")
     assert kernels.describe(model, reason).startswith(f"fused kernels: {parts}")
@@ -468,10 +439,8 @@ def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():
     assert {type(module.stream) for module in modules} == {Stream}
 
 
-@pytest.mark.parametrize("model_name", [CC, "gpt-mha-rope", "mHC-gpt-mha-rope"])
+@pytest.mark.parametrize("model_name", [CC, "gpt-mha-rope"])
 def test_float64_is_refused(model_name):
-    if model_name == "mHC-gpt-mha-rope":
-        pytest.importorskip("liger_kernel")
     model = fused.fuse(tiny(model_name)).double()
     with pytest.raises(ValueError, match=r"dtype torch\.float64; use kernels=off"):
         model(*fused.tokens_of(model))

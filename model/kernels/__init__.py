@@ -19,14 +19,6 @@ from torch._functorch import config as functorch_config
 from ..block import Add, Block, Direct, Site, Stream
 from ..ddl import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
 from ..gpt import GPT, GPTConfig
-from ..hyper_connections import (
-    ManifoldConnection,
-    MeanOfStreams,
-    MixAndAdd,
-    SumOfStreams,
-    WeightedStreams,
-    sinkhorn_knopp,
-)
 from ..layers import MLP, CausalSelfAttention, Heads, RMSNorm
 from ..products import swiglu
 
@@ -44,9 +36,6 @@ class FusedForm(enum.Enum):
     # write value are one kernel
     DELTA = "delta"
 
-    # the plain stream with a kernel for Sinkhorn-Knopp: torch.compile fuses the other operations
-    MANIFOLD = "manifold"
-
 
 # (type(read), type(write), type(norm)) of a site -> the fused form that serves it. Classes must be
 # these exactly, because a subclass may compute something else. All sites of a model must have the
@@ -56,7 +45,6 @@ SITES: dict[tuple[type, type, type], FusedForm] = {
     (SingleChannelRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
     (ChannelConvRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
     (TokenConvRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
-    (ManifoldConnection, MixAndAdd, RMSNorm): FusedForm.MANIFOLD,
 }
 
 # (type(readout), type(ln_f)) of a model -> the fused form that serves it
@@ -65,9 +53,6 @@ READOUTS: dict[tuple[type, type], FusedForm] = {
     (SingleChannelRead, RMSNorm): FusedForm.DELTA,
     (ChannelConvRead, RMSNorm): FusedForm.DELTA,
     (TokenConvRead, RMSNorm): FusedForm.DELTA,
-    (SumOfStreams, RMSNorm): FusedForm.MANIFOLD,
-    (MeanOfStreams, RMSNorm): FusedForm.MANIFOLD,
-    (WeightedStreams, RMSNorm): FusedForm.MANIFOLD,
 }
 
 # Value channels d_v that DeltaStream supports.
@@ -121,12 +106,7 @@ def choose_form(model: GPT) -> Choice:
             f"the readout {type(model.readout).__name__} with the norm {type(model.ln_f).__name__} "
             "has no fused kernel that combines with those of the model's sites",
         )
-    if form is FusedForm.DELTA:
-        reason = reason_options_are_plain(model.config)
-    elif form is FusedForm.MANIFOLD:
-        reason = reason_mix_is_plain(model.config)
-    else:
-        reason = None
+    reason = reason_options_are_plain(model.config) if form is FusedForm.DELTA else None
     return Choice(form if reason is None else None, reason)
 
 
@@ -192,21 +172,6 @@ def reason_options_are_plain(config: GPTConfig) -> str | None:
         value = getattr(config, key)
         if value != supported:
             return f"{key}={value} has no fused kernel ({key}={supported} has one)"
-    return None
-
-
-def reason_mix_is_plain(config: GPTConfig) -> str | None:
-    """Return why no kernel computes the mixing matrix of mHC, or None if one does."""
-    if config.mhc_mix != "sinkhorn":
-        return f"mhc_mix={config.mhc_mix} has no fused kernel (mhc_mix=sinkhorn has one)"
-    # liger-kernel's blocks have hc_streams rows, and Triton's blocks are powers of two
-    if config.hc_streams.bit_count() != 1:
-        return f"hc_streams={config.hc_streams} has no fused kernel (powers of two have one)"
-    if importlib.util.find_spec("liger_kernel") is None:
-        return (
-            "the fused kernel of Sinkhorn-Knopp needs liger-kernel, which is not installed (pip "
-            "install liger-kernel)"
-        )
     return None
 
 
@@ -286,7 +251,6 @@ def use(
     # attention and the MLP are the same in every stream, and are fused in those that are not
     model.use_heads(Heads() if reason_not_here is not None else make_heads(model))
     use_swiglu_kernel(model, reason_not_here is None)
-    use_sinkhorn_kernel(model, form is FusedForm.MANIFOLD)
     if form is not None and torch.__version__.startswith("2.12."):
         # This version alone gives the gradient of a graph's output the strides of the output. A
         # state that is not stored has strides of 0, and memory of such strides cannot be written.
@@ -302,11 +266,6 @@ def describe(model: GPT, reason_not_fused: str | None) -> str:
     modules = list(model.modules())
     uses_of_kernels = {
         "residual stream": [type(model.stream) is not Stream],
-        "Sinkhorn-Knopp": [
-            module.balance is not sinkhorn_knopp
-            for module in modules
-            if type(module) is ManifoldConnection
-        ],
         "heads of attention": [
             type(module.heads) is not Heads
             for module in modules
@@ -352,15 +311,3 @@ def use_swiglu_kernel(model: nn.Module, fused: bool) -> None:
     for module in model.modules():
         if type(module) is MLP:
             module.swiglu = function
-
-
-def use_sinkhorn_kernel(model: nn.Module, fused: bool) -> None:
-    """Let the reads of mHC call the Sinkhorn-Knopp kernel, or the plain operations again."""
-    balance = sinkhorn_knopp
-    if fused:
-        from .sinkhorn import fused_sinkhorn_knopp
-
-        balance = fused_sinkhorn_knopp
-    for module in model.modules():
-        if type(module) is ManifoldConnection:
-            module.balance = balance

