@@ -57,7 +57,7 @@ REQUIRED_PACKAGES = {
     "test_intervals.py": ("scipy",),
     "test_notebook.py": ("ipykernel", "nbclient"),
     "test_serving.py": ("fastapi", "uvicorn"),
-    "test_public_streams.py": ("liger_kernel", "triton"),
+    "test_sinkhorn.py": ("liger_kernel", "triton"),
     "test_tokenizer.py": ("hypothesis",),
 }
 collect_ignore = [
