@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from .block import Block, Direct, Site, Stream
 from .cache import Cache
 from .config import GPTConfig
-from .layers import CausalSelfAttention, Heads, Positions, RMSNorm, rope_tables
+from .layers import Positions, RMSNorm, rope_tables
 from .loss import linear_cross_entropy, scale_logits
 from .parameters import (
     Rule,
@@ -161,12 +161,6 @@ class GPT(nn.Module):
         self.stream = stream
         for block in self.transformer.h:
             block.stream = stream
-
-    def use_heads(self, heads: Heads) -> None:
-        """Compute the heads of all attention layers by this object."""
-        for module in self.modules():
-            if isinstance(module, CausalSelfAttention):
-                module.heads = heads
 
     @contextlib.contextmanager
     def through(self, stream: Stream) -> Iterator[None]:

@@ -14,7 +14,6 @@ from .cache import NO_TOKEN, get_or_create_buffer
 from .config import GPTConfig
 from .parameters import HIDDEN, Rule, constant, linear
 from .precision import at_least_fp32, for_product
-from .products import apply_each, should_copy_swiglu_weights, swiglu, swiglu_of_copied_weights
 
 
 class RMSNorm(nn.Module):
@@ -138,29 +137,6 @@ def sublayer_matrix(
     return linear(in_features, out_features, rule)
 
 
-class Heads:
-    """Compute queries, keys and values of attention, one operation at a time.
-
-    `GPT.use_heads` puts another object in its place; model/kernels has one that fuses the operations.
-    """
-
-    def __call__(
-        self,
-        attention: "CausalSelfAttention",
-        x: torch.Tensor | AttentionInputs,
-        positions: Positions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k and v, each (B, T, H, head_dim).
-
-        x: (B, T, d) in the dtype of the weights, or AttentionInputs
-        """
-        q, k, v = attention.project(x)
-        # q and k are rounded to the compute dtype once, after the rotation and the norm.
-        q = attention.q_rms(apply_rope(q, positions.cos, positions.sin)).to(v.dtype)
-        k = attention.k_rms(apply_rope(k, positions.cos, positions.sin)).to(v.dtype)
-        return q, k, v
-
-
 class CausalSelfAttention(nn.Module):
     """Multi-head causal attention with RoPE, and then RMSNorm, on queries and keys.
 
@@ -168,8 +144,6 @@ class CausalSelfAttention(nn.Module):
     q, k = q_rms(rope(q)), k_rms(rope(k))
     h = c_proj softmax(q k^T / sqrt(head_dim)) v
     """
-
-    heads = Heads()
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -192,27 +166,34 @@ class CausalSelfAttention(nn.Module):
         """Return (B, T, d) of x (B, T, d) or AttentionInputs."""
         if isinstance(x, torch.Tensor):
             x = for_product(x, self.c_q.weight)
-        q, k, v = self.heads(self, x, positions)
+        q, k, v = self.heads(x, positions)
         return self.attend(q, k, v, positions, cache)
+
+    def heads(
+        self, x: torch.Tensor | AttentionInputs, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q and k, rotated and normalized, and v, each (B, T, H, head_dim)."""
+        q, k, v = self.project(x)
+        # q and k are rounded to the compute dtype once, after the rotation and the norm.
+        q = self.q_rms(apply_rope(q, positions.cos, positions.sin)).to(v.dtype)
+        k = self.k_rms(apply_rope(k, positions.cos, positions.sin)).to(v.dtype)
+        return q, k, v
 
     def project(
         self, x: torch.Tensor | AttentionInputs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the projections of x to queries, keys and values, each (B, T, H, head_dim)."""
-        change_values = None
-        if isinstance(x, AttentionInputs):
-            q = self.c_q(for_product(x.query, self.c_q.weight))
-            k = self.c_k(for_product(x.key, self.c_k.weight))
-            v = self.c_v(for_product(x.value, self.c_v.weight))
-            change_values = x.change_values
-        else:
-            q, k, v = apply_each(x, self.c_q, self.c_k, self.c_v)
         head_shape = (self.num_heads, self.head_dim)
-        q = q.unflatten(-1, head_shape)
-        k = k.unflatten(-1, head_shape)
-        v = v.unflatten(-1, head_shape)
-        if change_values is not None:
-            v = change_values(v).to(v.dtype)
+        if isinstance(x, torch.Tensor):
+            q = self.c_q(x).unflatten(-1, head_shape)
+            k = self.c_k(x).unflatten(-1, head_shape)
+            v = self.c_v(x).unflatten(-1, head_shape)
+            return q, k, v
+        q = self.c_q(for_product(x.query, self.c_q.weight)).unflatten(-1, head_shape)
+        k = self.c_k(for_product(x.key, self.c_k.weight)).unflatten(-1, head_shape)
+        v = self.c_v(for_product(x.value, self.c_v.weight)).unflatten(-1, head_shape)
+        if x.change_values is not None:
+            v = x.change_values(v).to(v.dtype)
         return q, k, v
 
     def attend(
@@ -244,8 +225,6 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), with inner width intermediate_size."""
 
-    swiglu = staticmethod(swiglu)  # model/kernels has one with a faster backward pass
-
     def __init__(self, config: GPTConfig):
         super().__init__()
         inner_size = config.intermediate_size or 8 * config.hidden_size // 3
@@ -261,7 +240,4 @@ class MLP(nn.Module):
     ) -> torch.Tensor:
         """Return (B, T, d) of x (B, T, d); positions and cache are not used."""
         x = for_product(x, self.c_fc1.weight)
-        # the same function, in a form that is faster for many tokens
-        if should_copy_swiglu_weights(x, self.c_fc1):
-            return swiglu_of_copied_weights(x, self.c_fc1, self.c_fc2, self.c_proj, self.swiglu)
         return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))

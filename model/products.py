@@ -1,9 +1,9 @@
-"""Matrix products of attention and the MLP in a form that is faster for many tokens.
+"""Attention and the MLP of `layers.py` in a form that is faster for many tokens.
 
 With many tokens it pays to copy weights before a product: on a GPU, layers with the same input are
 one product of their concatenated weights, which saves 4% of a step (results/gpu/README.md), and the
-inner width of the MLP is padded with zeros. The parameters stay those of the plain layers, and the
-results are the same up to rounding.
+inner width of the MLP is padded with zeros. The parameters are those of the plain layers, and the
+results are the same up to rounding. model/kernels puts fused kernels into both layers.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from .layers import MLP, AttentionInputs, CausalSelfAttention, Positions
+from .precision import for_product
 
 # From this number of tokens on, weights are concatenated or padded where that makes products faster;
 # with fewer tokens, copying the weights would cost more than it saves.
@@ -32,14 +35,6 @@ def should_join_products(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and should_copy_weights(x)
 
 
-def apply_each(x: torch.Tensor, *layers: nn.Linear) -> tuple[torch.Tensor, ...]:
-    """Return layer(x) of each layer, which have no bias, for x (..., d)."""
-    if not should_join_products(x):
-        return tuple(layer(x) for layer in layers)
-    sizes = [layer.out_features for layer in layers]
-    return apply_side_by_side(x, *layers).split(sizes, dim=-1)
-
-
 def apply_side_by_side(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
     """Return layer(x) of each layer as one tensor (..., sum of their out_features)."""
     if should_join_products(x):
@@ -53,34 +48,56 @@ def count_padding(x: torch.Tensor, inner_size: int) -> int:
     return -inner_size % multiple if should_copy_weights(x) else 0
 
 
-def should_copy_swiglu_weights(x: torch.Tensor, gate: nn.Linear) -> bool:
-    """Return whether `swiglu_of_copied_weights` is faster than plain layers for x (..., d)."""
-    return should_join_products(x) or count_padding(x, gate.out_features) > 0
-
-
 def swiglu(joined: torch.Tensor) -> torch.Tensor:
     """Return silu(gates) * values (..., n) of gates and values side by side (..., 2 n)."""
     gates, values = joined.chunk(2, dim=-1)
     return F.silu(gates) * values
 
 
-def swiglu_of_copied_weights(
-    x: torch.Tensor,
-    gate: nn.Linear,
-    value: nn.Linear,
-    output: nn.Linear,
-    swiglu: Callable[[torch.Tensor], torch.Tensor] = swiglu,
-) -> torch.Tensor:
-    """Return output(silu(gate(x)) * value(x)) for x (..., d) and layers without biases.
+class JoinedAttention(CausalSelfAttention):
+    """Attention whose queries, keys and values are one product where that is faster."""
 
-    swiglu: what computes `swiglu` of gates and values that are one product
-    """
-    padding = count_padding(x, gate.out_features)
-    # Padded features are silu(0) * 0 = 0 and meet weights of 0, so the function is the same.
-    gate_weight = F.pad(gate.weight, (0, 0, 0, padding))
-    value_weight = F.pad(value.weight, (0, 0, 0, padding))
-    if should_join_products(x):
-        h = swiglu(F.linear(x, torch.cat([gate_weight, value_weight])))
-    else:
-        h = F.silu(F.linear(x, gate_weight)) * F.linear(x, value_weight)
-    return F.linear(h, F.pad(output.weight, (0, padding)))
+    # fused_heads(attention, x, positions): a kernel in place of `heads`, for x (B, T, d)
+    fused_heads: Callable | None = None
+
+    def heads(
+        self, x: torch.Tensor | AttentionInputs, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # queries, keys and values with inputs of their own are not one product
+        if self.fused_heads is None or not isinstance(x, torch.Tensor):
+            return super().heads(x, positions)
+        return self.fused_heads(self, x, positions)
+
+    def project(
+        self, x: torch.Tensor | AttentionInputs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not isinstance(x, torch.Tensor) or not should_join_products(x):
+            return super().project(x)
+        qkv = apply_side_by_side(x, self.c_q, self.c_k, self.c_v)
+        return qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)
+
+
+class JoinedMLP(MLP):
+    """SwiGLU of one product, and of a padded inner width, where that is faster."""
+
+    # what computes silu(gates) * values of a joined product: `swiglu`, or a kernel
+    swiglu: Callable = staticmethod(swiglu)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: Positions | None = None,
+        cache: dict | None = None,
+    ) -> torch.Tensor:
+        x = for_product(x, self.c_fc1.weight)
+        padding = count_padding(x, self.c_fc1.out_features)
+        if not should_join_products(x) and padding == 0:
+            return super().forward(x)
+        # Padded features are silu(0) * 0 = 0 and meet weights of 0, so the function is the same.
+        gate_weight = F.pad(self.c_fc1.weight, (0, 0, 0, padding))
+        value_weight = F.pad(self.c_fc2.weight, (0, 0, 0, padding))
+        if should_join_products(x):
+            h = self.swiglu(F.linear(x, torch.cat([gate_weight, value_weight])))
+        else:
+            h = F.silu(F.linear(x, gate_weight)) * F.linear(x, value_weight)
+        return F.linear(h, F.pad(self.c_proj.weight, (0, padding)))

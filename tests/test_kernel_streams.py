@@ -23,9 +23,10 @@ from model import build, kernels
 from model.block import Block, Stream
 from model.cost import flops_per_token
 from model.ddl import DeltaRewrite, EmbeddingConv, SingleChannelRead
-from model.kernels.rope import FusedHeads
+from model.kernels.rope import fused_heads
 from model.kernels.stream import DeltaStream
-from model.layers import CausalSelfAttention, Heads, RMSNorm
+from model.layers import RMSNorm
+from model.products import JoinedAttention
 from training.settings import configure
 
 pytestmark = pytest.mark.skipif(
@@ -368,7 +369,7 @@ def test_an_expansion_of_ones_own_is_kept():
     assert torch.allclose(fused.fuse(model)(*tokens)[1], plain, rtol=1e-5)
 
 
-class OtherAttention(CausalSelfAttention):
+class OtherAttention(JoinedAttention):
     pass
 
 
@@ -376,16 +377,16 @@ def test_heads_of_ones_own_are_left_alone():
     model = build(CC, **TINY)
     model.transformer.h[1].attn.__class__ = OtherAttention
     assert kernels.use(model, "on", "cpu") is None
-    assert {type(block.attn.heads) for block in model.transformer.h} == {Heads}
+    assert {block.attn.fused_heads for block in model.transformer.h} == {None}
     attention = model.transformer.h[1].attn
-    attention.__class__ = CausalSelfAttention
+    attention.__class__ = JoinedAttention
     # the kernel adds the same eps to queries and keys
     attention.k_rms.eps *= 2
     assert kernels.use(model, "on", "cpu") is None
-    assert {type(block.attn.heads) for block in model.transformer.h} == {Heads}
+    assert {block.attn.fused_heads for block in model.transformer.h} == {None}
     attention.k_rms.eps = attention.q_rms.eps
     assert kernels.use(model, "on", "cpu") is None
-    assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
+    assert {block.attn.fused_heads for block in model.transformer.h} == {fused_heads}
 
 
 def test_heads_are_fused_in_a_stream_that_is_not():
@@ -393,7 +394,7 @@ def test_heads_are_fused_in_a_stream_that_is_not():
     ids, targets, *_ = fused.tokens_of(model)
     plain = model(ids, targets)[1]
     assert "the write MixAndAdd" in kernels.use(model, "auto", "cuda")
-    assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
+    assert {block.attn.fused_heads for block in model.transformer.h} == {fused_heads}
     assert type(model.stream) is Stream
     assert torch.allclose(model(ids, targets)[1], plain, rtol=1e-5)
 

@@ -19,7 +19,7 @@ from configurator import collect_options
 from model import build, cost, model_class, products
 from model.ddl import DeltaRewrite, pool, read_value_channels
 from model.gpt import GPTConfig
-from model.layers import MLP
+from model.products import JoinedMLP
 from training.settings import configure
 
 SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
@@ -722,7 +722,7 @@ def test_branch_mult_changes_the_model(model_name):
 
 @pytest.mark.parametrize("hidden_size", [16, 24])
 def test_a_padded_inner_width_of_the_mlp_computes_the_same_function(hidden_size, monkeypatch):
-    mlp = MLP(GPTConfig(**{**SMALL, "hidden_size": hidden_size})).double()
+    mlp = JoinedMLP(GPTConfig(**{**SMALL, "hidden_size": hidden_size})).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in mlp.parameters():
         parameter.data.normal_(generator=generator)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import TINY
 
-from model import build, kernels, layers, products
+from model import build, kernels, products
 from model.causality import move_parameters
 
 pytest.importorskip("triton")
@@ -57,13 +57,13 @@ def test_opcheck():
 def test_heads_come_with_the_fused_stream():
     model = build("gpt-mha-rope", **TINY)
     assert kernels.use(model, "on", "cpu") is None
-    assert {type(block.attn.heads) for block in model.transformer.h} == {rope.FusedHeads}
+    assert {block.attn.fused_heads for block in model.transformer.h} == {rope.fused_heads}
     assert kernels.use(model, "off", "cpu") == "kernels=off"
-    assert {type(block.attn.heads) for block in model.transformer.h} == {layers.Heads}
+    assert {block.attn.fused_heads for block in model.transformer.h} == {None}
     for config in ({"rope_ratio": 0.4}, {"use_qk_rmsnorm": False}, {"head_dim": 5}):
         model = build("gpt-mha-rope", **{**TINY, **config})
         assert kernels.use(model, "on", "cpu") is None
-        assert {type(block.attn.heads) for block in model.transformer.h} == {layers.Heads}
+        assert {block.attn.fused_heads for block in model.transformer.h} == {None}
 
 
 def test_heads_of_one_product(monkeypatch):

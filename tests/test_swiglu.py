@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from models import TINY
 
-from model import build, kernels, layers, products
+from model import build, kernels, products
 from model.causality import move_parameters
 
 pytest.importorskip("triton")
@@ -38,7 +38,7 @@ def test_a_gradient_of_other_strides():
     assert torch.equal(swiglu_kernel.swiglu_backward(grad.T, joined), expected)
 
 
-class OtherMLP(layers.MLP):
+class OtherMLP(products.JoinedMLP):
     pass
 
 

@@ -13,7 +13,7 @@ from in_process import call, train_in_processes
 import model
 from model import build
 from model.block import Block
-from model.layers import AttentionInputs, Heads
+from model.layers import AttentionInputs
 from training import checkpoint, metrics, model_folder
 
 GATED = (EXAMPLES[0].parent / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
@@ -311,9 +311,9 @@ def test_attention_of_separate_inputs_for_queries_keys_and_values():
     attention = tiny_model.transformer.h[0].attn
     positions = tiny_model.positions(torch.zeros(1, 5, dtype=torch.int64))
     query_input, key_input, value_input = torch.randn(3, 1, 5, 8, dtype=torch.float64)
-    q, _, _ = Heads()(attention, query_input, positions)
-    _, k, _ = Heads()(attention, key_input, positions)
-    _, _, v = Heads()(attention, value_input, positions)
+    q, _, _ = attention.heads(query_input, positions)
+    _, k, _ = attention.heads(key_input, positions)
+    _, _, v = attention.heads(value_input, positions)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2 + torch.full((5, 5), -torch.inf).triu(1)
     mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), 3 * v + 1).flatten(2)
     inputs = AttentionInputs(query_input, key_input, value_input, lambda values: 3 * values + 1)

@@ -1,9 +1,9 @@
 """Fused residual steps for GPUs (Triton).
 
 `model/ddl.py` and `model/block.py` define what the kernels compute. `use(model)` puts fused
-kernels into a model, which itself knows only its `stream` and its `heads`. They run compiled on
-CUDA devices. With TRITON_INTERPRET=1 in the environment they run interpreted on a CPU, slowly, for
-tests.
+kernels into a model, which itself knows only its `stream` and the functions of `products.py` that
+kernels may replace. They run compiled on CUDA devices. With TRITON_INTERPRET=1 in the environment
+they run interpreted on a CPU, slowly, for tests.
 """
 
 import enum
@@ -19,8 +19,8 @@ from torch._functorch import config as functorch_config
 from ..block import Add, Block, Direct, Site, Stream
 from ..ddl import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
 from ..gpt import GPT, GPTConfig
-from ..layers import MLP, CausalSelfAttention, Heads, RMSNorm
-from ..products import swiglu
+from ..layers import CausalSelfAttention, RMSNorm
+from ..products import JoinedAttention, JoinedMLP, swiglu
 
 # compute capability of the GPUs (H100, H200) on which `auto` uses the kernels
 MEASURED_CAPABILITY = (9, 0)
@@ -249,7 +249,7 @@ def use(
 
     model.use_stream(make_stream(form, model.config, state_checkpoint_interval))
     # attention and the MLP are the same in every stream, and are fused in those that are not
-    model.use_heads(Heads() if reason_not_here is not None else make_heads(model))
+    use_heads_kernel(model, reason_not_here is None)
     use_swiglu_kernel(model, reason_not_here is None)
     if form is not None and torch.__version__.startswith("2.12."):
         # This version alone gives the gradient of a graph's output the strides of the output. A
@@ -267,11 +267,11 @@ def describe(model: GPT, reason_not_fused: str | None) -> str:
     uses_of_kernels = {
         "residual stream": [type(model.stream) is not Stream],
         "heads of attention": [
-            type(module.heads) is not Heads
+            module.fused_heads is not None
             for module in modules
-            if isinstance(module, CausalSelfAttention)
+            if isinstance(module, JoinedAttention)
         ],
-        "SwiGLU": [module.swiglu is not swiglu for module in modules if type(module) is MLP],
+        "SwiGLU": [module.swiglu is not swiglu for module in modules if type(module) is JoinedMLP],
     }
     names = [name for name, uses in uses_of_kernels.items() if any(uses)]
     reason = f" ({reason_not_fused})" if reason_not_fused else ""
@@ -289,16 +289,20 @@ def make_stream(
     return Stream()
 
 
-def make_heads(model: GPT) -> Heads:
-    """Return the fused heads if they serve every attention layer of the model, else plain ones."""
-    from . import rope
-
+def use_heads_kernel(model: GPT, fused: bool) -> None:
+    """Let attention call the kernel of RoPE and norms if it serves every layer of the model."""
+    function = None
     attention_layers = [
         module for module in model.modules() if isinstance(module, CausalSelfAttention)
     ]
-    if all(rope.serves(attention, model.config) for attention in attention_layers):
-        return rope.FusedHeads()
-    return Heads()
+    if fused:
+        from . import rope
+
+        if all(rope.serves(attention, model.config) for attention in attention_layers):
+            function = rope.fused_heads
+    for attention in attention_layers:
+        if isinstance(attention, JoinedAttention):
+            attention.fused_heads = function
 
 
 def use_swiglu_kernel(model: nn.Module, fused: bool) -> None:
@@ -309,5 +313,5 @@ def use_swiglu_kernel(model: nn.Module, fused: bool) -> None:
 
         function = fused_swiglu
     for module in model.modules():
-        if type(module) is MLP:
+        if type(module) is JoinedMLP:
             module.swiglu = function

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from ..config import GPTConfig
-from ..layers import AttentionInputs, CausalSelfAttention, Heads, Positions, RMSNorm
-from ..products import apply_side_by_side
+from ..layers import CausalSelfAttention, Positions, RMSNorm
+from ..products import JoinedAttention, apply_side_by_side
 from .launch import count_processors
 from .tiles import check_dtype, contiguous
 
@@ -382,36 +382,27 @@ class RotatedHeads(torch.autograd.Function):
         return gradients.qkv, None, None, grad_q_norm, grad_k_norm, None
 
 
-class FusedHeads(Heads):
-    """Compute queries, keys and values by one product, and rotation and norm by one kernel."""
-
-    def __call__(
-        self,
-        attention: CausalSelfAttention,
-        x: torch.Tensor | AttentionInputs,
-        positions: Positions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values (B, T, H, D) for x (B, T, d)."""
-        # queries, keys and values with inputs of their own are not one product
-        if not torch.is_tensor(x):
-            return super().__call__(attention, x, positions)
-        qkv = apply_side_by_side(x, attention.c_q, attention.c_k, attention.c_v)
-        check_dtype(qkv)
-        qkv = qkv.unflatten(-1, (3, attention.num_heads, attention.head_dim))
-        return RotatedHeads.apply(
-            qkv,
-            positions.cos,
-            positions.sin,
-            attention.q_rms.weight,
-            attention.k_rms.weight,
-            attention.q_rms.eps,
-        )
+def fused_heads(
+    attention: JoinedAttention, x: torch.Tensor, positions: Positions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values (B, T, H, D) for x (B, T, d): one product and one kernel."""
+    qkv = apply_side_by_side(x, attention.c_q, attention.c_k, attention.c_v)
+    check_dtype(qkv)
+    qkv = qkv.unflatten(-1, (3, attention.num_heads, attention.head_dim))
+    return RotatedHeads.apply(
+        qkv,
+        positions.cos,
+        positions.sin,
+        attention.q_rms.weight,
+        attention.k_rms.weight,
+        attention.q_rms.eps,
+    )
 
 
 def serves(attention: CausalSelfAttention, config: GPTConfig) -> bool:
     """Return whether the kernel computes the heads of an attention layer of a model."""
     # exact classes: a subclass may compute something else
-    if type(attention) is not CausalSelfAttention:
+    if type(attention) is not JoinedAttention:
         return False
     if type(attention.q_rms) is not RMSNorm or type(attention.k_rms) is not RMSNorm:
         return False
