@@ -11,7 +11,6 @@ from model.block import Add, Block, Direct, delay
 from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelRead
 from model.ddl_config import SingleChannelConfig
 from model.gpt import GPT
-from model.layers import RMSNorm
 from model.parameters import Rule, constant
 
 
@@ -126,7 +125,7 @@ class Doubled(DeltaRewrite):
 
 
 # This claims, falsely, that the kernels compute a subclass of the write.
-kernels.SITES[SingleChannelRead, Doubled, RMSNorm] = kernels.FusedForm.DELTA
+kernels.DELTA.writes.add(Doubled)
 
 
 class Penalized(Add):

@@ -325,7 +325,7 @@ def check_fused(cls: type[GPT]) -> None:
     model = tiny(cls, num_hidden_layers=2).float()
     ids = tokens(1, 3)
     exact = loss_and_gradients(tiny(cls, num_hidden_layers=2), ids)
-    reason = kernels.choose_form(model).reason
+    reason = kernels.reason_not_fused(model)
     if reason is not None:
         with pytest.raises(ValueError, match="kernels=on: "):
             kernels.use(model, "on", "cpu")

@@ -127,7 +127,7 @@ def test_auto_fuses_on_the_gpus_on_which_kernels_were_measured(monkeypatch, capa
 def test_a_write_with_a_factor_of_its_own_uses_plain_operations():
     model = tiny("gpt-mha-rope")
     model.transformer.h[1].sites[0].write.branch_mult = 0.5
-    assert "branch_mult of its own" in kernels.choose_form(model).reason
+    assert "the branch_mult of the write" in kernels.reason_not_fused(model)
 
 
 @pytest.mark.slow

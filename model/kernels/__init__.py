@@ -6,11 +6,10 @@ kernels may replace. They run compiled on CUDA devices. With TRITON_INTERPRET=1 
 they run interpreted on a CPU, slowly, for tests.
 """
 
-import enum
 import importlib
 import importlib.util
 import os
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,153 +25,73 @@ from ..products import JoinedAttention, JoinedMLP, swiglu
 MEASURED_CAPABILITY = (9, 0)
 
 
-class FusedForm(enum.Enum):
-    """What serves a model instead of the plain operations."""
+@dataclass
+class FusedParts:
+    """The classes of a stream that is fused.
 
-    # the plain stream: torch.compile fuses the addition with the RMSNorm that follows
-    ADDITIVE = "additive"
+    A model must have these exactly, because a subclass may compute something else.
+    """
 
-    # DeltaStream: a write, the next read, its RMSNorm, and the projections to the next gate and
-    # write value are one kernel
-    DELTA = "delta"
-
-
-# (type(read), type(write), type(norm)) of a site -> the fused form that serves it. Classes must be
-# these exactly, because a subclass may compute something else. All sites of a model must have the
-# same form.
-SITES: dict[tuple[type, type, type], FusedForm] = {
-    (Direct, Add, RMSNorm): FusedForm.ADDITIVE,
-    (SingleChannelRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
-    (ChannelConvRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
-    (TokenConvRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
-}
-
-# (type(readout), type(ln_f)) of a model -> the fused form that serves it
-READOUTS: dict[tuple[type, type], FusedForm] = {
-    (Direct, RMSNorm): FusedForm.ADDITIVE,
-    (SingleChannelRead, RMSNorm): FusedForm.DELTA,
-    (ChannelConvRead, RMSNorm): FusedForm.DELTA,
-    (TokenConvRead, RMSNorm): FusedForm.DELTA,
-}
-
-# Value channels d_v that DeltaStream supports.
-VALUE_CHANNELS = (1, 2, 4, 8)
-
-# The only value of each of these keys that DeltaStream supports. Most other values of the first three
-# need more of the state than x_in, which is all that the kernel passes on. It has no gate on x_in, no
-# other normalization of k, and no second gate.
-DELTA_OPTIONS = {
-    "ddl_k_branch": "mlp",
-    "ddl_k_input": "read",
-    "ddl_beta_input": "context",
-    "ddl_k_norm": "guarded",
-    "ddl_erase_gate": "shared",
-}
+    reads: set[type]
+    writes: set[type]
 
 
-class Choice(NamedTuple):
-    """The fused form of a model, or the reason why it has none."""
+# torch.compile fuses the addition with the RMSNorm that follows
+ADDITIVE = FusedParts(reads={Direct}, writes={Add})
+# DeltaStream: a write, the next read, its RMSNorm, and the projections to the next gate and write
+# value are one kernel
+DELTA = FusedParts(reads={SingleChannelRead, ChannelConvRead, TokenConvRead}, writes={DeltaRewrite})
 
-    form: FusedForm | None
-    reason: str | None = None  # a sentence without its period; None if there is a form
+
+def get_fused_parts(model: GPT) -> FusedParts:
+    """Return the parts that the model must have to be fused; its first write decides."""
+    first_write = model.transformer.h[0].sites[0].write
+    return ADDITIVE if type(first_write) in ADDITIVE.writes else DELTA
 
 
-def choose_form(model: GPT) -> Choice:
-    """Choose the fused form that serves the model on a device that runs kernels."""
-    forms = []
+def reason_not_fused(model: GPT) -> str | None:
+    """Return why the stream of a model has no fused kernel, or None if it has one."""
+    parts = get_fused_parts(model)
     for block in model.transformer.h:
         if type(block).forward is not Block.forward:
-            return Choice(
-                None,
-                f"the forward method of {type(block).__name__}, block {block.layer}, has no fused "
-                "kernel",
-            )
+            name = type(block).__name__
+            return f"the forward method of {name}, block {block.layer}, has no fused kernel"
         for site in block.sites:
-            reason = reason_site_is_plain(site, model.config)
-            if reason is not None:
-                return Choice(None, reason)
-            forms.append(SITES[classes_of_site(site)])
-            if forms[-1] is not forms[0]:
-                return Choice(
-                    None,
-                    f"the write {type(site.write).__name__} of block {block.layer}, site "
-                    f"{site.name}, has no fused kernel that combines with those of the model's "
-                    "first site",
-                )
-    form = forms[0]
-    if READOUTS.get((type(model.readout), type(model.ln_f))) is not form:
-        return Choice(
-            None,
+            unfused = find_unfused(site, parts, model.config)
+            if unfused is not None:
+                return f"{unfused} of block {block.layer}, site {site.name}, has no fused kernel"
+    if type(model.readout) not in parts.reads or type(model.ln_f) is not RMSNorm:
+        return (
             f"the readout {type(model.readout).__name__} with the norm {type(model.ln_f).__name__} "
-            "has no fused kernel that combines with those of the model's sites",
+            "has no fused kernel"
         )
-    reason = reason_options_are_plain(model.config) if form is FusedForm.DELTA else None
-    return Choice(form if reason is None else None, reason)
+    if parts is DELTA:
+        from .stream import reason_option_not_fused  # this module needs triton
 
-
-def classes_of_site(site: Site) -> tuple[type, type, type]:
-    """Return the key of a site in `SITES`."""
-    return type(site.read), type(site.write), type(site.norm)
-
-
-def reason_site_is_plain(site: Site, config: GPTConfig) -> str | None:
-    """Return why no fused kernel computes a site of a model, or None if one does."""
-    place = f"of block {site.layer}, site {site.name},"
-    read, write, norm = classes_of_site(site)
-    if type(site) is not Site:
-        return f"the class {type(site).__name__} {place} has no fused kernel"
-    if write not in {served_write for _, served_write, _ in SITES}:
-        return f"the write {write.__name__} {place} has no fused kernel"
-    if (read, write) not in {(served_read, served_write) for served_read, served_write, _ in SITES}:
-        return f"the read {read.__name__} {place} has no fused kernel"
-    if site.norm is None:
-        return f"the missing norm {place} has no fused kernel"
-    if (read, write, norm) not in SITES:
-        return f"the norm {norm.__name__} {place} has no fused kernel"
-    if site.inputs is not None:
-        return f"the separate inputs of the sublayer {place} have no fused kernel"
-    if site.read_positions:
-        return f"the read {read.__name__} {place} depends on positions and has no fused kernel"
-    if site.post_write is not None:
-        return (
-            f"the norm {type(site.post_write).__name__} after the write {place} has no fused kernel"
-        )
-    # an extra loss depends on every state, and the kernels skip some
-    if hasattr(site.write, "extra_loss"):
-        return f"the extra loss of the write {write.__name__} {place} has no fused kernel"
-    # the fused stream takes the options of every write from the model's configuration
-    if getattr(site.write, "config", config) != config:
-        return (
-            f"the write {write.__name__} {place} has other options than the model, and therefore "
-            "no fused kernel"
-        )
-    if getattr(site.write, "branch_mult", config.branch_mult) != config.branch_mult:
-        return (
-            f"the write {write.__name__} {place} has a branch_mult of its own, and therefore no "
-            "fused kernel"
-        )
+        return reason_option_not_fused(model.config)
     return None
 
 
-def reason_options_are_plain(config: GPTConfig) -> str | None:
-    """Return why DeltaStream does not support the options of a model, or None if it does."""
-    if config.ddl_value_channels not in VALUE_CHANNELS:
-        return (
-            f"ddl_value_channels={config.ddl_value_channels} has no fused kernel (1, 2, 4 and 8 "
-            "have one)"
-        )
-    if config.branch_mult > 1:
-        return (
-            f"residual_branch_mult={config.branch_mult:g} has no fused kernel (values of at most 1 "
-            "have one)"
-        )
-    for key, supported in DELTA_OPTIONS.items():
-        if config.ddl_map == "k" and key in ("ddl_k_branch", "ddl_k_input"):
-            continue  # these keys have no effect there
-        value = getattr(config, key)
-        if value != supported:
-            return f"{key}={value} has no fused kernel ({key}={supported} has one)"
-    return None
+def find_unfused(site: Site, parts: FusedParts, config: GPTConfig) -> str | None:
+    """Return the first part of a site that is not fused; None if all are."""
+    read = type(site.read)
+    write = type(site.write)
+    is_fused = {
+        f"the class {type(site).__name__}": type(site) is Site,
+        f"the write {write.__name__}": write in parts.writes,
+        f"the read {read.__name__}": read in parts.reads,
+        f"the norm {type(site.norm).__name__}": type(site.norm) is RMSNorm,
+        "the input of the sublayer": site.inputs is None,
+        "the read of positions": not site.read_positions,
+        "the norm after the write": site.post_write is None,
+        # it depends on every state, and the kernel skips some
+        "the extra loss": not hasattr(site.write, "extra_loss"),
+        # the fused stream takes the options of every write from the model's configuration
+        "the config of the write": getattr(site.write, "config", config) == config,
+        "the branch_mult of the write": getattr(site.write, "branch_mult", config.branch_mult)
+        == config.branch_mult,
+    }
+    return next((part for part, fused in is_fused.items() if not fused), None)
 
 
 def reason_unavailable(device: torch.device | str) -> str | None:
@@ -240,28 +159,30 @@ def use(
         reason_not_here = reason_unavailable(device)
         if reason_not_here is None and setting == "auto":
             reason_not_here = reason_not_measured(device)
-    if reason_not_here is None:
-        form, reason = choose_form(model)
-    else:
-        form, reason = None, reason_not_here
+    reason = reason_not_here or reason_not_fused(model)
     if reason is not None and setting == "on":
         raise ValueError(f"kernels=on: {reason}; use kernels=auto or kernels=off")
 
-    model.use_stream(make_stream(form, model.config, state_checkpoint_interval))
+    stream = Stream()
+    if reason is None and get_fused_parts(model) is DELTA:
+        from .stream import DeltaStream  # this module needs triton
+
+        stream = DeltaStream(model.config, state_checkpoint_interval)
+    model.use_stream(stream)
     # attention and the MLP are the same in every stream, and are fused in those that are not
     use_heads_kernel(model, reason_not_here is None)
     use_swiglu_kernel(model, reason_not_here is None)
-    if form is not None and torch.__version__.startswith("2.12."):
+    if reason is None and torch.__version__.startswith("2.12."):
         # This version alone gives the gradient of a graph's output the strides of the output. A
         # state that is not stored has strides of 0, and memory of such strides cannot be written.
         functorch_config.guess_tangent_strides_as_outputs = False
     return reason
 
 
-def describe(model: GPT, reason_not_fused: str | None) -> str:
+def describe(model: GPT, reason: str | None) -> str:
     """Return a line on which parts of a model use fused kernels.
 
-    reason_not_fused: what `use` returned
+    reason: why the stream is not fused, as `use` returned it
     """
     modules = list(model.modules())
     uses_of_kernels = {
@@ -274,19 +195,8 @@ def describe(model: GPT, reason_not_fused: str | None) -> str:
         "SwiGLU": [module.swiglu is not swiglu for module in modules if type(module) is JoinedMLP],
     }
     names = [name for name, uses in uses_of_kernels.items() if any(uses)]
-    reason = f" ({reason_not_fused})" if reason_not_fused else ""
-    return f"fused kernels: {', '.join(names) or 'none'}{reason}"
-
-
-def make_stream(
-    form: FusedForm | None, config: GPTConfig, state_checkpoint_interval: int
-) -> Stream:
-    """Return the stream of a fused form; the plain stream for None."""
-    if form is FusedForm.DELTA:
-        from .stream import DeltaStream  # this module needs triton
-
-        return DeltaStream(config, state_checkpoint_interval)
-    return Stream()
+    note = f" ({reason})" if reason else ""
+    return f"fused kernels: {', '.join(names) or 'none'}{note}"
 
 
 def use_heads_kernel(model: GPT, fused: bool) -> None:
