@@ -9,9 +9,12 @@ from helpers import small_run
 from in_process import call, train_in_processes
 from training_runs import CONSTANT_RATE, change_saved_state, read_final_tensors, read_records
 
-from training import checkpoint, loss_scale, optimizer, setup
+from training import checkpoint, optimizer, setup
 from training.batches import open_data
 from training.checkpoint import TrainState
+from training.config import TrainConfig
+from training.distributed import StepStats
+from training.loss_scale import LossScaler
 from training.settings import configure
 
 # so large an embedding that the first steps overflow
@@ -34,17 +37,19 @@ def test_the_loss_scale_is_that_of_torchs_grad_scaler():
     parameter = torch.nn.Parameter(torch.zeros(1))
     sgd = torch.optim.SGD([parameter])
     state = TrainState()
+    own_scaler = LossScaler(state, TrainConfig(), torch.float16)
     # rare enough for the scale to grow in between
     overflows = torch.rand(9000, generator=torch.Generator().manual_seed(3)) < 1 / 2500
     scales = []
     for has_overflow in overflows.tolist():
         scaler.scale(torch.zeros(1))  # which sets the initial scale
-        assert state.loss_scale == scaler.get_scale()
+        assert own_scaler.scale == scaler.get_scale()
         parameter.grad = torch.tensor([math.inf if has_overflow else 1.0])
         scaler.unscale_(sgd)
         scaler.step(sgd)
         scaler.update()
-        loss_scale.update_loss_scale(state, has_overflow)
+        stats = StepStats(1.0, 0.0, parameter.grad.item())
+        own_scaler.update(own_scaler.judge(stats))
         scales.append(state.loss_scale)
     assert min(scales) < 2**16 < max(scales)
 
