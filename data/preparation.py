@@ -348,7 +348,7 @@ def claim_folder(job: Preparation) -> TokenizerFiles | None:
         )
     # a kill may come between a complete shard and its record
     unrecorded = job.out.glob(f"{job.name}_*_{len(job.records):06d}.bin")
-    for path in (*job.out.glob("*.bin.tmp"), *unrecorded):
+    for path in (*job.out.glob("*.bin.*tmp"), *unrecorded):
         path.unlink()
     return own_tokenizer
 
@@ -572,7 +572,8 @@ def restore_shard(job: Preparation, number: int) -> None:
         path.unlink()
         raise PermanentSourceError(
             f"{path.name} was prepared again and differs from the earlier shard, because the "
-            "source has changed; give another --out to prepare the source as it is now"
+            "source has changed, or because it was prepared when rows of empty text were still "
+            "documents; give another --out to prepare the source as it is now"
         )
     tqdm.write(f"{path.name}: prepared again")
 

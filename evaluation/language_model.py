@@ -267,9 +267,6 @@ class LanguageModel(TemplateLM):
         Returns:
             For each request the log-likelihood of the continuation in nats, and whether greedy
             decoding generates this continuation.
-
-        Raises:
-            ValueError: a continuation is longer than block_size
         """
         batches = make_batches(self.truncate(requests), self.batch_size, self.max_length)
         # for each request: log-likelihood, and number of tokens that are not the most likely ones
@@ -347,8 +344,8 @@ class LanguageModel(TemplateLM):
     def truncate(self, requests: list[tuple[Any, list[int], list[int]]]) -> list[Request]:
         """Return the requests that have tokens to score, without those on the left that do not fit.
 
-        Raises:
-            ValueError: a continuation is longer than block_size
+        A continuation that is longer than block_size becomes several requests, as a text of
+        `loglikelihood_rolling` does.
         """
         truncated = []
         for index, (texts, context, continuation) in enumerate(requests):
@@ -358,19 +355,15 @@ class LanguageModel(TemplateLM):
             if not continuation:
                 self.swallowed.append(texts)
                 continuation = self.tok_encode(texts[1], add_special_tokens=False)
-            if len(continuation) > self.max_length:
-                raise ValueError(
-                    f"a continuation has {len(continuation)} tokens, but this model scores at most "
-                    f"block_size={self.max_length}; omit this task"
-                )
+            tokens = [*context, *continuation]
             # the model predicts the last token without reading it
-            max_context = self.max_length + 1 - len(continuation)
-            if len(context) > max_context:
+            if len(tokens) > self.max_length + 1:
                 self.num_truncated += 1
-            # the likelihood of an empty text is 1
-            if continuation:
-                tokens = [*context[-max_context:], *continuation]
-                truncated.append(Request(index, tokens, len(continuation)))
+            # the likelihood of an empty text is 1, and has no request
+            for start in range(len(context), len(tokens), self.max_length):
+                end = min(start + self.max_length, len(tokens))
+                first = max(end - self.max_length - 1, 0)
+                truncated.append(Request(index, tokens[first:end], end - start))
         self.num_requests += len(requests)
         return truncated
 

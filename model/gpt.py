@@ -256,7 +256,7 @@ class GPT(nn.Module):
     def hidden_and_extra_loss(
         self, ids: torch.Tensor, cache: Cache | None = None, num_attended: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `hidden`, and the sum of the extra losses of all sites or None without any."""
+        """Return `hidden`, and the extra losses (B, T) of all sites, summed, or None without any."""
         # A cache has an entry for each block and a last one for the expander and the readout.
         block_caches = [None] * len(self.transformer.h)
         outer_cache = None
@@ -348,6 +348,9 @@ class GPT(nn.Module):
             loss = F.cross_entropy(flat_logits, targets.flatten(), ignore_index=-1)
 
         if extra_loss is not None:
+            # tokens without a target are padding, whose extra loss does not count
+            has_target = targets != -1
+            extra_loss = (extra_loss * has_target).sum() / has_target.sum().clamp_min(1)
             # add the gradient, but keep the value, by which runs are compared
             loss = loss + (extra_loss - extra_loss.detach())
         return logits if return_logits else None, loss

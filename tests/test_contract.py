@@ -9,13 +9,13 @@ import broken_streams
 import contract
 import pytest
 import torch
-from helpers import EXAMPLES, find_example_streams, small_run
+from helpers import EXAMPLES, SMALL, find_example_streams, small_run
 from in_process import restore_signals, train_in_processes
 from model_settings import names_and_settings
 
 import export
 import train
-from model import MODEL_NAMES, model_class
+from model import MODEL_NAMES, build, model_class
 from model.gpt import GPT
 from training import checkpoint, metrics, model_folder
 
@@ -196,3 +196,20 @@ def test_extra_losses_of_two_processes_with_accumulation(sparse_run, corpus, tmp
         for folder in (run, sparse_run)
     )
     torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_extra_losses_leave_out_padding():
+    """No token sees later ones, so padding at the end must change no gradient."""
+    model = build("sparse-gpt-mha-rope", **SMALL).double()
+    ids = torch.randint(0, 256, (2, 10))
+    targets = ids.roll(-1, 1)
+
+    def compute_gradients(num_tokens: int, padded_targets: torch.Tensor) -> list[torch.Tensor]:
+        _, loss = model(ids[:, :num_tokens], padded_targets)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    padded_targets = targets.clone()
+    padded_targets[:, 6:] = -1
+    torch.testing.assert_close(
+        compute_gradients(10, padded_targets), compute_gradients(6, targets[:, :6])
+    )

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from export_helpers import export_run, save_run
-from helpers import one_line_error, small_run, write_checksums
+from helpers import SMALL, one_line_error, small_run, write_checksums
 from in_process import call, call_in_processes
 
 from data import shards, tokenizer
@@ -223,12 +223,6 @@ def test_a_context_of_blanks_alone_is_read_as_the_beginning_of_a_text():
         [Instance("loglikelihood", {}, request, index) for index, request in enumerate(requests)]
     )
     assert blank == pytest.approx(ended)
-
-
-def test_a_continuation_that_is_too_long_is_refused():
-    own = language_model(build("gpt-mha-rope", **{**TINY, "block_size": 20}))
-    with pytest.raises(ValueError, match=r"a continuation has 21 tokens, .* block_size=20"):
-        own._loglikelihood_tokens([(None, [1], [2] * 21)])
 
 
 QUESTION = [1] * 50
@@ -1112,3 +1106,19 @@ def test_a_validation_loss_that_is_not_finite_is_shown_as_nan(tmp_path):
     row = comparison.make_validation_row("mine", record["record"], {}, "")
     table = comparison.make_validation_table("validation", [row])
     assert [cell for cell in table.rows[0] if cell is not None] == ["mine", "nan", "nan"]
+
+
+def test_a_continuation_longer_than_block_size_is_scored_in_windows():
+    """Each token is scored once; the oracle reads the windows one by one."""
+    model = build("gpt-mha-rope", **{**SMALL, "block_size": 8}).eval()
+    tokens = torch.randint(0, 256, (25,)).tolist()
+    context = tokens[:3]
+    [(nats, _)] = language_model(model)._loglikelihood_tokens([(None, context, tokens[3:])])
+    expected = 0.0
+    for start in (3, 11, 19):
+        end = min(start + 8, 25)
+        window = torch.tensor([tokens[max(end - 9, 0) : end]])
+        scores = model(window[:, :-1])[0].log_softmax(-1)
+        nats_of_window = scores.gather(2, window[:, 1:, None]).flatten()
+        expected += nats_of_window[-(end - start) :].sum().item()
+    assert nats == pytest.approx(expected, rel=1e-5)

@@ -654,6 +654,34 @@ def test_options_change_flops_as_counted_by_hand(options, change, default_flops)
     assert cost.flops_per_token(model) - default_flops == 3 * 2 * change
 
 
+@pytest.mark.parametrize(
+    ("model_name", "options", "residual"),
+    [
+        # a source costs a score and a term of the sum, 4 d; sites 0 to 3 have 1 to 4 sources, and
+        # the readout has 5
+        ("AttnRes-gpt-mha-rope", {"attn_res_blocks": None}, 4 * 10 * (1 + 2 + 3 + 4 + 5)),
+        # two runs of two sites; the second write of each adds to its source
+        ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 2}, 4 * 10 * (1 + 2 + 2 + 3 + 3) + 2 * 10),
+        # each site adds the gated sum of its sources to X, and h to X; the readout is X
+        (
+            "AttnRes-gpt-mha-rope",
+            {"attn_res_form": "delta", "attn_res_blocks": None},
+            4 * 10 * (1 + 2 + 3 + 4) + 4 * (2 * 10 + 10),
+        ),
+        # block i adds up 1 + i + 1 outputs, besides its two additions
+        ("DenseFormer-gpt-mha-rope", {}, 2 * 2 * 10 + 2 * 10 * (2 + 3)),
+        ("ReZero-gpt-mha-rope", {}, 2 * 2 * 2 * 10),
+        # reads of four taps and four value channels at each site and at the end
+        ("wide-gpt-mha-rope", {}, 2 * 2 * 2 * 40 + 5 * 2 * 4 * 40),
+    ],
+)
+def test_declared_operations_are_those_counted_by_hand(model_name, options, residual):
+    """residual: of the forward pass, with two blocks and d = 10; these streams have no matrices"""
+    additive = cost.flops_per_token(build("gpt-mha-rope", **TINY))
+    flops = cost.flops_per_token(build(model_name, **TINY, **options))
+    assert flops - additive == 3 * (residual - 2 * 2 * 10)
+
+
 @pytest.mark.parametrize("position", ["B", "D"])
 def test_flops_include_the_canon_layers_in_sublayers(position):
     without = cost.flops_per_token(build("conv-gpt-mha-rope", **TINY, canon="A"))

@@ -16,7 +16,7 @@ class SiteWrite(NamedTuple):
     h: torch.Tensor  # the sublayer's output, (B, T, d)
     c: torch.Tensor  # the sublayer's normalized input, (B, T, d)
     state: State  # the new state, a tensor or a tuple of tensors (B, T, ...)
-    extra_loss: torch.Tensor | None  # the site's term of the training loss, ()
+    extra_loss: torch.Tensor | None  # the site's term of the training loss, (B, T) or ()
     statistics: dict[str, torch.Tensor]  # what the write reports of each token, (B, T)
 
 
@@ -64,8 +64,8 @@ def compute_residual_statistics(
 
     Returns:
         {"<site>.<statistic>": [one number per block, first block first]}. `state_rms` is the root
-        mean square of the state after the write, `extra_loss` the site's extra loss; each statistic
-        that the write reports has a `_mean` and a `_std` over tokens.
+        mean square of the state after the write, `extra_loss` the mean of the site's extra loss; each
+        statistic that the write reports has a `_mean` and a `_std` over tokens.
     """
     statistics: dict[str, list[float]] = {}
 
@@ -78,7 +78,9 @@ def compute_residual_statistics(
             values[f"{name}_mean"] = numbers.mean()
             values[f"{name}_std"] = numbers.std()
         if write.extra_loss is not None:
-            values["extra_loss"] = write.extra_loss
+            # a scalar is the term of every token
+            by_token = write.extra_loss.float().expand(ids.shape)
+            values["extra_loss"] = by_token.flatten()[:num_tokens].mean()
         # blocks come in order, so each list has one number per block
         for name, value in values.items():
             statistics.setdefault(f"{site.name}.{name}", []).append(float(value))

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +20,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     If the block fails, `path` stays as it was and the temporary file is removed. An OSError, such
     as that of a full disk, names `path`.
     """
-    # in the same folder, because a rename cannot cross file systems
-    temporary = path.with_name(path.name + ".tmp")
+    # in the same folder, because a rename cannot cross file systems; of a name that no other process
+    # or machine that writes the file has
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         temporary.replace(path)

@@ -10,7 +10,7 @@ from .gpt import GPT
 
 class SparseRewrite(DeltaRewrite):
     def extra_loss(self, state, h, x_in, c, written):
-        return 0.01 * self.gate(state, x_in, c).mean()
+        return 0.01 * self.gate(state, x_in, c).squeeze(-1)  # (B, T)
 
     def statistics(self, state, h, x_in, c, written):
         update_rms = (written - state).float().square().mean((-1, -2)).sqrt()  # (B, T)
