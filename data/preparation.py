@@ -694,30 +694,27 @@ def finish(job: Preparation, extra: dict) -> None:
             f"below {job.num_tokens} and --overwrite"
         )
     origin = job.options["plan"]["train"]
-    meta = {**tokenizer.meta_entries(job.encoding), **describe_format(get_format(job))}
-    for entries, keys in (
-        (job.options, ["tokenizer_sha256"]),
-        (origin, ["source", "name", "revision", "commit"]),
-    ):
-        meta.update({key: entries[key] for key in keys if entries.get(key)})
+    about = {
+        "tokenizer_sha256": job.tokenizer_sha256,
+        **{key: origin.get(key) for key in ("source", "name", "revision", "commit")},
+    }
+    about = {key: value for key, value in about.items() if value}
     if job.packing is not None:
-        meta.update(
+        about.update(
             window_tokens=job.packing.window_tokens,
             padding_token=job.encoding.eot_token,
             packing=job.options["packing"],
         )
-    records = [{**dataclasses.asdict(record), **record.packed} for record in job.records]
-    shards.write_meta(job.out, {**meta, **extra}, records)
+    shards.write_meta(
+        job.out,
+        [{**dataclasses.asdict(record), **record.packed} for record in job.records],
+        tokenizer=job.encoding,
+        shard_format=get_format(job),
+        about={**about, **extra},
+    )
     for source in job.sources:
         for line in source.describe_skipped():
             print(line)
-
-
-def describe_format(shard_format: shards.ShardFormat) -> dict[str, str]:
-    """Return what meta.json says of the format of shards: the dtype, if it is not uint16."""
-    if shard_format == shards.UINT16_FORMAT:
-        return {}
-    return {"dtype": shard_format.dtype.name}
 
 
 def read_first_bytes(source: Source, num_bytes: int) -> Iterator[str]:
