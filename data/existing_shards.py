@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from data import hub, library_tokenizer, shards, tokenizer
-from data.preparation import count_text, describe_format, is_own_tokenizer
+from data.preparation import count_text, is_own_tokenizer
 from data.tokenizer_base import Tokenizer
 
 UNUSED_OPTIONS = (
@@ -63,19 +63,21 @@ def adopt(args: SimpleNamespace, options: type) -> None:
             folder = out
         adopted = link_shards(args, folder, encoding, fetched.sha256)
 
-        meta = {
-            **tokenizer.meta_entries(encoding),
-            **describe_format(adopted.shard_format),
-            "source": args.pretokenized,
-        }
+        about = {"source": args.pretokenized}
         if tokenizer_files is not None:
             tokenizer_files.write(out)
-            meta["tokenizer_sha256"] = tokenizer_files.sha256
+            about["tokenizer_sha256"] = tokenizer_files.sha256
         else:
             shards.write_json(out / "tokenizer.json", encoding.to_json())
         if fetched.commit is not None:
-            meta["commit"] = fetched.commit
-        shards.write_meta(out, meta, adopted.records)
+            about["commit"] = fetched.commit
+        shards.write_meta(
+            out,
+            adopted.records,
+            tokenizer=encoding,
+            shard_format=adopted.shard_format,
+            about=about,
+        )
 
 
 class AdoptedShards(NamedTuple):

@@ -200,6 +200,8 @@ class Preparation:
 
     # what the shards depend on, as preparation.json stores it
     options: dict = field(default_factory=dict)
+    # of a tokenizer.json of your own
+    tokenizer_sha256: str | None = None
 
     records: list[ShardRecord] = field(default_factory=list)
     # the splits whose sources have ended
@@ -332,15 +334,20 @@ def claim_folder(job: Preparation) -> TokenizerFiles | None:
     args = job.args
     progress = shards.read_progress(job.out)
     old_options = progress.get("options", {})
-    is_resumable = old_options.get("version") == VERSION
-    job.options, own_tokenizer = list_options(job, old_options if is_resumable else {})
+    own_tokenizer = None
+    # with the same commits and tokenizer, what differs is what the command asks for
+    if old_options.get("version") == VERSION:
+        own_tokenizer = pin(job, old_options)
+    job.options = list_options(job)
     if job.options == old_options:
         job.records = [ShardRecord(**record) for record in progress["shards"]]
         job.ended = progress["ended"]
     else:
-        if old_options and args.overwrite:
-            job.options, own_tokenizer = list_options(job, {})
-        clear_folder(job, old_options)
+        obsolete_files = find_obsolete_files(job, old_options)
+        own_tokenizer = pin(job, {})
+        job.options = list_options(job)
+        for path in obsolete_files:
+            path.unlink()
     if args.max_tokens and job.num_tokens > args.max_tokens:
         raise ValueError(
             f"{job.out} holds {job.num_tokens:,} tokens, more than --max_tokens={args.max_tokens}; "
@@ -353,12 +360,15 @@ def claim_folder(job: Preparation) -> TokenizerFiles | None:
     return own_tokenizer
 
 
-def list_options(job: Preparation, old_options: dict) -> tuple[dict, TokenizerFiles | None]:
-    """Return the options that the shards depend on, and a tokenizer.json of your own, if it is read.
+def pin(job: Preparation, old_options: dict) -> TokenizerFiles | None:
+    """Decide on the commits of the sources, and on the content of a tokenizer of your own.
 
     Args:
-        old_options: of the preparation that is resumed, whose commits are kept; {} takes the latest
-            ones
+        old_options: of the preparation that is resumed, whose commits and tokenizer are kept; {}
+            takes the latest ones
+
+    Returns:
+        The tokenizer, unless the folder has its copy already.
     """
     args = job.args
     old_plan = old_options.get("plan", {})
@@ -367,6 +377,26 @@ def list_options(job: Preparation, old_options: dict) -> tuple[dict, TokenizerFi
             [split, *_] = [stage.split for stage in job.plan if stage.source is source]
             source.pin(old_plan.get(split, {}).get("commit"))
             source.download_folder = job.out / DOWNLOADS
+    if not is_own_tokenizer(args.tokenizer):
+        return None
+    has_copy = (
+        (job.out / "tokenizer.json").exists()
+        and old_options.get("tokenizer") == args.tokenizer
+        and old_options.get("eot_token") == args.eot_token
+    )
+    # A local file is compared with the copy in the folder, because it may have changed. The Hub is
+    # asked only once.
+    if has_copy and not Path(args.tokenizer).expanduser().exists():
+        job.tokenizer_sha256 = old_options["tokenizer_sha256"]
+        return None
+    own_tokenizer = library_tokenizer.read_files(args.tokenizer, args.eot_token, args.retry_minutes)
+    job.tokenizer_sha256 = own_tokenizer.sha256
+    return own_tokenizer
+
+
+def list_options(job: Preparation) -> dict:
+    """Return the options that the shards depend on."""
+    args = job.args
     options = {
         "version": VERSION,
         "name": job.name,
@@ -375,33 +405,23 @@ def list_options(job: Preparation, old_options: dict) -> tuple[dict, TokenizerFi
     }
     if job.packing is not None:
         options["packing"] = dataclasses.asdict(job.packing)
-    own_tokenizer = None
     if args.tokenizer == "bpe":
         options["vocab_size"] = args.vocab_size
         options["tokenizer_bytes"] = args.tokenizer_bytes
     elif is_own_tokenizer(args.tokenizer):
         options["eot_token"] = args.eot_token
-        # A local file is compared with the copy in the folder, because it may have changed. The
-        # Hub is asked only once.
-        has_copy = (job.out / "tokenizer.json").exists() and old_options.items() >= options.items()
-        if has_copy and not Path(args.tokenizer).expanduser().exists():
-            options["tokenizer_sha256"] = old_options["tokenizer_sha256"]
-        else:
-            own_tokenizer = library_tokenizer.read_files(
-                args.tokenizer, args.eot_token, args.retry_minutes
-            )
-            options["tokenizer_sha256"] = own_tokenizer.sha256
+        options["tokenizer_sha256"] = job.tokenizer_sha256
     options["plan"] = {
         stage.split: {"tokens": stage.num_tokens, **stage.source.identity()} for stage in job.plan
     }
-    return options, own_tokenizer
+    return options
 
 
-def clear_folder(job: Preparation, old_options: dict) -> None:
-    """Delete what a preparation with other options left in the folder.
+def find_obsolete_files(job: Preparation, old_options: dict) -> list[Path]:
+    """Return the files that a preparation with other options left in the folder.
 
     Raises:
-        ValueError: there is something to delete, without --overwrite
+        ValueError: the user has to allow with --overwrite that they are deleted
     """
     out = job.out
     overwrite = job.args.overwrite
@@ -427,8 +447,7 @@ def clear_folder(job: Preparation, old_options: dict) -> None:
             f"{out} holds {names}, which this script would replace; give another --out, or "
             "--overwrite to delete them"
         )
-    for path in (*own_paths, *shard_paths):
-        path.unlink()
+    return [*own_paths, *shard_paths]
 
 
 def describe_difference(old: object, new: object, name: str = "options") -> str:
@@ -676,30 +695,27 @@ def finish(job: Preparation, extra: dict) -> None:
             f"below {job.num_tokens} and --overwrite"
         )
     origin = job.options["plan"]["train"]
-    meta = {**tokenizer.meta_entries(job.encoding), **describe_format(get_format(job))}
-    for entries, keys in (
-        (job.options, ["tokenizer_sha256"]),
-        (origin, ["source", "name", "revision", "commit"]),
-    ):
-        meta.update({key: entries[key] for key in keys if entries.get(key)})
+    about = {
+        "tokenizer_sha256": job.tokenizer_sha256,
+        **{key: origin.get(key) for key in ("source", "name", "revision", "commit")},
+    }
+    about = {key: value for key, value in about.items() if value}
     if job.packing is not None:
-        meta.update(
+        about.update(
             window_tokens=job.packing.window_tokens,
             padding_token=job.encoding.eot_token,
             packing=job.options["packing"],
         )
-    records = [{**dataclasses.asdict(record), **record.packed} for record in job.records]
-    shards.write_meta(job.out, {**meta, **extra}, records)
+    shards.write_meta(
+        job.out,
+        [{**dataclasses.asdict(record), **record.packed} for record in job.records],
+        tokenizer=job.encoding,
+        shard_format=get_format(job),
+        about={**about, **extra},
+    )
     for source in job.sources:
         for line in source.describe_skipped():
             print(line)
-
-
-def describe_format(shard_format: shards.ShardFormat) -> dict[str, str]:
-    """Return what meta.json says of the format of shards: the dtype, if it is not uint16."""
-    if shard_format == shards.UINT16_FORMAT:
-        return {}
-    return {"dtype": shard_format.dtype.name}
 
 
 def read_first_bytes(source: Source, num_bytes: int) -> Iterator[str]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.tokenizer_base import Tokenizer
 from utils import files
 
 HEADER_INTS = 256
@@ -239,15 +240,32 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_meta(folder: Path, about: dict, records: list[dict]) -> None:
-    """Write meta.json: `about`, the sums of both splits, and a list of all shards.
+def write_meta(
+    folder: Path,
+    records: list[dict],
+    *,
+    tokenizer: Tokenizer,
+    shard_format: ShardFormat,
+    about: dict,
+) -> None:
+    """Write meta.json, and print the sums of both splits.
 
     Args:
-        about: what is known of the corpus as a whole: tokenizer, vocab_size, eot_token, source
         records: of each shard its file, split, tokens, sha256, documents and bytes, and in a packed
             corpus the numbers of tokens that were kept, cut and padding
+        about: further entries: where the documents come from, the SHA-256 of a tokenizer of your
+            own, and the keys of data/sequences.py
     """
-    meta = dict(about)
+    meta = {
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.n_vocab,
+        "eot_token": tokenizer.eot_token,
+    }
+    if tokenizer.bos_token != tokenizer.eot_token:
+        meta["bos_token"] = tokenizer.bos_token
+    if shard_format != UINT16_FORMAT:
+        meta["dtype"] = shard_format.dtype.name
+    meta.update(about)
     summed_keys = ["documents", "bytes", "tokens"]
     if meta["tokenizer"] == "ids":
         # the ids of a synthetic task stand for no bytes

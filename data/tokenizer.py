@@ -364,18 +364,6 @@ def from_json(description: dict) -> Tokenizer:
     return BytePairTokenizer(description["name"], description["pattern"], tokens, has_bos)
 
 
-def meta_entries(tokenizer: Tokenizer) -> dict:
-    """Return what meta.json of a corpus says of its tokenizer."""
-    entries = {
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.n_vocab,
-        "eot_token": tokenizer.eot_token,
-    }
-    if tokenizer.bos_token != tokenizer.eot_token:
-        entries["bos_token"] = tokenizer.bos_token
-    return entries
-
-
 def read(folder: Path) -> Tokenizer:
     """Return the tokenizer of a corpus, a checkpoint or an exported model.
 

@@ -25,6 +25,7 @@ from helpers import ODD_TEXTS, ROOT, encode_shard, one_line_error, small_run
 from in_process import call
 
 from data import tokenizer
+from data.shards import GPT2_META
 from training import checkpoint, metrics, model_folder
 
 DOCUMENTS = [
@@ -82,12 +83,12 @@ def test_the_description_has_the_size_of_the_vocabulary(description):
     assert tokenizer.from_json(description).n_vocab == 50257
 
 
-def test_the_meta_entries_of_a_corpus(gpt2):
-    assert tokenizer.meta_entries(gpt2) == {
-        "tokenizer": "gpt2",
-        "vocab_size": 50257,
-        "eot_token": 50256,
-    }
+def test_gpt2_has_the_entries_of_a_corpus_without_meta(gpt2):
+    assert {
+        "tokenizer": gpt2.name,
+        "vocab_size": gpt2.n_vocab,
+        "eot_token": gpt2.eot_token,
+    } == GPT2_META
 
 
 def test_a_folder_without_a_tokenizer_has_gpt2s(gpt2, tmp_path):

@@ -529,6 +529,30 @@ def test_a_repository_of_the_hub_is_read_with_retries_and_once(
     assert requests == []
 
 
+def test_a_tokenizer_of_the_hub_stays_when_other_options_replace_an_empty_preparation(
+    folders, documents, tmp_path, monkeypatch
+):
+    """The first command ends before its first shard, so that the second one needs no --overwrite."""
+
+    def download(repository, path):
+        return str(tokenizer_folder / path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    tokenizer_folder = shutil.copytree(folders["byte-level"], tmp_path / "repository")
+    (tokenizer_folder / "special_tokens_map.json").write_text("{}")
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "write_shards", fail)
+        with pytest.raises(MemoryError):
+            prepare(documents, Path("org/name"), out)
+    assert prepare(documents, Path("org/name"), out, "--val_tokens=400").returncode == 0
+    assert open_corpus(str(out)).meta["tokenizer"] == "hf:org/name"
+
+
+def fail(*_: object) -> None:
+    raise MemoryError
+
+
 def test_shards_of_both_formats_follow_their_vocabulary():
     assert shards.choose_format(65_536) == shards.UINT16_FORMAT
     assert shards.choose_format(65_537) == shards.UINT32_FORMAT
