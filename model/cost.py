@@ -96,7 +96,9 @@ def run_once(model: GPT) -> Cost:
         hidden, extra_loss = model.hidden_and_extra_loss(ids)
         logits = model.logits(hidden)
     # which parameters have a gradient does not depend on the loss, as long as it reads all logits
-    loss = logits.sum() if extra_loss is None else logits.sum() + extra_loss
+    loss = logits.sum()
+    if extra_loss is not None:
+        loss = loss + extra_loss.sum()
     loss.backward()
 
     parts = [model.input_embed, model.readout]
