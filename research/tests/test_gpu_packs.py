@@ -254,7 +254,7 @@ def test_mistakes_end_in_one_line(tmp_path, words, message):
 
 @pytest.mark.slow
 def test_packs_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path):
-    packs = ["tests", "speed", "kernels", "decoding", "memory", "learning", "learning_others"]
+    packs = ["tests", "speed", "kernels", "decoding", "memory", "learning"]
     words = [*packs, "--device=cpu", f"--out={tmp_path / 'out'}"]
     result = run_gpu(*words, folder=tmp_path)
     assert result.returncode == 0, result.stderr
