@@ -281,7 +281,7 @@ def check_losses(cls: type[GPT]) -> None:
     with model.through(ObservedStream(lambda _, write: extra_losses.append(write.extra_loss))):
         logits, _ = model(ids)
     extra_loss = sum(loss for loss in extra_losses if loss is not None)
-    extra_loss = torch.as_tensor(extra_loss).mean()
+    extra_loss = torch.as_tensor(extra_loss).double().mean()
     (F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + extra_loss).backward()
     expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch.testing.assert_close(
