@@ -52,13 +52,8 @@ class Options:
     )
 
 
-def check_out(out_dir: Path, overwrite: bool, marker: str, content: str) -> None:
-    """Raise ValueError if the folder must not be written or overwritten.
-
-    Args:
-        marker: a file of the folders that may be replaced
-        content: what these hold, for messages
-    """
+def check_out(out_dir: Path, overwrite: bool, content: str, marker: str) -> None:
+    """Raise ValueError if the folder must not be written, or replaced for lack of the file `marker`."""
     if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"{out_dir} is a file; give a folder as out_dir")
     if not out_dir.is_dir() or not any(out_dir.iterdir()):
@@ -203,36 +198,26 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
         state=state,
         records=read_records(source, state["step"]) if "step" in state else [],
     )
-    texts["LICENSE"] = (Path(__file__).parent / "LICENSE").read_text(encoding="utf-8")
-    for file, text in texts.items():
-        (folder / file).write_text(text, encoding="utf-8")
+    write_texts(folder, texts)
     weights = checkpoint.get_model_tensors(model.to(getattr(torch, dtype)))
     checkpoint.save_tensors(folder / "model.safetensors", weights)
 
 
 def check_package(args: Options, out_dir: Path) -> None:
     """Raise ValueError if a package must not be written there."""
-    check_out(out_dir, args.overwrite, f"{EXAMPLE}.py", "the package of a stream")
+    check_out(out_dir, args.overwrite, "the package of a stream", marker=f"{EXAMPLE}.py")
     if args.dtype != "float32":
         raise ValueError(
-            f"dtype={args.dtype} has no effect on {args.run}, a variant, which has no weights; omit "
-            "dtype"
+            f"dtype={args.dtype} has no effect on {args.run}, which has no weights; omit dtype"
         )
-    module = out_dir.with_name(f"{out_dir.name}.py")
-    if module.exists():
+    if out_dir.with_name(f"{out_dir.name}.py").exists():
         raise ValueError(
-            f"{out_dir} would hide {module.name}, which stands beside it, as Python imports the "
-            "folder in its place; give the package another name"
+            f"a package {out_dir} would hide {out_dir.name}.py beside it; give it another name"
         )
 
 
-def write_package(folder: Path, variant: str) -> None:
-    """Write the package that runs the stream of a variant into an empty folder.
-
-    Raises:
-        ValueError: the variant has no such package
-    """
-    texts = collect_package_files(variant)
+def write_texts(folder: Path, texts: dict[str, str]) -> None:
+    """Write text files, and the license, into a folder."""
     texts["LICENSE"] = (Path(__file__).parent / "LICENSE").read_text(encoding="utf-8")
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
@@ -247,7 +232,7 @@ def main() -> None:
         if is_variant:
             check_package(args, out_dir)
         else:
-            check_out(out_dir, args.overwrite, "modeling_ddl.py", "an exported model")
+            check_out(out_dir, args.overwrite, "an exported model", marker="modeling_ddl.py")
             also_accepted = f", or the name of a variant{errors.suggest(args.run, MODEL_NAMES)}"
             source = run if model_folder.is_exported(run) else checkpoint.find(run, also_accepted)
         out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +242,7 @@ def main() -> None:
         try:
             (temporary / "new").mkdir()
             if is_variant:
-                write_package(temporary / "new", args.run)
+                write_texts(temporary / "new", collect_package_files(args.run))
             else:
                 write(temporary / "new", out_dir.name, source, args.dtype)
             if out_dir.exists():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from evaluation.published import Published
 from evaluation.tasks import PAPER_METRICS
-from utils import tables
+from utils import files, tables
 from utils.tables import Table
 
 STANDARD_ERROR_NOTE = "± is lm-eval's standard error over the items of a task."
@@ -26,11 +26,6 @@ VALIDATION_COLUMNS = {
     "val_exact_match": "exact match",
 }
 PAPER_VALIDATION_METRICS = {"val_loss": "val_loss", "val_perplexity": "val_ppl"}
-
-
-def to_number(stored: float | None) -> float:
-    """Return a number of a stored record, in which one that is not finite is None."""
-    return math.nan if stored is None else stored
 
 
 class Value(NamedTuple):
@@ -153,7 +148,7 @@ def make_tables(records: list[dict], papers: dict[str, Published]) -> list[Table
                 metrics[name] = metric
                 if own_shots != record["shots"]:
                     metrics[name] = f"{metric}, {own_shots}-shot"
-                values[name] = Value(to_number(value), error)
+                values[name] = Value(files.restore_nan(value), error)
             paper, remark = published.beside(label, record["shots"])
             rows.append(make_task_row(label, values, paper, remark))
         if metrics:
@@ -208,11 +203,8 @@ def make_validation_row(label: str, record: dict, paper: dict[str, float], remar
     Args:
         record: as in metrics.jsonl
     """
-    values = {
-        column: Value(to_number(record[column]))
-        for column in VALIDATION_COLUMNS
-        if column in record
-    }
+    record = files.restore_nan(record)
+    values = {column: Value(record[column]) for column in VALIDATION_COLUMNS if column in record}
     published = {}
     if paper:
         published = {column: paper[name] for column, name in PAPER_VALIDATION_METRICS.items()}

@@ -29,10 +29,7 @@ OWN_MODULES = {path.stem for path in ROOT.glob("*.py")} | {
 TRANSFORMERS_FILES = ("configuration_ddl", "modeling_ddl")
 # The file of a package for a model of one's own; it imports the variant as `stem`, too.
 EXAMPLE = "example"
-PACKAGE_INIT = '''"""The residual stream of {variant}, in plain operations, for the sublayers of your own model."""
-
-from .{example} import ResidualStream as ResidualStream
-'''
+PACKAGE_INIT = "from .example import ResidualStream as ResidualStream\n"
 
 
 def find_source(module: str, variant: str) -> Path | None:
@@ -106,11 +103,7 @@ def copy_modules(modules: Iterable[str], variant: str) -> dict[str, str]:
 
 
 def collect_modeling_files(variant: str) -> dict[str, str]:
-    """Return the Python files of a folder for transformers: their contents by name.
-
-    Raises:
-        ValueError: see `copy_modules`
-    """
+    """Return the Python files of a folder for transformers: their contents by name."""
     texts = copy_modules(TRANSFORMERS_FILES, variant)
     # Versions of transformers before 5.10 only copy what these two files import themselves.
     others = sorted(texts.keys() - set(TRANSFORMERS_FILES))
@@ -124,14 +117,14 @@ def check_stream(variant: str) -> None:
     """Raise ValueError if the stream of a variant cannot run the sublayers of another model."""
     with torch.device("meta"):
         model = build(variant, num_hidden_layers=4)
-    sites = model.sites
-    if (
-        [site.name for site in sites] != ["attn", "mlp"] * 4
-        or any(site.inputs or site.read_positions for site in sites)
-        or any(hasattr(site.write, "extra_loss") for site in sites)
-        or any(type(block).forward is not Block.forward for block in model.transformer.h)
-        or type(model).hidden_and_extra_loss is not GPT.hidden_and_extra_loss
-    ):
+    has_plain_sites = [site.name for site in model.sites] == ["attn", "mlp"] * 4 and not any(
+        site.inputs or site.read_positions or hasattr(site.write, "extra_loss")
+        for site in model.sites
+    )
+    is_run_plainly = type(model).hidden_and_extra_loss is GPT.hidden_and_extra_loss and all(
+        type(block).forward is Block.forward for block in model.transformer.h
+    )
+    if not (has_plain_sites and is_run_plainly):
         raise ValueError(
             f"{variant} has no stream that can be used alone: its sites need more of attention and "
             "the MLP than h = F(c), or its model runs them in a way of its own"
@@ -139,12 +132,7 @@ def check_stream(variant: str) -> None:
 
 
 def collect_package_files(variant: str) -> dict[str, str]:
-    """Return the Python files of a package that runs a variant's stream: their contents by name.
-
-    Raises:
-        ValueError: see `copy_modules` and `check_stream`
-    """
+    """Return the Python files of a package that runs a variant's stream: their contents by name."""
     check_stream(variant)
     texts = {f"{name}.py": text for name, text in copy_modules([EXAMPLE], variant).items()}
-    texts["__init__.py"] = PACKAGE_INIT.format(variant=variant, example=EXAMPLE)
-    return texts
+    return {**texts, "__init__.py": PACKAGE_INIT}

@@ -104,18 +104,6 @@ def start_one_after_another(model: nn.Module, rules: dict[str, Rule]) -> None:
             parameter.copy_(model.get_parameter(source_name))
 
 
-@torch.no_grad()
-def initialize(module: nn.Module) -> None:
-    """Initialize the parameters of a module of a stream in place, from torch's global generator.
-
-    A GPT does so itself. Call it for a read, write or expander that is used in a model of your own.
-
-    Raises:
-        ValueError: a parameter has no rule, or two
-    """
-    start_one_after_another(module, collect_rules(module))
-
-
 def normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that draws a parameter from N(0, std)."""
     return partial(nn.init.normal_, std=std)

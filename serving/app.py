@@ -60,17 +60,6 @@ MAX_PROMPT_CHARACTERS = 2**16
 # How long a request waits for the one before it, which may be about to end, in seconds.
 MAX_WAIT = 2.0
 
-# keys of requests to OpenAI's API and to other servers, and what they are called here
-KEYS_OF_OTHER_SERVERS = {
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_length", "n_predict"),
-        "max_new_tokens",
-    ),
-    **dict.fromkeys(("messages", "input", "inputs", "text"), "prompt"),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), "repetition_penalty"),
-    "stop_sequences": "stop",
-}
-
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -135,9 +124,11 @@ def describe_mistake(error: Exception) -> str:
     """
     if not isinstance(error, RequestValidationError):
         return " ".join(str(error).split())
-    unknown = [str(e["loc"][-1]) for e in error.errors() if e["type"] == "extra_forbidden"]
+    keys = list(Request.model_fields)
+    unknown = [str(each["loc"][-1]) for each in error.errors() if each["type"] == "extra_forbidden"]
     if unknown:
-        return "; ".join(map(describe_unknown_key, unknown))
+        hints = [f"unknown key {key}{errors.suggest(key, keys)}" for key in unknown]
+        return f"{'; '.join(hints)}; the keys are {', '.join(keys)}"
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return "the request is not valid JSON"
@@ -151,14 +142,6 @@ def describe_mistake(error: Exception) -> str:
     key = ".".join(str(part) for part in first["loc"] if part != "body") or "the request"
     message = first["msg"]
     return f"{key}: {message[0].lower()}{message[1:]}"
-
-
-def describe_unknown_key(key: str) -> str:
-    """Return that a request has no such key, and which one is meant."""
-    suggestion = errors.suggest(key, Request.model_fields)
-    if key in KEYS_OF_OTHER_SERVERS:
-        suggestion = f", did you mean {KEYS_OF_OTHER_SERVERS[key]}?"
-    return f"unknown key {key}{suggestion or '; omit it'}"
 
 
 def create_app(

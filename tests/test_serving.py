@@ -428,8 +428,8 @@ MISTAKES = [
     ({"max_tokens": 5}, "unknown key max_tokens, did you mean max_new_tokens?"),
     (
         {"model": "gpt", "messages": [], "frequency_penalty": 0.1, "stop": ["a"]},
-        "unknown key model; omit it; unknown key messages, did you mean prompt?; unknown key "
-        "frequency_penalty, did you mean repetition_penalty?",
+        "unknown key model; unknown key messages; unknown key frequency_penalty, did you mean "
+        "repetition_penalty?; the keys are ",
     ),
     (
         {"prompt": "a<|im_start|>b"},

@@ -129,9 +129,7 @@ def parse_record(line: bytes) -> dict:
         ValueError: the line is not valid JSON
     """
     record = json.loads(line)
-    if b"null" not in line:
-        return record
-    return files.replace_items(record, lambda item: math.nan if item is None else item)
+    return files.restore_nan(record) if b"null" in line else record
 
 
 def find_last_evaluation(path: Path) -> dict | None:

@@ -95,6 +95,11 @@ def to_json(value: object, **options: object) -> str:
     return json.dumps(replace_items(value, replace), allow_nan=False, **options)
 
 
+def restore_nan(value: object) -> object:
+    """Return a value of JSON with nan for null, if `to_json` wrote it and it had no None."""
+    return replace_items(value, lambda item: math.nan if item is None else item)
+
+
 def read_json(path: Path) -> dict:
     """Return the JSON object that a file holds.
 
