@@ -12,8 +12,8 @@ recipe. Results are saved as JSON when a model is done with a number of shots. I
 interrupted, rerun the command: it evaluates only what is not saved.
 
 The exit code is 0 if everything was evaluated, 2 for a mistake in the command or in a task, and 3 if
-some tasks could not be loaded; stderr then has one line for each of them. (torchrun exits with code
-1 instead of 2 or 3.)
+some tasks could not be loaded; stderr then names them and the causes. (torchrun exits with code 1
+instead of 2 or 3.)
 """
 
 import itertools
@@ -98,9 +98,10 @@ class Options:
         "with lm-eval's hf model",
         counts_with=evaluates_tasks,
     )
-    retry_minutes: float = option(
-        DEFAULT_RETRY_MINUTES,
-        "number of minutes to keep retrying for each task if the Hugging Face Hub does not respond",
+    retry_minutes: float | None = option(
+        None,
+        "number of minutes to keep retrying for each task while the Hugging Face Hub does not respond "
+        f"(default: {DEFAULT_RETRY_MINUTES:g}, but 0 if it cannot be reached at all)",
         low=0,
         counts_with=evaluates_tasks,
     )
@@ -275,7 +276,7 @@ def main() -> None:
         if world.is_main:
             report(records, papers, out)
             for message in missing_tasks:
-                print(f"{Path(sys.argv[0]).name}: {message}; it is skipped", file=sys.stderr)
+                print(f"{Path(sys.argv[0]).name}: {message}; skipped", file=sys.stderr)
     distributed.stop(world)
     sys.exit(3 if missing_tasks else 0)
 

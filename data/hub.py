@@ -2,9 +2,11 @@
 
 huggingface_hub resumes interrupted downloads and checks their sizes. It repeats most requests for
 20 seconds, and those of a file's content not at all if the Hub responds with an error. So whatever
-may be temporary is retried here, for up to --retry_minutes.
+may be temporary is retried here, for up to --retry_minutes. By default this does not hold for a Hub
+that cannot be reached at all: then only the local cache is read.
 """
 
+import contextlib
 import functools
 import http.client
 import logging
@@ -37,7 +39,7 @@ from data.sources import (
     list_folder,
     read_table,
 )
-from utils import errors
+from utils import errors, units
 
 FIRST_PAUSE = 1.0  # seconds
 MAX_PAUSE = 60.0  # seconds
@@ -51,6 +53,10 @@ Result = TypeVar("Result")
 
 class RetriesExhausted(ValueError):  # noqa: N818 (says what happened)
     """An error that may be temporary lasted longer than --retry_minutes."""
+
+
+class HubUnreachable(ValueError):  # noqa: N818 (says what happened)
+    """The Hub does not respond to the first request, and the local cache does not suffice."""
 
 
 def import_hub(module: str = "") -> ModuleType:
@@ -97,19 +103,59 @@ def describe_transient(error: BaseException) -> str | None:
     return None
 
 
-def retry(action: Callable[[], Result], subject: str, retry_minutes: float | None = None) -> Result:
+@functools.cache
+def find_connection_problem() -> str | None:
+    """Return a message if the Hub cannot be reached, None if it responds or must not be asked.
+
+    The answer holds for the whole process. If packets are lost, huggingface_hub itself needs minutes
+    to find out, and again for every file.
+    """
+    if import_hub().is_offline_mode():
+        return None
+    utils = import_hub("utils")
+    endpoint = import_hub("constants").ENDPOINT
+    try:
+        # connecting is tried for each of the host's addresses
+        utils.get_session().head(endpoint, timeout=utils.httpx.Timeout(10, connect=5))
+    except Exception as error:  # other errors than of the connection are left to the real requests
+        if is_connection_error(error):
+            return f"{endpoint} cannot be reached ({type(error).__name__}: {first_line(error)})"
+    return None
+
+
+@contextlib.contextmanager
+def without_requests() -> Iterator[None]:
+    """Let huggingface_hub refuse all requests meanwhile, as with HF_HUB_OFFLINE=1."""
+    constants = import_hub("constants")
+    was_offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
+def retry(
+    action: Callable[[], Result],
+    subject: str,
+    retry_minutes: float | None = None,
+    default_minutes: float = RETRY_MINUTES,
+) -> Result:
     """Return the result of an action, which is retried with growing pauses while it fails.
 
     Args:
         subject: what is read, for messages
-        retry_minutes: how long to retry (default: RETRY_MINUTES)
+        retry_minutes: how long to retry (default: default_minutes, or not at all if the Hub cannot
+            be reached)
 
     Raises:
+        HubUnreachable: the Hub cannot be reached, and retry_minutes is None or 0
         RetriesExhausted: the error lasted longer
         Exception: any error of the action that is not temporary
     """
+    problem = None if retry_minutes else find_connection_problem()
     if retry_minutes is None:
-        retry_minutes = RETRY_MINUTES
+        retry_minutes = default_minutes
     # these libraries log each attempt of their own
     for library in ("huggingface_hub", "datasets"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
@@ -117,19 +163,26 @@ def retry(action: Callable[[], Result], subject: str, retry_minutes: float | Non
     pause = FIRST_PAUSE
     while True:
         try:
-            return action()
+            with without_requests() if problem else contextlib.nullcontext():
+                return action()
         except Exception as error:  # each library has its own exceptions
             description = describe_transient(error)
             seconds_left = deadline - time.monotonic()
             if description is None:
                 raise
+            if problem is not None:
+                raise HubUnreachable(problem) from error
             if seconds_left <= 0:
                 raise RetriesExhausted(
                     f"{subject} cannot be read ({description}); gave up after "
                     f"--retry_minutes={retry_minutes:g}"
                 ) from error
         pause = min(pause, seconds_left)
-        tqdm.write(f"{subject}: {description}; retrying in {pause:.3g} s", file=sys.stderr)
+        tqdm.write(
+            f"{subject}: {description}; retrying in {pause:.3g} s "
+            f"({units.format_duration(seconds_left)} left)",
+            file=sys.stderr,
+        )
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE)
 
@@ -359,6 +412,11 @@ class HubDataset(Source):
         try:
             request = functools.partial(action, *args, **kwargs)
             return retry(request, self.description, self.retry_minutes)
+        except HubUnreachable as error:
+            raise HubUnreachable(
+                f"{self.description} cannot be read: {error}; {self.alternative}, or give "
+                f"--retry_minutes={RETRY_MINUTES:g} to keep trying"
+            ) from error
         except (PermanentSourceError, RetriesExhausted):
             raise
         except Exception as error:  # httpx, pyarrow, fsspec and datasets have their own exceptions
@@ -444,6 +502,11 @@ def fetch_model_file(repository: str, path: str, retry_minutes: float | None = N
     import_hub("utils").disable_progress_bars()
     try:
         return Path(retry(lambda: hub.hf_hub_download(repository, path), repository, retry_minutes))
+    except HubUnreachable as error:
+        raise HubUnreachable(
+            f"{path} of {repository} cannot be downloaded: {error}; give a folder that holds the "
+            f"file, or give --retry_minutes={RETRY_MINUTES:g} to keep trying"
+        ) from error
     except RetriesExhausted:
         raise
     except Exception as error:  # each library has its own exceptions

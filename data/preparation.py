@@ -114,7 +114,7 @@ class PreparationOptions:
     retry_minutes: float | None = option(
         None,
         "number of minutes to keep retrying while the Hugging Face Hub does not respond (default: "
-        f"{hub.RETRY_MINUTES:g})",
+        f"{hub.RETRY_MINUTES:g}, but 0 if it cannot be reached at all)",
         low=0,
     )
     out: str | None = option(

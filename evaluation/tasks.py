@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from data.hub import RetriesExhausted, retry
+from data.hub import HubUnreachable, RetriesExhausted, import_hub, retry
 from training import distributed
 from training.distributed import World
 from utils import errors, machine
@@ -102,7 +102,7 @@ def load_tasks(
     names: list[str],
     include_path: str | None,
     world: World,
-    retry_minutes: float = DEFAULT_RETRY_MINUTES,
+    retry_minutes: float | None = None,
     keys: tuple[str, str] = ("--tasks", "--include_path"),
 ) -> tuple[list[LoadedTask], list[str]]:
     """Load tasks on all processes.
@@ -111,11 +111,12 @@ def load_tasks(
 
     Args:
         include_path: folder with the user's task files
-        retry_minutes: how long to retry for a task if the hub does not respond
+        retry_minutes: how long to retry for a task while the Hub does not respond (default:
+            DEFAULT_RETRY_MINUTES, or not at all if the Hub cannot be reached)
         keys: which give the names and the folder, for messages
 
     Returns:
-        The tasks that could be loaded, and a message for each of the others.
+        The tasks that could be loaded, and messages on the others.
 
     Raises:
         ValueError: there is no such task or folder, or lm-eval is not installed
@@ -186,11 +187,12 @@ def describe_damaged_file(folder: str) -> str:
 
 
 def load(
-    names: list[str], manager: "TaskManager", retry_minutes: float
+    names: list[str], manager: "TaskManager", retry_minutes: float | None
 ) -> tuple[list[LoadedTask], list[str]]:
-    """Return the tasks that can be loaded, and a message of one line for each of the others."""
+    """Return the tasks that can be loaded, and messages of one line on the others."""
     loaded = []
     messages = []
+    unreachable_names = []
     for name in names:
         # Tasks may shuffle their items. These are the seeds of lm-eval's command line.
         random.seed(0)
@@ -198,7 +200,11 @@ def load(
         torch.manual_seed(FEWSHOT_SEED)
         try:
             load_task = functools.partial(manager.load, [name])
-            content = retry(load_task, f"task {name}", retry_minutes)
+            content = retry(load_task, f"task {name}", retry_minutes, DEFAULT_RETRY_MINUTES)
+        except HubUnreachable as error:
+            unreachable_names.append(name)
+            problem = error
+            continue
         # the hub, the network, the disk, the dataset and the task's code raise many types of errors
         except Exception as error:
             cause = " ".join(f"{type(error).__name__}: {error}".split())
@@ -208,6 +214,13 @@ def load(
             continue
         own_shots = {key: task.get_config("num_fewshot") for key, task in content["tasks"].items()}
         loaded.append(LoadedTask(name, content, own_shots))
+    if unreachable_names:
+        messages.append(
+            f"tasks {', '.join(unreachable_names)} cannot be loaded: {problem}, and the local cache "
+            f"{import_hub('constants').HF_HOME} (HF_HOME) lacks their data; copy the cache of a "
+            "machine on which the same tasks were loaded (HF_HUB_OFFLINE=1 then uses it alone), or "
+            f"run eval.py with --retry_minutes={DEFAULT_RETRY_MINUTES:g} to keep trying"
+        )
     return loaded, messages
 
 

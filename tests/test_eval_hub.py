@@ -112,7 +112,8 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     )
     assert result.returncode == 3, result.stderr.decode()
     retry_message, absent_message = result.stderr.decode().splitlines()
-    assert retry_message == "task physical: the Hub responds with status 500; retrying in 1 s"
+    expected_message = "task physical: the Hub responds with status 500; retrying in 1 s (9:"
+    assert retry_message.startswith(expected_message)
     assert "task absent cannot be loaded (DatasetNotFound" in absent_message
     assert "nobody/has_this" in absent_message
     hub_responses = read_responses(tmp_path / "out", "physical")
@@ -137,6 +138,7 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     monkeypatch.setattr(
         hub_module, "time", SimpleNamespace(monotonic=lambda: clock.seconds, sleep=sleep)
     )
+    monkeypatch.setattr(hub_module, "find_connection_problem", lambda: None)
     loaded, missing = tasks.load(["a", "b", "here"], SimpleNamespace(load=load, task_index={}), 5)
     assert [task.name for task in loaded] == ["here"]
     assert clock.seconds == 300
@@ -145,6 +147,25 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     assert all(
         line.startswith("task a: ConnectionError") for line in capsys.readouterr().err.splitlines()
     )
+
+
+def test_tasks_that_need_an_unreachable_hub_are_named_in_one_message(monkeypatch):
+    """Tasks whose data set is on this machine are loaded nonetheless."""
+
+    def load(names: list[str]) -> dict:
+        if names != ["here"]:
+            raise ConnectionError("offline")
+        return {"tasks": {}}
+
+    monkeypatch.setattr(hub_module, "find_connection_problem", lambda: "HUB cannot be reached")
+    loaded, messages = tasks.load(["a", "here", "b"], SimpleNamespace(load=load), None)
+    assert [task.name for task in loaded] == ["here"]
+    [message] = messages
+    assert message.startswith(
+        "tasks a, b cannot be loaded: HUB cannot be reached, and the local cache"
+    )
+    assert "HF_HUB_OFFLINE=1" in message
+    assert "--retry_minutes=10" in message
 
 
 IMPATIENT = """import datetime, os, sys
@@ -193,10 +214,10 @@ def test_all_processes_are_patient(hub, saved, tmp_path):
             env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": ""},
         )
     errors = result.stderr.decode()
-    assert "task absent is skipped" in errors, errors
+    assert "task absent cannot be loaded" in errors, errors
     assert errors.count("the Hub responds with status 500; retrying in 1 s") == 1
     assert errors.count("the Hub responds with status 503; retrying in 1 s") == 1
-    assert errors.count("absent is skipped") == 1
+    assert errors.count("task absent cannot be loaded") == 1
     [results] = (tmp_path / "out").glob("results_*.json")
     record = json.loads(results.read_text())
     assert record["n-samples"]["physical"]["effective"] == 3

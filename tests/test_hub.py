@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -314,7 +315,7 @@ def test_pauses_grow_up_to_the_limit_and_are_announced(pauses, capsys):
     assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
     assert sum(pauses) == 300
     lines = capsys.readouterr().err.splitlines()
-    assert lines[1] == "it: ConnectionError: down; retrying in 2 s"
+    assert lines[1] == "it: ConnectionError: down; retrying in 2 s (4:59 left)"
     assert len(lines) == len(pauses)
 
 
@@ -366,6 +367,61 @@ def test_an_unreachable_server_of_large_files_is_retried():
     assert result.stdout.decode().startswith("RuntimeError: ")
 
 
+@pytest.fixture(params=["refuses", pytest.param("is silent", marks=pytest.mark.slow)])
+def unreachable_hub(request) -> Iterator[str]:
+    """Yield an address that refuses connections, or that accepts them and never answers."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        if request.param == "is silent":
+            closed.listen(9)
+        yield f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+FETCH_TOKENIZER = """
+from data import hub
+
+for file in ("tokenizer.json", "tokenizer_config.json"):
+    try:
+        hub.fetch_model_file("org/name", file, {retry_minutes})
+    except hub.HubUnreachable as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("retry_minutes", [None, 0])
+def test_a_hub_that_cannot_be_reached_is_an_error_at_once(unreachable_hub, retry_minutes, tmp_path):
+    environment = {"HF_ENDPOINT": unreachable_hub, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": ""}
+    script = FETCH_TOKENIZER.format(retry_minutes=retry_minutes)
+    result = run_script("-c", script, env=environment)
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stderr == b""
+    messages = result.stdout.decode().splitlines()
+    for message, file in zip(messages, ("tokenizer.json", "tokenizer_config.json"), strict=True):
+        start = f"{file} of org/name cannot be downloaded: {unreachable_hub} cannot be reached ("
+        assert message.startswith(start)
+        assert "--retry_minutes=60" in message
+
+
+READ_CARD = """
+from pathlib import Path
+from data import hub
+
+def download():
+    return hub.import_hub().hf_hub_download("org/fineweb-edu", "README.md", repo_type="dataset")
+
+print(Path(hub.retry(download, "card")).read_text())
+"""
+
+
+def test_a_hub_that_cannot_be_reached_is_replaced_by_the_cache(
+    server, commit, unreachable_hub, tmp_path
+):
+    for endpoint in (server.url, unreachable_hub):
+        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": ""}
+        result = run_script("-c", READ_CARD, env=environment)
+        assert result.stdout.decode().strip() == README.strip(), result.stderr.decode()
+
+
 def test_ctrl_c_in_a_pause_is_one_line(tmp_path, monkeypatch):
     def press_ctrl_c(seconds):
         os.kill(os.getpid(), signal.SIGINT)
@@ -375,9 +431,9 @@ def test_ctrl_c_in_a_pause_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(HubDataset, "pin", lambda source, commit: source.ask(fail))
     monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=time.monotonic, sleep=press_ctrl_c))
-    result = call(FINEWEB, f"--out={tmp_path}", *OPTIONS)
+    result = call(FINEWEB, f"--out={tmp_path}", *OPTIONS, "--retry_minutes=9")
     retry_line, last_line = result.stderr.decode().splitlines()
-    assert retry_line.endswith("ConnectionError: down; retrying in 1 s")
+    assert "ConnectionError: down; retrying in 1 s (8:59 left)" in retry_line
     assert result.returncode == 130
     assert last_line == "prepare.py: interrupted"
 

@@ -520,9 +520,9 @@ def test_a_repository_of_the_hub_is_read_with_retries_and_once(
 
     monkeypatch.setattr(hub, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    result = prepare(documents, Path("org/name"), tmp_path / "out")
+    result = prepare(documents, Path("org/name"), tmp_path / "out", "--retry_minutes=9")
     assert result.returncode == 0, result.stderr.decode()
-    assert b"org/name: ConnectionError: down; retrying in 0.01 s" in result.stderr
+    assert b"org/name: ConnectionError: down; retrying in 0.01 s (8:59 left)" in result.stderr
     assert open_corpus(str(tmp_path / "out")).meta["tokenizer"] == "hf:org/name"
     requests.clear()
     assert prepare(documents, Path("org/name"), tmp_path / "out").returncode == 0
