@@ -323,12 +323,6 @@ def test_a_decay_may_begin_after_the_warmup(corpus, tmp_path):
     assert config.decay_steps == 4
 
 
-def test_the_learning_rates_of_wsd_are_recorded(corpus, tmp_path):
-    run_train(*small_run(corpus, tmp_path, **WSD, max_steps=10))
-    rates = [record["lr"] for record in read_step_records(tmp_path)]
-    assert rates == pytest.approx([0.005, *[0.01] * 7, 0.0055, 0.001])
-
-
 @pytest.fixture
 def run_of_fewer_keys(branch) -> Path:
     """Remove keys from a saved run, as if a version without them had trained it."""
