@@ -92,9 +92,14 @@ def test_an_eager_pass_saves_what_is_counted(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["HC-gpt-mha-rope", "wide-gpt-mha-rope", "LAuReL-gpt-mha-rope", "DDL-gpt-mha-rope"]
+    ("name", "activation_checkpointing"),
+    [
+        ("HC-gpt-mha-rope", False),
+        ("wide-gpt-mha-rope", True),
+        ("LAuReL-gpt-mha-rope", False),
+        ("DDL-gpt-mha-rope", True),
+    ],
 )
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_a_base_depth_of_the_same_size_changes_no_estimate(name, activation_checkpointing):
     """The models with fewer blocks that are counted must not scale their updates either."""
     config, model_config = make_configs(name, activation_checkpointing=activation_checkpointing)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,8 +101,9 @@ def test_the_backend_that_the_run_names_is_that_of_the_trace(profiled_run):
 
 def test_a_backend_that_torch_does_not_say_is_unknown(corpus, tmp_path, monkeypatch):
     monkeypatch.delattr(torch, "_fused_sdp_choice")
-    printed = train(corpus, tmp_path / "run", max_steps=1)
-    assert "note: attention backend: unknown\n" in printed
+    config, model_config = configure(small_run(corpus, tmp_path / "run"))
+    backend = name_attention_backend(config, model_config, torch.device("cpu"), torch.float32)
+    assert backend == "unknown"
 
 
 def test_the_choice_of_a_backend_draws_no_random_numbers(corpus, tmp_path):
@@ -171,19 +173,13 @@ def test_a_run_that_stops_early_writes_the_steps_that_it_has_recorded(
     assert names.count("Optimizer.step#AdamW.step") == 2
 
 
-def test_profiling_is_not_inherited_by_a_resumed_run(corpus, tmp_path):
-    folder = tmp_path / "run"
-    train(corpus, folder, profile_steps=1)
-    result = call(
-        "train.py", f"--out_dir={folder}", "--resume=auto", f"--max_steps={2 * MAX_STEPS}"
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    assert [path.name for path in (folder / "profile").iterdir()] == [TRACE_NAME]
+def test_profiling_is_not_inherited_by_a_resumed_run(profiled_run):
+    config, _ = configure([f"--out_dir={profiled_run.folder}", "--resume=auto"])
+    assert config.profile_steps == 0
 
 
-def test_a_resumed_run_with_too_few_steps_left_says_so(corpus, tmp_path):
-    folder = tmp_path / "run"
-    train(corpus, folder)
+def test_a_resumed_run_with_too_few_steps_left_says_so(profiled_run, tmp_path):
+    folder = shutil.copytree(profiled_run.folder, tmp_path / "run")
     result = call(
         "train.py",
         *(f"--out_dir={folder}", "--resume=auto"),
@@ -196,9 +192,9 @@ def test_a_resumed_run_with_too_few_steps_left_says_so(corpus, tmp_path):
     ) in result.stdout.decode()
 
 
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(corpus, tmp_path):
-    folder = tmp_path / "run"
-    train(corpus, folder)
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(profiled_run, tmp_path):
+    folder = shutil.copytree(profiled_run.folder, tmp_path / "run")
+    shutil.rmtree(folder / "profile")
     (folder / "profile").write_text("a file where the folder should be")
     result = call(
         "train.py",

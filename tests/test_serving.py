@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import pytest
 import tiktoken
 import torch
-from browser import serve_model, serve_run
 from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
+from page_servers import serve_model, serve_run
 from starlette.datastructures import Headers
 
 from data.tokenizer import byte_tokenizer

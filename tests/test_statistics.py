@@ -186,10 +186,8 @@ def test_blocks_that_are_compiled_in_place_stay_compiled():
 # ---- activation checkpointing ----
 
 
-def run_backward(
-    model: nn.Module, ids: torch.Tensor, activation_checkpointing: bool
-) -> tuple[int, list[torch.Tensor]]:
-    """The number of values that autograd saves in a forward pass, and the gradients."""
+def count_saved_numbers(model: nn.Module, ids: torch.Tensor, activation_checkpointing: bool) -> int:
+    """Return how many numbers autograd saves in a forward pass."""
     model.activation_checkpointing = activation_checkpointing
     num_saved = 0
 
@@ -198,30 +196,17 @@ def run_backward(
         num_saved += tensor.numel()
         return tensor
 
-    model.zero_grad()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        _, loss = model(ids, ids)
-    loss.backward()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return num_saved, gradients
+        model(ids, ids)
+    return num_saved
 
 
 @pytest.mark.parametrize("model_name", PAPER)
 def test_activation_checkpointing_saves_less_than_half(model_name):
     model = build(model_name, **SMALL).double()
     ids = torch.randint(0, 260, (2, 12))
-    num_saved, _ = run_backward(model, ids, activation_checkpointing=False)
-    num_saved_with_checkpointing, _ = run_backward(model, ids, activation_checkpointing=True)
-    assert num_saved_with_checkpointing < num_saved / 2
-
-
-@pytest.mark.parametrize("model_name", PAPER)
-def test_activation_checkpointing_leaves_gradients_as_they_are(model_name):
-    model = build(model_name, **SMALL).double()
-    ids = torch.randint(0, 260, (2, 12))
-    _, gradients = run_backward(model, ids, activation_checkpointing=False)
-    _, recomputed = run_backward(model, ids, activation_checkpointing=True)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, recomputed, strict=True))
+    num_saved = count_saved_numbers(model, ids, activation_checkpointing=False)
+    assert count_saved_numbers(model, ids, activation_checkpointing=True) < num_saved / 2
 
 
 @pytest.mark.parametrize("model_name", PAPER)

@@ -146,21 +146,6 @@ def test_the_second_signal_ends_the_process_at_once():
     )
 
 
-def test_max_seconds_stops_a_run(corpus, tmp_path):
-    arguments = small_run(
-        corpus,
-        tmp_path,
-        **CONSTANT_RATE,
-        max_steps=100_000,
-        max_seconds=1.0,
-        checkpoint_interval=100_000,
-    )
-    result = call("train.py", *arguments)
-    assert result.returncode == stopping.EXIT_CODE
-    assert b"(max_seconds=1); resume with --resume=auto" in result.stdout
-    assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] == completed_steps(tmp_path)[-1]
-
-
 def test_max_seconds_leaves_time_for_a_step_and_a_save(monkeypatch):
     clock = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(stopping.time, "monotonic", lambda: clock.seconds)
@@ -192,10 +177,6 @@ def test_one_process_of_a_machine_says_that_a_signal_stops_the_run(
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.reason() == "SIGTERM"
     assert capfd.readouterr().err.count("the run stops after this step") == num_lines
-
-
-def test_a_run_without_max_seconds_has_no_reason_to_stop():
-    assert stopping.Stop(None).reason() is None
 
 
 @pytest.fixture
