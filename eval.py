@@ -32,9 +32,8 @@ from evaluation.runner import evaluate_tasks, evaluate_validation, read_other_re
 from evaluation.tasks import DEFAULT_RETRY_MINUTES
 from model import kernels
 from model.decoding import round_matrices
-from training import distributed
-from training.distributed import World
-from utils import errors, files
+from utils import errors, files, processes
+from utils.processes import World
 from utils.units import format_dtype
 
 TABLE_FORMATS = {
@@ -184,7 +183,7 @@ def evaluate_model(
     device = world.device
     model, tokenizer, model_name = subject.load(device)
     kernels.use(model, "auto", device)
-    dtype = distributed.get_compute_dtype(args.dtype, device)
+    dtype = processes.get_compute_dtype(args.dtype, device)
     # autocast would otherwise round the same weights again in every forward pass
     if dtype != torch.float32:
         round_matrices(model, dtype)
@@ -238,12 +237,12 @@ def main() -> None:
         # Mistakes in the command are reported before any work is done.
         task_names = parse_tasks(args)
         shots = parse_shots(args.shots)
-        device = distributed.pick_device(args.device)
+        device = processes.pick_device(args.device)
         chosen_models = find_models(args.runs, has_tasks=bool(task_names))
         corpora = open_corpora(chosen_models, args.val)
         out = Path(args.out or subjects.default_out_folder(args.runs))
 
-        world = distributed.start(device)
+        world = processes.start(device)
         loaded_tasks: list[tasks.LoadedTask] = []
         missing_tasks: list[str] = []
         if task_names:
@@ -254,7 +253,7 @@ def main() -> None:
                 for num_shots in shots:
                     tasks.set_num_shots(task, num_shots)
         # processes with different tasks would wait for each other forever
-        distributed.check_agreement(
+        processes.check_agreement(
             world,
             {
                 "the models": [subject.identity for subject in chosen_models],
@@ -277,7 +276,7 @@ def main() -> None:
             report(records, papers, out)
             for message in missing_tasks:
                 print(f"{Path(sys.argv[0]).name}: {message}; skipped", file=sys.stderr)
-    distributed.stop(world)
+    processes.stop(world)
     sys.exit(3 if missing_tasks else 0)
 
 

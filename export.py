@@ -27,8 +27,8 @@ from model import MODEL_NAMES
 from model.gpt import GPT
 from model.parameters import find_aliases
 from training import checkpoint, metrics, model_folder
-from training.provenance import collect_provenance
 from utils import errors, units
+from utils.provenance import collect_provenance
 
 
 @dataclass(frozen=True)

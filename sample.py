@@ -25,9 +25,9 @@ from model import kernels
 from model.decoding import Decoder, round_matrices
 from model.generation import Piece, Sampling, generate_text
 from model.gpt import GPT
-from training.distributed import get_compute_dtype, pick_device
 from training.model_folder import load_model
 from utils import errors, files, machine
+from utils.processes import get_compute_dtype, pick_device
 
 RULE = "-" * 80
 # Multiply-adds of a decoding step on a CPU for each thread. At every operation the threads wait for

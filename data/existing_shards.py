@@ -7,6 +7,7 @@ from typing import NamedTuple
 from data import hub, library_tokenizer, shards, tokenizer
 from data.preparation import count_text, is_own_tokenizer
 from data.tokenizer_base import Tokenizer
+from utils import files
 
 UNUSED_OPTIONS = (
     "sample",
@@ -68,7 +69,7 @@ def adopt(args: SimpleNamespace, options: type) -> None:
             tokenizer_files.write(out)
             about["tokenizer_sha256"] = tokenizer_files.sha256
         else:
-            shards.write_json(out / "tokenizer.json", encoding.to_json())
+            files.write_json(out / "tokenizer.json", encoding.to_json())
         if fetched.commit is not None:
             about["commit"] = fetched.commit
         shards.write_meta(

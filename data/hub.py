@@ -39,7 +39,7 @@ from data.sources import (
     list_folder,
     read_table,
 )
-from utils import errors, units
+from utils import errors, files, units
 
 FIRST_PAUSE = 1.0  # seconds
 MAX_PAUSE = 60.0  # seconds
@@ -380,15 +380,15 @@ class HubDataset(Source):
                 f"{self.description} has no split {self.split}; its splits are "
                 f"{', '.join(map(str, splits))}"
             )
-        files = [str(file) for file in splits[self.split]]
-        for file in files:
+        file_names = [str(file) for file in splits[self.split]]
+        for file in file_names:
             if get_kind(Path(file)) not in READERS:
                 raise PermanentSourceError(
                     f"{self.description} cannot be read, because {file} is not a file of the kinds "
                     f"{', '.join(READERS)}; give --revision=refs/convert/parquet, where the Hub "
                     f"keeps parquet files of public datasets, or {self.alternative}"
                 )
-        return files
+        return file_names
 
     def download(self, path: str) -> str:
         """Download a file of the commit, and return its local path."""
@@ -467,7 +467,7 @@ def fetch_shards(
         )
     # an interrupted download is resumed at the commit that it began with
     commit = dataset.pin(earlier_fetch.get("commit"))
-    shards.write_json(out / "fetched.json", {**requested, "commit": commit})
+    files.write_json(out / "fetched.json", {**requested, "commit": commit})
 
     entries = [
         entry

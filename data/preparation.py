@@ -29,7 +29,7 @@ from data.packing import FitOrCut
 from data.sources import PermanentSourceError, Source
 from data.token_reader import TokenReader
 from data.tokenizer_base import Tokenizer
-from utils import errors, machine, units
+from utils import errors, files, machine, units
 
 # values of --tokenizer; any other one names a tokenizer.json
 BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes")
@@ -228,7 +228,7 @@ class Preparation:
         """Write preparation.json."""
         records = [dataclasses.asdict(record) for record in self.records]
         progress = {"options": self.options, "ended": self.ended, "shards": records}
-        shards.write_json(self.out / "preparation.json", progress)
+        files.write_json(self.out / "preparation.json", progress)
 
 
 def count_text(counts: np.ndarray, encoding: Tokenizer) -> dict[str, int]:
@@ -475,7 +475,7 @@ def load_tokenizer(job: Preparation, own_tokenizer: TokenizerFiles | None) -> To
         if job.packing is not None:
             encoding = encoding.with_bos()
         job.save()
-        shards.write_json(path, encoding.to_json())
+        files.write_json(path, encoding.to_json())
     return encoding
 
 

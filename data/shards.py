@@ -186,11 +186,6 @@ def examine_shards(
 # ---- the folder ----
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically."""
-    files.write_text(path, files.to_json(value, indent=1) + "\n")
-
-
 def read_meta(folder: Path) -> dict:
     """Return meta.json of a corpus; {} if there is none.
 
@@ -282,7 +277,7 @@ def write_meta(
         print(f"{split}: {summary}")
     listed_keys = ("file", "split", "tokens", "sha256")
     meta["shards"] = [{key: record[key] for key in listed_keys} for record in records]
-    write_json(folder / "meta.json", meta)
+    files.write_json(folder / "meta.json", meta)
 
 
 def count_text_tokens(counts: dict[str, int]) -> int:

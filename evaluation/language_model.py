@@ -25,7 +25,7 @@ from model.cache import Cache
 from model.decoding import Decoder, pad_left
 from model.generation import Sampling, generate_text
 from model.gpt import GPT
-from training.distributed import World
+from utils.processes import World
 
 MAX_LOGITS = 2**26  # number of logits that are computed at a time: 256 MiB in float32
 # Number of token positions in a batch, with padding, so that a batch of long texts fits into memory.

@@ -22,10 +22,10 @@ from evaluation.subjects import Subject
 from evaluation.tasks import LoadedTask
 from model.gpt import GPT
 from training import metrics
-from training.distributed import World
-from training.provenance import collect_provenance
 from training.validation import evaluate
 from utils import files, units
+from utils.processes import World
+from utils.provenance import collect_provenance
 
 if TYPE_CHECKING:
     from evaluation.language_model import LanguageModel

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from data.hub import HubUnreachable, RetriesExhausted, import_hub, retry
-from training import distributed
-from training.distributed import World
-from utils import errors, machine
+from utils import errors, machine, processes
+from utils.processes import World
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -125,7 +124,7 @@ def load_tasks(
     if world.world_size == 1:
         return load(names, manager, retry_minutes)
     # a download may take longer than the timeout of the usual group
-    group = distributed.patient_group()
+    group = processes.patient_group()
     messages: list[str] = []
     loaded_names = [names]
     if world.is_main:

@@ -38,8 +38,8 @@ import torch
 
 from configurator import argument, option, read_command_line
 from research.benchmarks import peers, suites, timing
-from training.provenance import current_commit, describe_machine
 from utils import errors
+from utils.provenance import current_commit, describe_machine
 from utils.tables import format_markdown
 
 ROOT = Path(__file__).resolve().parents[1]

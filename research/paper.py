@@ -11,7 +11,7 @@ from research import compare, plots, tables
 from research.compare import METRIC_LABELS, Group, to_display_unit
 from research.runs import Run
 from research.tables import Size
-from training.provenance import store_figures
+from utils.provenance import store_figures
 from utils.tables import format_csv
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import Command, argument, option, read_command
 from research import compare, paper, plots, runs, tables
 from training import metrics
-from training.provenance import store_figures
 from utils import errors
+from utils.provenance import store_figures
 from utils.tables import format_markdown
 
 MAX_ERRORS = 3  # unreadable runs that an error message names

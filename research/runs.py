@@ -89,7 +89,7 @@ class Run:
     """A run; a value that is not known is None or empty.
 
     path: the run folder or the runs.csv. settings: the keys of the run and of its model. corpus:
-    `Corpus.identity`. machine: the result of `training.provenance.machine` at the last start.
+    `Corpus.identity`. machine: the result of `utils.provenance.machine` at the last start.
     training: float64 columns COMMON_COLUMNS and TRAINING_COLUMNS, a row for each step; long runs
     have the means of groups of equally many steps (of `memory` the maximum). evaluations:
     COMMON_COLUMNS and the numbers `val_*`. residual_records: the lines of metrics.jsonl that

@@ -46,10 +46,10 @@ from research import compare, plots, runs, tables, tuning
 from training import checkpoint, metrics, resume, stopping
 from training.config import Arguments
 from training.config import read_arguments as read_train_arguments
-from training.provenance import store_figures
 from training.settings import every_option, known_options, resolve
 from training.stopping import EXIT_CODE as STOPPED
 from utils import errors, files, machine, units
+from utils.provenance import store_figures
 from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"

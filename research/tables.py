@@ -407,7 +407,7 @@ def describe_machines(group: Group) -> str:
 
 
 def describe_machine(run: Run) -> str:
-    """Return the name of `training.provenance.machine` and the number of processes, or ""."""
+    """Return the name of `utils.provenance.machine` and the number of processes, or ""."""
     name = (run.machine or {}).get("machine")
     if not name:
         return ""

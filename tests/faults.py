@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from training import distributed, validation
-from utils import machine
+from utils import machine, processes
 
 
 class Fault(NamedTuple):
@@ -100,7 +100,7 @@ class FaultyTraining:
         self.begin_step = distributed.seed_step
         self.read_batches = validation.prefetched
 
-    def seed_step(self, seed: int, step: int, world: distributed.World) -> None:
+    def seed_step(self, seed: int, step: int, world: processes.World) -> None:
         """Begin a step, perhaps with a fault."""
         self.step = step
         self.cause_faults(in_evaluation=False)

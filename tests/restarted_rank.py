@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from training import distributed
+from utils import processes
 
 path = Path(sys.argv[1]) / f"rank_{os.environ['RANK']}"
 meetings = path.read_text().splitlines() if path.exists() else []
-world = distributed.start(torch.device("cpu"))
+world = processes.start(torch.device("cpu"))
 starts = [None] * world.world_size
 dist.all_gather_object(starts, len(meetings))
 with open(path, "a") as file:
@@ -30,4 +30,4 @@ if not meetings:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)  # a forward pass, in which nobody notices that rank 1 is dead
-distributed.stop(world)
+processes.stop(world)

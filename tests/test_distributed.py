@@ -27,14 +27,14 @@ from training_runs import CONSTANT_RATE, completed_steps, read_records
 
 from model import build
 from training import checkpoint, distributed
-from training.distributed import World
-from utils import machine
+from utils import machine, processes
+from utils.processes import World
 
 # This prints how many pages the system maps anew in ten steps that allocate the same tensors.
 COUNT_PAGE_FAULTS = """
 import resource, torch
 from training import distributed
-distributed.start(torch.device("cpu"))
+processes.start(torch.device("cpu"))
 def step():
     tensors = [torch.ones(2_000_000) for _ in range(3)]  # 8 MB each
 for _ in range(8):  # until the heap has its size
@@ -108,10 +108,10 @@ def test_a_gpu_that_this_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, m
     monkeypatch.setattr(distributed, "NVIDIA_DEVICE", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match=r"its driver may be too old for CUDA 13\.0"):
-        distributed.pick_device("auto")
-    assert distributed.pick_device("cpu").type == "cpu"
+        processes.pick_device("auto")
+    assert processes.pick_device("cpu").type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert distributed.pick_device("auto").type == "cpu"
+    assert processes.pick_device("auto").type == "cpu"
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def one_rank(monkeypatch):
     ["[unbound_buffer.cc:129] Timed out waiting 2000ms", "Connection closed by peer [::1]"],
 )
 def test_a_lost_rank_is_reported_in_one_line(one_rank, capsys, reason):
-    with pytest.raises(SystemExit, match="1"), distributed.exit_if_rank_is_lost():
+    with pytest.raises(SystemExit, match="1"), processes.exit_if_rank_is_lost():
         raise RuntimeError(f"{reason}\nmore")
     [line] = capsys.readouterr().err.splitlines()
     assert "rank 0 has lost another rank, which hangs, has ended or cannot be reached" in line
@@ -163,12 +163,12 @@ def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("timed out waiting")])
 def test_other_errors_are_not_those_of_a_lost_rank(one_rank, error):
-    with pytest.raises(type(error)), distributed.exit_if_rank_is_lost():
+    with pytest.raises(type(error)), processes.exit_if_rank_is_lost():
         raise error
 
 
 def test_a_single_process_has_no_lost_rank():
-    with pytest.raises(RuntimeError), distributed.exit_if_rank_is_lost():
+    with pytest.raises(RuntimeError), processes.exit_if_rank_is_lost():
         raise RuntimeError("Timed out waiting")
 
 
@@ -177,10 +177,10 @@ def test_the_flight_recorder_writes_into_the_run_folder_unless_the_user_chose(
 ):
     name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     monkeypatch.setenv(name, "/scratch/trace_")
-    distributed.enable_flight_recorder(tmp_path)
+    processes.enable_flight_recorder(tmp_path)
     assert os.environ[name] == "/scratch/trace_"
     monkeypatch.delenv(name)
-    distributed.enable_flight_recorder(tmp_path)
+    processes.enable_flight_recorder(tmp_path)
     assert os.environ[name] == f"{tmp_path}/nccl_trace_rank_"
 
 
@@ -188,9 +188,9 @@ def disagree(rank: int, folder: Path) -> None:
     """Run one of two ranks with different seeds, and note that it is refused."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     world = World(rank, 2, torch.device("cpu"))
-    distributed.check_agreement(world, {"the data": [1], "the configuration": {"seed": 0}})
+    processes.check_agreement(world, {"the data": [1], "the configuration": {"seed": 0}})
     with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the configuration"):
-        distributed.check_agreement(world, {"the data": [1], "the configuration": {"seed": rank}})
+        processes.check_agreement(world, {"the data": [1], "the configuration": {"seed": rank}})
     (folder / f"refused_{rank}").touch()
 
 

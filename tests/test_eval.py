@@ -36,8 +36,8 @@ import eval
 from evaluation import comparison, published, runner, subjects, tasks
 from evaluation.language_model import LanguageModel, make_batches
 from training import checkpoint
-from training.distributed import World
 from training.model_folder import load_model
+from utils.processes import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 CHOICES = list(lm_eval_tasks.FORMATS)

@@ -16,7 +16,7 @@ from data.loader import JoinedShards, TrainBatches, ValidationBatches, keyed_per
 from data.shards import DamagedShard, read_shard, write_shard
 from training.batches import micro_batches
 from training.config import TrainConfig
-from training.distributed import World
+from utils.processes import World
 
 
 def split_into_shards(tokens: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ from model import build
 from training import checkpoint, metrics
 from training.checkpoint import TrainState
 from training.config import TrainConfig
-from training.distributed import World
+from utils.processes import World
 
 LEARNING_RATES = {"lr": 4.8e-3}
 

@@ -17,7 +17,8 @@ from data import shards
 from data.loader import TrainBatches
 from model import build
 from training import checkpoint, distributed, stopping
-from training.distributed import StepStats, World
+from training.distributed import StepStats
+from utils.processes import World
 
 
 def test_step_stats_are_the_loss_the_requests_to_stop_and_the_gradient_norm():

@@ -25,6 +25,7 @@ from data.preparation import PreparationOptions, read_options
 from data.shards import Corpus, open_corpus
 from data.sources import Batch, Files, Texts
 from data.token_reader import encode_batch, tokenize
+from utils import files
 from utils.units import format_bytes
 
 EOT = 256
@@ -453,7 +454,7 @@ def test_a_preparation_of_an_earlier_version_is_not_resumed(folder, tmp_path):
     progress = shards.read_progress(out)
     del progress["options"]["version"]
     progress["options"]["plan"] = []
-    shards.write_json(out / "preparation.json", progress)
+    files.write_json(out / "preparation.json", progress)
     with pytest.raises(ValueError, match=r"other options \(version was None and is now 2\)"):
         prepare(out, plan_files(folder))
     assert read_tokens(prepare(out, plan_files(folder), "--overwrite")) == TOKENS

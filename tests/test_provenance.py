@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training import provenance
+from utils import provenance
 
 
 def git(repository: Path, *arguments: str) -> str:

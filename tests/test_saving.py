@@ -21,7 +21,8 @@ from model import build
 from training import checkpoint, distributed, optimizer, stopping
 from training.checkpoint import CheckpointSaver
 from training.config import TrainConfig
-from training.distributed import World
+from utils import processes
+from utils.processes import World
 
 MODEL = "DDL-gpt-mha-rope"
 TOKENIZER = tokenizer.byte_tokenizer().to_json()
@@ -53,7 +54,7 @@ def run_one(task, num_processes: int, rank: int, folder: Path, meeting: Path) ->
     )
     world = World(rank, num_processes, torch.device("cpu"))
     task(world, folder)
-    distributed.stop(world)
+    processes.stop(world)
 
 
 def build_trained(world: World, engine: str, seed: int = 0):
@@ -140,7 +141,7 @@ def test_a_run_resumes_with_other_numbers_of_processes_and_engines(corpus, tmp_p
     """The weights are those of a run that saved in the foreground, to the bit."""
     for background in (False, True):
         run = tmp_path / str(background)
-        for processes, steps, engine in ((4, 2, "fsdp"), (1, 3, "ddp"), (2, 4, "fsdp")):
+        for num_processes, steps, engine in ((4, 2, "fsdp"), (1, 3, "ddp"), (2, 4, "fsdp")):
             arguments = small_run(
                 corpus,
                 run,
@@ -152,10 +153,10 @@ def test_a_run_resumes_with_other_numbers_of_processes_and_engines(corpus, tmp_p
                 engine=engine,
                 save_in_background=background,
             )
-            if processes == 1:
+            if num_processes == 1:
                 assert call("train.py", *arguments).returncode == 0
                 continue
-            assert "arning" not in train_in_processes(processes, arguments, tmp_path / "log")
+            assert "arning" not in train_in_processes(num_processes, arguments, tmp_path / "log")
         assert completed_steps(run) == [1, 2, 3, 4]
     assert read_final_tensors(tmp_path / "False") == read_final_tensors(tmp_path / "True")
     assert read_records(tmp_path / "False") == read_records(tmp_path / "True")

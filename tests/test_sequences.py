@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from data.loader import TrainBatches, ValidationBatches
 from data.sequences import SequenceLayout
 from model.loss import MAX_LOGITS
-from training.distributed import World
 from training.validation import evaluate
+from utils.processes import World
 
 # documents of five tokens and their labels, of which 0 is none
 LABELED = np.random.default_rng(0).integers(0, 4, (9, 10)).astype(np.uint16)

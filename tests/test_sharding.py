@@ -12,6 +12,7 @@ from model import MODEL_NAMES, build, cost
 from training import distributed
 from training.muon import Muon
 from training.optimizer import build_parameter_groups
+from utils import processes
 
 CPU = torch.device("cpu")
 SIZE = {
@@ -38,7 +39,7 @@ def start_rank(rank: int, work, num_ranks: int, folder: str, args: tuple) -> Non
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
     )
-    work(distributed.World(rank, num_ranks, CPU), *args)
+    work(processes.World(rank, num_ranks, CPU), *args)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,8 +15,8 @@ from torch import nn
 import train
 from data.loader import ValidationBatches
 from model import build
-from training.distributed import World
 from training.residual_statistics import ObservedStream, compute_residual_statistics
+from utils.processes import World
 
 
 def random_model(model_name: str, **keys) -> nn.Module:

@@ -24,9 +24,9 @@ from data.sequences import SequenceLayout
 from data.shards import Corpus, open_corpus
 from training import metrics
 from training.batches import open_data
-from training.distributed import World
 from training.settings import configure
 from training.validation import evaluate
+from utils.processes import World
 
 
 def solve_recall(ids: list[int], task: Recall) -> list[int]:

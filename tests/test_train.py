@@ -37,10 +37,10 @@ from training import (
     setup,
     stopping,
 )
-from training.distributed import World
 from training.settings import configure
 from training.validation import evaluate
 from utils.machine import can_compile
+from utils.processes import World
 from utils.units import format_bytes
 
 

@@ -13,7 +13,7 @@ from data.sequences import SequenceLayout
 from data.shards import Corpus, open_corpus
 from model.gpt import GPTConfig
 from training.config import TrainConfig
-from training.distributed import World
+from utils.processes import World
 
 
 class Data(NamedTuple):

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from data.tokenizer import Tokenizer
 from training.config import TrainConfig
-from training.distributed import World
 from training.validation import evaluation_mode
+from utils.processes import World
 
 if TYPE_CHECKING:
     from evaluation.tasks import LoadedTask

@@ -17,9 +17,9 @@ from model.gpt import GPT, GPTConfig, without_initialization
 from model.loss import default_chunk_size
 from model.parameters import collect_rules
 from training.config import TrainConfig
-from training.distributed import get_compute_dtype
 from training.metrics import compute_nominal_flops_per_token, get_peak_flops
 from utils import machine
+from utils.processes import get_compute_dtype
 from utils.units import format_bytes, format_dtype, format_duration
 
 # The loss holds log-probabilities and two gradients of each logit, in float32; compiled, it holds one

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import platform
 import re
 import resource
 import sys
@@ -17,8 +16,8 @@ from model import cost
 from model.gpt import GPT
 from training.checkpoint import TrainState
 from training.config import TrainConfig
-from training.distributed import World
 from utils import errors, files
+from utils.processes import World
 from utils.units import format_duration
 
 # Peak FLOP/s in bf16, dense, from the data sheets; the keys are words of torch's device names. The
@@ -50,13 +49,6 @@ def get_peak_flops(device: torch.device) -> float | None:
         if re.search(rf"\b{words}\b", device_name):
             return peak
     return None
-
-
-def get_cpu_name() -> str:
-    """Return the name of the processor, or of its architecture if the name is not known."""
-    # older versions of torch do not have get_capabilities
-    get_capabilities = getattr(torch.cpu, "get_capabilities", dict)
-    return get_capabilities().get("cpu_name", platform.processor() or platform.machine())
 
 
 def get_peak_memory(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from configurator import collect_options
 from model import model_class
 from training import checkpoint, optimizer
 from training.config import TrainConfig
-from training.provenance import compute_code_digest, current_model_digest
+from utils.provenance import compute_code_digest, current_model_digest
 
 # Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
 KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")

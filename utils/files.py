@@ -95,6 +95,11 @@ def to_json(value: object, **options: object) -> str:
     return json.dumps(replace_items(value, replace), allow_nan=False, **options)
 
 
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically."""
+    write_text(path, to_json(value, indent=1) + "\n")
+
+
 def restore_nan(value: object) -> object:
     """Return a value of JSON with nan for null, if `to_json` wrote it and it had no None."""
     return replace_items(value, lambda item: math.nan if item is None else item)

@@ -18,8 +18,8 @@ from evaluation import subjects
 from evaluation.subjects import Subject, open_corpus_of
 from model.gpt import GPT
 from research import plots
-from training import distributed
-from training.provenance import collect_provenance, store_figures
+from utils import processes
+from utils.provenance import collect_provenance, store_figures
 from utils.units import format_duration
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def analyze_runs(
         ValueError: there is no such run, or its corpus is missing
     """
     origin = collect_provenance()
-    device = distributed.pick_device(args.device)
+    device = processes.pick_device(args.device)
     rows = []
     # entered first, because a missing package should be noticed before anything is measured
     with plots.use_print_style():

@@ -32,8 +32,8 @@ from research.analysis import common
 from research.benchmarks.figures import MODEL_FILES, Figures
 from training import optimizer
 from training.config import TrainConfig
-from training.provenance import compute_digest
 from utils import tables
+from utils.provenance import compute_digest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

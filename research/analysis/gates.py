@@ -32,9 +32,8 @@ from research.analysis.parts import (
 )
 from research.analysis.rank import concatenate_state, effective_rank
 from research.benchmarks.figures import Figures
-from training import distributed
-from training.provenance import compute_digest
-from utils import files
+from utils import files, processes
+from utils.provenance import compute_digest
 
 # the code that the figures depend on
 CODE = (
@@ -398,7 +397,7 @@ class Options(common.RunOptions):
 def run(args: SimpleNamespace) -> None:
     """Measure every run and store its figures; then draw them and write the page."""
     plots.use_print_style()  # a missing package should be noticed before anything is measured
-    device = distributed.pick_device(args.device)
+    device = processes.pick_device(args.device)
     out = common.prepare_output_file(args, "gates")
     subjects = common.find_subjects(args)
     if args.edits not in ("all", "none"):

@@ -11,8 +11,8 @@ from configurator import option
 from model import build, cost
 from research.benchmarks import suites
 from research.benchmarks.suites import BASELINE
-from training.provenance import collect_provenance, store_figures
 from utils import tables
+from utils.provenance import collect_provenance, store_figures
 
 
 def count_costs(model: str, size: dict[str, Any]) -> dict[str, Any]:

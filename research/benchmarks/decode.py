@@ -26,8 +26,7 @@ from research.benchmarks.timing import (
     measure,
     repeat_and_synchronize,
 )
-from training import distributed
-from utils import machine, tables
+from utils import machine, processes, tables
 
 FIXED_STEPS = {"cpu": "compiled", "cuda": "CUDA graph"}  # what Decoder's `compiled` does
 Turn = Callable[[], None]
@@ -191,7 +190,7 @@ def check_arguments(args: SimpleNamespace, size: dict[str, Any], device: torch.d
 
 def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py decode`."""
-    device = distributed.pick_device(args.device)
+    device = processes.pick_device(args.device)
     size = {key: getattr(args, key) for key in SIZE_KEYS}
     args.models = args.models.split(",") if args.models else list(ALL_MODELS)
     check_arguments(args, size, device)

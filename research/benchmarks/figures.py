@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from training.metrics import get_cpu_name
-from training.provenance import collect_provenance, compute_digest, store_figures
+from utils.provenance import collect_provenance, compute_digest, get_cpu_name, store_figures
 
 # Memory bandwidth in TB/s by a word of the device name (vendor data sheets); programs reach less.
 PEAK_BANDWIDTH = {

@@ -23,9 +23,8 @@ from configurator import option
 from research.benchmarks.figures import Figures, pop_used_launches
 from research.benchmarks.options import MeasurementOptions
 from research.benchmarks.timing import Clock, compute_speed_ratios, format_spread
-from training import distributed
-from training.provenance import compute_digest
-from utils import tables
+from utils import processes, tables
+from utils.provenance import compute_digest
 from utils.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -469,7 +468,7 @@ def choose_families(args: SimpleNamespace, spec: InputSpec) -> list[KernelFamily
 
 def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py kernels`."""
-    device = distributed.pick_device(args.device)
+    device = processes.pick_device(args.device)
     from model import kernels
 
     reason = kernels.reason_unavailable(device)

@@ -14,8 +14,7 @@ from research.benchmarks import suites
 from research.benchmarks.contender import Contender
 from research.benchmarks.figures import Figures, pop_used_launches
 from research.benchmarks.options import MeasurementOptions, SuiteOptions
-from training import distributed
-from utils import tables
+from utils import processes, tables
 
 MAX_KERNELS = 30  # that are stored for a model, the longest first
 
@@ -126,7 +125,7 @@ class Options(SuiteOptions, MeasurementOptions):
 
 def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py profile`."""
-    device = distributed.pick_device(args.device)
+    device = processes.pick_device(args.device)
     sizes = suites.complete_arguments(args, device)
     if len(sizes) > 1:
         raise ValueError(f"--sizes: give one of {', '.join(sizes)}")

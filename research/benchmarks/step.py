@@ -26,9 +26,8 @@ from research.benchmarks.timing import (
     measure,
     repeat_and_synchronize,
 )
-from training import distributed
 from training.metrics import compute_nominal_flops_per_token, get_peak_flops
-from utils import tables
+from utils import processes, tables
 
 # the meaning of "activation" figures on a GPU and on a CPU
 PEAK_DESCRIPTION = (
@@ -191,12 +190,12 @@ class Options(SuiteOptions, MeasurementOptions):
 
 def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py step`; rows that the file has are not repeated."""
-    device = distributed.pick_device(args.device)
+    device = processes.pick_device(args.device)
     sizes = suites.complete_arguments(args, device)
     # as in training
     torch.set_float32_matmul_precision("high")
     if device.type == "cpu":
-        distributed.keep_freed_memory()
+        processes.keep_freed_memory()
     # All models share the code that is compiled. With the default limit the ninth would silently run
     # eagerly.
     torch._dynamo.config.recompile_limit = 1000

@@ -15,7 +15,7 @@ from model.kernels.launch import choose_launch
 from research import bench
 from research.benchmarks import contender, kernel_bandwidth, step, suites, timing
 from research.benchmarks.figures import Figures
-from training import metrics
+from utils import provenance
 
 TINY = [
     "--vocab_size=64",
@@ -316,7 +316,7 @@ def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
         ("m", 3, "a"),
         ("n", 2, "a"),
     ]
-    assert all(row["chip"] == metrics.get_cpu_name() for row in stored["rows"])
+    assert all(row["chip"] == provenance.get_cpu_name() for row in stored["rows"])
     assert stored.keys() >= {"command", "commit", "machine", "date", "rounds"}
     second = open_figures()
     assert second.rows == stored["rows"]

@@ -186,7 +186,7 @@ def test_costs_are_measured_ones_beside_the_baselines(sweep, report):
 
 
 def test_costs_of_different_machines_have_no_factors(sweep):
-    # as training.provenance.machine describes machines in checkpoints
+    # as utils.provenance.machine describes machines in checkpoints
     one, other = load(sweep[BASE][0], sweep[DDL][0])
     one = replace(one, machine={"machine": "2 x H200"}, processes=2)
     other = replace(other, machine={"machine": "4 x Xeon"})

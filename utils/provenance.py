@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from data.shards import write_json
-from training.metrics import get_cpu_name
+from utils import files
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,15 +41,22 @@ def describe_command() -> str:
 def describe_machine() -> dict:
     """Return the GPUs, or the cores of a machine without any, and the versions of the software."""
     if torch.cuda.is_available():
-        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     else:
-        machine = f"{os.cpu_count()} x {get_cpu_name()}"
+        name = f"{os.cpu_count()} x {get_cpu_name()}"
     return {
-        "machine": machine,
+        "machine": name,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": find_triton_version(),
     }
+
+
+def get_cpu_name() -> str:
+    """Return the name of the processor, or of its architecture if the name is not known."""
+    # older versions of torch do not have get_capabilities
+    get_capabilities = getattr(torch.cpu, "get_capabilities", dict)
+    return get_capabilities().get("cpu_name", platform.processor() or platform.machine())
 
 
 def find_triton_version() -> str | None:
@@ -116,7 +122,7 @@ def store_figures(path: Path, figures: dict, origin: dict | None = None) -> None
     """
     # the provenance comes first, where a reader of the file looks for it
     origin = origin or collect_provenance()
-    write_json(path, {**origin, **figures})
+    files.write_json(path, {**origin, **figures})
     if origin["commit"].endswith("-dirty"):
         report_uncommitted(path, origin["commit"])
 
