@@ -223,7 +223,7 @@ def report(records: list[dict], papers: dict[str, published.Published], out: Pat
     other_records = read_other_records(out, records)
     tables = comparison.make_tables([*records, *other_records], papers)
     for suffix, format_tables in TABLE_FORMATS.items():
-        files.write_text(out / f"table.{suffix}", format_tables(tables))
+        files.write_text(out / f"table.{suffix}", format_tables(tables), is_shared=True)
     print(comparison.format_for_terminal(comparison.make_tables(records, papers)))
     if other_records:
         print(f"\nwritten to {out}, where the tables include earlier results of these models")

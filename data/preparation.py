@@ -79,7 +79,7 @@ class PreparationOptions:
         None,
         "end-of-text token of your own tokenizer, such as </s> (default: eos_token of its "
         "tokenizer_config.json or special_tokens_map.json)",
-        counts_with=("tokenizer", is_own_tokenizer),
+        counts_with=lambda options: is_own_tokenizer(options.tokenizer),
     )
     vocab_size: int = option(
         4096,

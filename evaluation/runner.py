@@ -296,7 +296,7 @@ def read_other_records(out: Path, records: list[dict]) -> list[dict]:
 def write_record(path: Path, record: dict) -> None:
     """Write a record with its provenance."""
     text = files.to_json({**record, **collect_provenance()}, indent=1)
-    files.write_text(path, text + "\n")
+    files.write_text(path, text + "\n", is_shared=True)
 
 
 def write_samples(path: Path, samples: list[dict]) -> None:
@@ -324,4 +324,4 @@ def write_samples(path: Path, samples: list[dict]) -> None:
         lines.append(
             files.to_json(record, default=handle_non_serializable, ensure_ascii=False) + "\n"
         )
-    files.write_text(path, "".join(lines))
+    files.write_text(path, "".join(lines), is_shared=True)

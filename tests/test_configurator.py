@@ -616,9 +616,9 @@ def test_the_beginning_of_a_name_suggests_the_name():
 
 def test_two_writers_of_a_file_do_not_share_their_temporary_files(tmp_path):
     path = tmp_path / "results.json"
-    with files.atomic_path(path) as first:
+    with files.atomic_path(path, is_shared=True) as first:
         first.write_text("first")
-        with files.atomic_path(path) as second:
+        with files.atomic_path(path, is_shared=True) as second:
             second.write_text("second")
         assert path.read_text() == "second"
     assert path.read_text() == "first"

@@ -33,7 +33,7 @@ from utils.processes import World
 # This prints how many pages the system maps anew in ten steps that allocate the same tensors.
 COUNT_PAGE_FAULTS = """
 import resource, torch
-from training import distributed
+from utils import processes
 processes.start(torch.device("cpu"))
 def step():
     tensors = [torch.ones(2_000_000) for _ in range(3)]  # 8 MB each
@@ -105,7 +105,7 @@ def test_a_later_process_finds_the_compiled_model():
 
 def test_a_gpu_that_this_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(distributed, "NVIDIA_DEVICE", tmp_path)
+    monkeypatch.setattr(processes, "NVIDIA_DEVICE", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match=r"its driver may be too old for CUDA 13\.0"):
         processes.pick_device("auto")

@@ -14,15 +14,18 @@ from typing import TextIO
 
 
 @contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, is_shared: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path`, whose file replaces `path` when the block ends.
 
     If the block fails, `path` stays as it was and the temporary file is removed. An OSError, such
     as that of a full disk, names `path`.
+
+    is_shared: whether other processes may write the same file at the same time
     """
-    # in the same folder, because a rename cannot cross file systems; of a name that no other process
-    # or machine that writes the file has
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    # In the same folder, because a rename cannot cross file systems. By default, the name is the same
+    # each time, so that what a killed process leaves is overwritten.
+    suffix = f".{secrets.token_hex(4)}.tmp" if is_shared else ".tmp"
+    temporary = path.with_name(path.name + suffix)
     try:
         yield temporary
         temporary.replace(path)
@@ -34,9 +37,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, and flush it to disk."""
-    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+def write_text(path: Path, text: str, is_shared: bool = False) -> None:
+    """Write a text file atomically, and flush it to disk.
+
+    is_shared: as of `atomic_path`
+    """
+    with atomic_path(path, is_shared) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         # flushed before it is renamed, so that a power cut cannot leave an empty file
         file.flush()
