@@ -13,7 +13,10 @@ R^{d_v}.
 
 The state is stored as (B, T, d_v, d), the transpose of the paper's (B, T, d, d_v), so that features
 are contiguous and every operation below runs along them. Equations and sections in docstrings are
-those of the paper's version of January 2026. In the version of July 2026, equation 6 is equation 2.2.
+those of the paper's version of January 29, 2026. In that of July 2026, equation 6 is equation 2.2.
+
+On an H100 or H200, model/kernels computes the same in fused kernels, and DeltaRewrite.forward is not
+called; --kernels=off runs the code of this file.
 """
 
 import math
@@ -70,21 +73,23 @@ class DeltaRewrite(nn.Module):
         c: torch.Tensor,
         past: Past | None = None,
     ) -> torch.Tensor:
-        """Return the new state X'.
+        """Return the new state X'; `Stream.write` calls it.
 
         Args:
             state: X (B, T, d_v, d)
             h: sublayer output (B, T, d)
             x_in: compressed state (B, T, d)
             c: normalized x_in (B, T, d)
+            past: not used, because the write reads no earlier tokens
         """
-        # k = k~ / ||k~||, where k~ = h in the k-Map (equation 3)
+        # k_hat = sqrt(d) k with k = k~ / ||k~||, where k~ = h in the k-Map (equation 3)
         k_hat = self.direction(state, h, x_in, c)
         # by default, beta = 2 sigmoid(w . c + b)
         beta = self.gate(state, x_in, c)
-        # by default, v = 4 sigmoid(W x_in + b)
+        # by default, v = 4 sigmoid(W x_in + b); in config/ddl_dv4_small.py, v = W x_in
         v = self.value(h, x_in, c)
         beta_erase = self.erase_gate(state, x_in, c)
+        # what is multiplied into the update is no part of the gate that `statistics` returns
         branch_mult = self.config.branch_mult
         if branch_mult != 1:
             beta = branch_mult * beta
@@ -167,6 +172,7 @@ class DeltaRewrite(nn.Module):
         return v
 
     def gate_input(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """Return what the gates are computed from, (B, T, d) or (B, T, d_v * d)."""
         # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
         if self.config.ddl_beta_input == "context":
             return c
@@ -413,10 +419,10 @@ class Repeat(nn.Module):
 class Taps(nn.Module):
     """Holds the weight of a convolution under the name `<owner>.weight`."""
 
-    def __init__(self, *shape: int, start: Callable, mixing: bool = True):
+    def __init__(self, *shape: int, start: Callable):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
-        self.rules = {"weight": Rule(start, decay=True, mixing=mixing)}
+        self.rules = {"weight": Rule(start, decay=True, mixing=True)}
 
 
 class EmbeddingConv(nn.Module):

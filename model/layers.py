@@ -1,4 +1,4 @@
-"""The layers of every variant: RMSNorm, attention with RoPE, and the SwiGLU MLP.
+"""Norms, attention with RoPE and the SwiGLU MLP; `products.py` has forms for many tokens.
 
 Notation in shapes: B batch, T tokens, d hidden_size, H heads.
 """

@@ -64,7 +64,7 @@ class TrainState:
     # with dtype=float16 (training/loss_scale.py)
     loss_scale: float = 2.0**16  # of the next step
     steps_at_loss_scale: int = 0  # steps taken since it last changed
-    overflows: int = 0  # steps skipped since the last one that was taken
+    overflows: int = 0  # since the last step that was taken
     wandb_id: str | None = None  # of the tracker's run that a resumed run continues
     branched_from: str | None = None  # the --resume that began the run, if it continues another one
 

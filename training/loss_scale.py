@@ -18,7 +18,7 @@ from training.config import TrainConfig
 from training.distributed import StepStats
 
 GROWTH_INTERVAL = 2000
-# a run ends at this many skipped steps in a row, in which the scale falls to a millionth
+# a run ends at this many overflows with no step taken in between
 MAX_OVERFLOWS = 20
 
 
@@ -28,7 +28,7 @@ class Outcome(enum.Enum):
     TAKEN = "taken"
     SKIPPED = "skipped"  # its loss or gradient is not finite
     OVERFLOWED = "overflowed"  # its gradient is too large for float16, so it is skipped, too
-    FAILED = "failed"  # one step too many is not finite
+    FAILED = "failed"  # it is not finite, and skip_nonfinite is used up
     TOO_MANY_OVERFLOWS = "too many overflows"
 
     @property
@@ -37,7 +37,7 @@ class Outcome(enum.Enum):
 
 
 class LossScaler:
-    """Scales the loss of float16, whose scale is part of the state of a run.
+    """Decides which steps are taken, and scales the loss of float16.
 
     In other dtypes the scale is 1, and never changes.
     """
@@ -78,7 +78,7 @@ class LossScaler:
         state = self.state
         if outcome is Outcome.SKIPPED:
             state.skipped += 1
-        elif self.is_float16 and outcome is Outcome.OVERFLOWED:
+        elif outcome is Outcome.OVERFLOWED:
             state.loss_scale /= 2
             state.steps_at_loss_scale = 0
             state.overflows += 1

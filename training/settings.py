@@ -33,6 +33,9 @@ def resolve(
 ) -> Settings:
     """Return the settings of a run.
 
+    The command line overrides the run that is resumed, which overrides the config file, which
+    overrides the folder of init_from, which overrides what follows from the corpus.
+
     Args:
         note: called with each line that a user may want to read
         saved_state: state.json of the run that is resumed, {} for a new run. By default it is read
@@ -44,9 +47,9 @@ def resolve(
     from_file = arguments.from_file
     typed = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
-    known_names = known_options(from_file, typed)
-    configurator.check_names(from_file, known_names)
-    configurator.check_names(typed, known_names, prefix="--")
+    known = known_options(from_file, typed)
+    configurator.check_names(from_file, known)
+    configurator.check_names(typed, known, prefix="--")
 
     # The keys of the run determine what is resumed, and that may determine the model.
     run_options = collect_options(TrainConfig)
@@ -100,8 +103,10 @@ def resolve(
     ]
     if overruled and machine.rank() == 0:
         note(f"note: the run keeps {', '.join(overruled)}, although {arguments.file} differs")
-    given = {key: settings[key] for key in settings if origin_of[key] in ("file", "command line")}
-    init_from.check_not_contradicted(given, init_settings, options)
+    user_settings = {
+        key: settings[key] for key in settings if origin_of[key] in ("file", "command line")
+    }
+    init_from.check_not_contradicted(user_settings, init_settings, options)
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
     check_run(config, saved)
     model_config = model_config_class(

@@ -1,6 +1,6 @@
-"""Fused residual steps for GPUs (Triton).
+"""Fused kernels for GPUs (Triton): the steps of DDL, RoPE with its norms, and SwiGLU's gradient.
 
-`model/ddl.py` and `model/block.py` define what the kernels compute. `use(model)` puts fused
+`model/ddl.py`, `block.py` and `layers.py` define what the kernels compute. `use(model)` puts fused
 kernels into a model, which itself knows only its `stream` and the functions of `products.py` that
 kernels may replace. They run compiled on CUDA devices. With TRITON_INTERPRET=1 in the environment
 they run interpreted on a CPU, slowly, for tests.
@@ -44,13 +44,16 @@ DELTA = FusedParts(reads={SingleChannelRead, ChannelConvRead, TokenConvRead}, wr
 
 
 def get_fused_parts(model: GPT) -> FusedParts:
-    """Return the parts that the model must have to be fused; its first write decides."""
+    """Return the parts that a model must have to be fused; its first write decides for which stream.
+
+    A model of another stream has parts that are neither's.
+    """
     first_write = model.transformer.h[0].sites[0].write
     return ADDITIVE if type(first_write) in ADDITIVE.writes else DELTA
 
 
 def reason_not_fused(model: GPT) -> str | None:
-    """Return why the stream of a model has no fused kernel, or None if it has one."""
+    """Return why the stream of a model is not fused; None if it is, or needs no kernel of ours."""
     parts = get_fused_parts(model)
     for block in model.transformer.h:
         if type(block).forward is not Block.forward:
