@@ -419,10 +419,10 @@ class Repeat(nn.Module):
 class Taps(nn.Module):
     """Holds the weight of a convolution under the name `<owner>.weight`."""
 
-    def __init__(self, *shape: int, start: Callable):
+    def __init__(self, *shape: int, start: Callable, mixing: bool = True):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
-        self.rules = {"weight": Rule(start, decay=True, mixing=True)}
+        self.rules = {"weight": Rule(start, decay=True, mixing=mixing)}
 
 
 class EmbeddingConv(nn.Module):

@@ -28,9 +28,10 @@ import torch
 from helpers import change_default, write_checksums
 from in_process import call, train_in_processes
 
-from data.shards import read_optional_json, write_json, write_shard
+from data.shards import read_optional_json, write_shard
 from model import MODEL_NAMES, model_class
 from training import checkpoint, metrics
+from utils.files import write_json
 
 ROOT = Path(__file__).parents[1]
 
