@@ -277,8 +277,6 @@ def make_cell(index: int, swept_texts: dict[str, str], train: Arguments, out: Pa
         for key, value in dataclasses.asdict(config).items():
             if key not in KEYS_OF_CELLS:
                 settings[key] = value
-    # a run that is resumed takes a longer schedule from its command line, not from a config file
-    texts["max_steps"] = str(resolved.config.max_steps)
     config_files = [] if train.file is None else [str(train.file)]
     return Cell(
         index=index,

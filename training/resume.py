@@ -204,7 +204,12 @@ def describe_changed_settings(state: dict, config: TrainConfig) -> list[str]:
         for name in collect_options(TrainConfig)
         if name not in KEYS_OF_A_CALL and getattr(config, name) != saved[name]
     ]
-    return [f"the command line changes {', '.join(changes)}"] if changes else []
+    if not changes:
+        return []
+    return [
+        f"the command or its config file changes {', '.join(changes)}; to keep a value, give it on "
+        "the command line"
+    ]
 
 
 def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:

@@ -33,8 +33,8 @@ def resolve(
 ) -> Settings:
     """Return the settings of a run.
 
-    The command line overrides the run that is resumed, which overrides the config file, which
-    overrides the folder of init_from, which overrides what follows from the corpus.
+    The command line overrides the config file, and that the run that is resumed in what may change;
+    in what may not, the run overrides the config file.
 
     Args:
         note: called with each line that a user may want to read
@@ -84,18 +84,21 @@ def resolve(
         in_file.pop(key, None)
         on_command_line.pop(key, None)
 
+    kept_keys = [key for key in saved if key not in resume.KEYS_OF_A_CALL]
+    changeable_keys = [key for key in kept_keys if key in options and options[key].changeable]
     settings, origin_of = merge(
         # lowest precedence first; a key that is in none of these has its default
         ("corpus", {} if saved else corpus_defaults(given)),
         ("init_from", init_settings),
+        ("run", {key: saved[key] for key in changeable_keys}),
         ("file", in_file),
-        ("run", {key: saved[key] for key in saved if key not in resume.KEYS_OF_A_CALL}),
+        # the first command line may have changed what the config file says
+        ("run", {key: saved[key] for key in kept_keys if key not in changeable_keys}),
         ("command line", on_command_line),
         ("location", {key: run_settings[key] for key in ("out_dir", "resume")}),
     )
     if saved:
         resume.check_unchanged(on_command_line, saved, describe_location(run_settings))
-    # the first command line may have changed what the config file says
     overruled = [
         f"{key}={settings[key]} (not {value})"
         for key, value in sorted(in_file.items())
