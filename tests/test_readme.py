@@ -92,8 +92,8 @@ def list_settings(config: TrainConfig, model_config: GPTConfig) -> dict:
     """Return the settings that determine the result of a run."""
     settings = {**vars(config), **vars(model_config)}
     options = collect_options(TrainConfig, type(model_config))
-    kept = {key for key, declared in options.items() if not declared.changeable}
-    return {key: value for key, value in settings.items() if key in {*kept, "max_steps"}}
+    setting_names = {key for key, declared in options.items() if not declared.changeable}
+    return {key: value for key, value in settings.items() if key in {*setting_names, "max_steps"}}
 
 
 def find_own_loss(name: str, rows: list[dict], config: TrainConfig, model_config: GPTConfig) -> str:

@@ -164,8 +164,8 @@ def test_cuda_graphs_of_an_older_run_are_on_or_off(tmp_path, saved, value):
 )
 def test_when_cuda_graphs_are_used(monkeypatch, keys, device, num_processes, reason):
     monkeypatch.setenv("WORLD_SIZE", str(num_processes))
-    found = setup.reason_without_cuda_graphs(TrainConfig(**keys), torch.device(device))
+    actual_reason = setup.reason_without_cuda_graphs(TrainConfig(**keys), torch.device(device))
     if reason is None:
-        assert found is None
+        assert actual_reason is None
     else:
-        assert found.startswith(reason)
+        assert actual_reason.startswith(reason)

@@ -149,8 +149,8 @@ def truncate_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     records = read(path)
-    kept = [record for record in records if record["step"] <= step]
-    files.write_text(path, "".join(files.to_json(record) + "\n" for record in kept))
+    kept_records = [record for record in records if record["step"] <= step]
+    files.write_text(path, "".join(files.to_json(record) + "\n" for record in kept_records))
     return max((record["step"] for record in records), default=0)
 
 

@@ -7,6 +7,7 @@ x-axes.
 """
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def draw(run_folder: Path) -> Path:
     curves = "Training and validation loss" if validation else "Training loss"
     figure = matplotlib.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(
-        title=f"{curves} of {run_folder.resolve().name}",  # resolved, because "." has no name
+        # resolved, because "." has no name; a long name, which has no spaces, needs several lines
+        title=textwrap.fill(f"{curves} of {run_folder.resolve().name}", 70),
         xlabel="step",
         ylabel="loss (nats per token; lower is better)",
     )

@@ -47,9 +47,9 @@ def resolve(
     from_file = arguments.from_file
     typed = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
-    known = known_options(from_file, typed)
-    configurator.check_names(from_file, known)
-    configurator.check_names(typed, known, prefix="--")
+    declared_options = known_options(from_file, typed)
+    configurator.check_names(from_file, declared_options)
+    configurator.check_names(typed, declared_options, prefix="--")
 
     # The keys of the run determine what is resumed, and that may determine the model.
     run_options = collect_options(TrainConfig)
@@ -76,8 +76,8 @@ def resolve(
     on_command_line = read_layer({}, typed, options)
     # of a run that began with init_from, the trained weights decide in every restart
     trained = saved if saved.get("init_from") is not None else init_settings
-    given = {**in_file, **on_command_line}
-    ignored_keys = init_from.find_ignored_keys(given, trained, options, typed)
+    user_values = {**in_file, **on_command_line}
+    ignored_keys = init_from.find_ignored_keys(user_values, trained, options, typed)
     if ignored_keys and not saved and machine.rank() == 0:
         note(f"note: init_from ignores {', '.join(ignored_keys)}: the weights are already trained")
     for key in ignored_keys:
@@ -88,7 +88,7 @@ def resolve(
     changeable_keys = [key for key in kept_keys if key in options and options[key].changeable]
     settings, origin_of = merge(
         # lowest precedence first; a key that is in none of these has its default
-        ("corpus", {} if saved else corpus_defaults(given)),
+        ("corpus", {} if saved else corpus_defaults(user_values)),
         ("init_from", init_settings),
         ("run", {key: saved[key] for key in changeable_keys}),
         ("file", in_file),
