@@ -1,8 +1,8 @@
-"""Compare streams with the layers of five production models in transformers.
+"""Compare streams with the layers of eight production models in transformers.
 
-These are DeepSeek-V4 and GLM-5.3 (mHC), Hunyuan V4 (iHC), Inkling 2 (Attention Residuals) and
-Qwen4-exp (Gated Residual). The oracle is their own code, which computes the residual stream with our
-parameters and our sublayers.
+These are DeepSeek-V4 and GLM-5.3 (mHC), Hunyuan V4 (iHC), Inkling 2 (Attention Residuals), Qwen4-exp
+(Gated Residual), Muse Spark, ZAYA and Dory (nGPT). The oracle is their own code, which computes the
+residual stream with our parameters and our sublayers.
 """
 
 import importlib
@@ -23,6 +23,7 @@ from model import build
 from model.causality import move_parameters
 from model.gpt import GPT
 from model.layers import AttentionInputs
+from model.parameters import collect_rules
 
 ROOT = Path(__file__).parents[1]
 SIZE = {**TINY, "hidden_size": 16}
@@ -429,3 +430,137 @@ def run_qwen(model: GPT, x: torch.Tensor) -> torch.Tensor:
 )
 def test_gated_residual_equals_that_of_qwen4_exp(settings, in_float64):
     check_model(build_random("GatedResidual-gpt-mha-rope", **settings), run_qwen)
+
+
+# ---- Muse Spark, ZAYA and Dory: one state of width d ----
+
+
+def with_weights(module: nn.Module, **weights: torch.Tensor) -> Callable:
+    """Return a module's forward with other values of all its parameters."""
+    return lambda *args: functional_call(module, weights, args, strict=True)
+
+
+def run_muse_spark(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Run the normalized embedding and the decoder layers of Muse Spark with our sublayers."""
+    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
+    d = SIZE["hidden_size"]
+    config = find_class("muse_spark", "MuseSparkTextConfig")(hidden_size=d, num_attention_heads=2)
+    unweighted_norm, centered_norm, scaled_norm, gate, layer_class = (
+        find_class("muse_spark", f"MuseSpark{name}")
+        for name in (
+            "RMSNorm",
+            "TextCenteredRMSNorm",
+            "TextInputScaledRMSNorm",
+            "ResidualGate",
+            "TextDecoderLayer",
+        )
+    )
+    # its weighted norms multiply by 1 + weight
+    input_norm = centered_norm(d, eps=config.rms_norm_eps)
+    post_mlp_norm = scaled_norm(d, eps=config.post_norm_eps)
+    state = unweighted_norm(eps=config.rms_norm_eps, with_scale=False)(x)
+    for block in model.transformer.h:
+        layer = empty_module(
+            layer_class,
+            input_layernorm=with_weights(input_norm, weight=block.ln_1.weight - 1),
+            self_attn=lambda hidden_states, block=block, **_: (
+                block.attn(hidden_states, positions),
+                None,
+            ),
+            post_attention_layernorm=unweighted_norm(eps=config.post_norm_eps, with_scale=False),
+            post_attention_residual_gate=with_weights(gate(config), gate=block.write_attn.gate),
+            pre_feedforward_layernorm=with_weights(input_norm, weight=block.ln_2.weight - 1),
+            mlp=lambda c, block=block: block.mlp(c, positions),
+            post_feedforward_layernorm=with_weights(
+                post_mlp_norm, weight=block.write_mlp.output_scale - 1
+            ),
+            post_feedforward_residual_gate=with_weights(gate(config), gate=block.write_mlp.gate),
+        )
+        state = layer(state)
+    return state
+
+
+@pytest.mark.parametrize("largest_gate", [1, 4])
+def test_muse_sparks_gate_equals_that_of_transformers(largest_gate, in_float64):
+    """From a gate of 2.3 on, 1 - b^2 is clamped, and a has no gradient."""
+    model = build_random("MuseSpark-gpt-mha-rope")
+    for site in model.sites:
+        site.write.gate.data = torch.linspace(-1, largest_gate, SIZE["hidden_size"]).double()
+    check_model(model, run_muse_spark)
+
+
+def run_zaya(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Run the decoder layers of ZAYA with our sublayers; `ZayaModel` scales the embedding itself."""
+    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
+
+    def scaling(write: nn.Module) -> Callable:
+        return with_weights(
+            find_class("zaya", "ZayaResidualScaling")(SIZE["hidden_size"]),
+            hidden_states_bias=write.affine_output.bias,
+            hidden_states_scale=write.affine_output.scale,
+            residual_bias=write.affine_state.bias,
+            residual_scale=write.affine_state.scale,
+        )
+
+    state = (x + model.input_embed.bias) * model.input_embed.scale
+    for block in model.transformer.h:
+        layer = empty_module(
+            find_class("zaya", "ZayaDecoderLayer"),
+            input_layernorm=block.ln_1,
+            self_attn=lambda hidden_states, block=block, **_: (
+                block.attn(hidden_states, positions),
+                None,
+            ),
+            post_attention_residual_scale=scaling(block.write_attn),
+            post_attention_layernorm=block.ln_2,
+            mlp=lambda c, router, block=block: (block.mlp(c, positions), router),
+            post_mlp_residual_scale=scaling(block.write_mlp),
+        )
+        state, _ = layer(state)
+    return state
+
+
+def test_zayas_scaling_equals_that_of_transformers(in_float64):
+    check_model(build_random("LAuReL-gpt-mha-rope", laurel_form="zaya"), run_zaya)
+
+
+def run_dory(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Run the decoder layers of Dory with our norms and sublayers; its states have the length 1."""
+    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
+    l2_norm = find_class("dory", "DoryL2Norm")
+    d = SIZE["hidden_size"]
+    # a layer normalizes its input, where ours normalizes what it writes, which is sqrt(d) longer
+    state_norm = l2_norm(eps=1e-6 / d)
+    state = x
+    for index, block in enumerate(model.transformer.h):
+        layer = empty_module(
+            find_class("dory", "DoryDecoderLayer"),
+            input_layernorm=l2_norm() if index == 0 else state_norm,
+            self_attn=lambda c, block=block, **_: (
+                block.attn(block.ln_1(d**0.5 * c), positions),
+                None,
+            ),
+            post_attention_layernorm=l2_norm(),
+            lambda_1=block.write_attn.alpha,
+            pre_feedforward_layernorm=state_norm,
+            mlp=lambda c, block=block: block.mlp(block.ln_2(d**0.5 * c), positions),
+            post_feedforward_layernorm=l2_norm(),
+            lambda_2=block.write_mlp.alpha,
+            lambda_scale=1.0,
+        )
+        state = layer(state)
+    return d**0.5 * state_norm(state)
+
+
+def test_the_residual_connection_of_ngpt_equals_dorys(in_float64):
+    check_model(build_random("nGPT-gpt-mha-rope"), run_dory)
+
+
+def test_the_rate_of_ngpt_starts_and_learns_as_dorys():
+    """A step of AdamW on Dory's lambda moves its rate by the factor lambda_scale."""
+    config = find_class("dory", "DoryConfig")()
+    model = build("nGPT-gpt-mha-rope", **SIZE)
+    name = "transformer.h.0.write_mlp.alpha"
+    assert model.get_parameter(name).tolist() == pytest.approx([config.ngpt_alpha_init] * 16)
+    lambda_scale = config.ngpt_alpha_init / config.initializer_range
+    assert collect_rules(model)[name].lr_scale == pytest.approx(lambda_scale)

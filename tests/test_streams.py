@@ -20,7 +20,7 @@ from training.residual_statistics import ObservedStream, compute_residual_statis
 
 WITH_ROPE = (
     "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas "
-    "SinglePassMHC Frac NormPlacement"
+    "SinglePassMHC Frac NormPlacement MuseSpark nGPT"
 ).split()
 # model names by the name of the stream
 MODEL_NAMES = {
@@ -108,6 +108,9 @@ CASES = [
     ("DenseFormer", DEEP),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_rank": 3}),
+    ("LAuReL", {"laurel_form": "zaya"}),
+    ("MuseSpark", DEEP),
+    ("nGPT", DEEP),
     *(("conv", {"conv_init": start}) for start in ("normal", "identity")),
     *(("conv", {"canon": places}) for places in ("AC", "BD", "ABCD")),
     *(
@@ -342,6 +345,7 @@ def test_equal_routes_are_attention_residuals(routes):
         ("DenseFormer", DEEP),
         ("LAuReL", {"laurel_form": "rw"}),
         ("LAuReL", {"laurel_form": "lr"}),
+        ("LAuReL", {"laurel_form": "zaya"}),
         ("conv", {"conv_init": "identity"}),
         ("MUDD", {"mudd_ways": "r", **DEEP}),
         ("MUDD", DEEP),
@@ -623,6 +627,9 @@ BFLOAT16_CASES = [
     ("MUDD", PREPOST),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_form": "lr"}),
+    ("LAuReL", {"laurel_form": "zaya"}),
+    ("MuseSpark", {}),
+    ("nGPT", {}),
     ("conv", {}),
     ("wide", {}),
     ("wide", {"wide_read": "cc"}),
