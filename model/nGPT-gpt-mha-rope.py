@@ -2,9 +2,9 @@
 
     X' = L2(X + |alpha| * (L2(F(norm(X))) - X))    with a learned alpha for each channel
 
-L2 scales a vector to the length sqrt(d), so that its mean square is 1. nGPT's length is 1, which is
-the same function of normalized reads. The embedding is scaled too. nGPT also has normalized weights,
-queries and keys, no norm before F, and learned scales of the MLP and the logits.
+L2 gives a vector, also the embedding, the length sqrt(d), so that its mean square is 1. nGPT's
+length is 1, which is the same here, as reads are normalized. nGPT also normalizes all weights,
+learns scales of queries, keys, the MLP and the logits, and has no norm before F.
 """
 
 import torch
