@@ -83,7 +83,7 @@ class AveragedWeights:
 
 
 def get_local_tensors(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, or this rank's shards of them, which FSDP may replace at the first pass."""
+    """Return the tensors, or this rank's shards of them."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
 
 

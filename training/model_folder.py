@@ -67,7 +67,7 @@ def load_model(
 
     Returns:
         The model in evaluation mode, its tokenizer, and state.json (without one, a dict with
-        "model" and "model_config"), in which "weights" is weights_kind.
+        "model" and "model_config"); with averaged weights, it also has "weights": "ema".
 
     Raises:
         ValueError: the folder is damaged, hostile, or its files do not fit together
@@ -82,10 +82,7 @@ def load_model(
             f"{folder.path}: the tokenizer has {encoding.n_vocab} tokens, but the model has only "
             f"vocab_size={model.config.vocab_size}"
         )
-    state = {
-        "model": folder.model,
-        "model_config": folder.config,
-        **folder.state,
-        "weights": weights_kind,
-    }
+    state = {"model": folder.model, "model_config": folder.config, **folder.state}
+    if weights_kind == "ema":
+        state["weights"] = "ema"
     return model.to(device), encoding, state
