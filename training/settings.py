@@ -63,7 +63,9 @@ def resolve(
     init_settings = {}
     # a resumed run no longer needs the folder
     if run_settings.get("init_from") is not None and not saved:
-        init_settings = init_from.read_init_settings(run_settings["init_from"])
+        init_settings = init_from.read_init_settings(
+            run_settings["init_from"], run_settings.get("init_from_weights", "trained")
+        )
     model = {"model": TrainConfig.model, **init_settings, **run_settings}["model"]
     if saved and "model" not in typed:
         model = saved["model"]
