@@ -25,6 +25,7 @@ from typing import Literal
 
 import torch
 
+import model_folder
 from configurator import argument, option, read_command_line
 from data.shards import Corpus
 from evaluation import comparison, published, subjects, tasks
@@ -32,7 +33,6 @@ from evaluation.runner import evaluate_tasks, evaluate_validation, read_other_re
 from evaluation.tasks import DEFAULT_RETRY_MINUTES
 from model import kernels
 from model.decoding import round_matrices
-from training import model_folder
 from utils import errors, files, processes
 from utils.processes import World
 from utils.units import format_dtype

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+import model_folder
 from configurator import argument, option, read_command_line
 from data import tokenizer
 from huggingface import card
@@ -26,7 +27,7 @@ from huggingface.modeling_files import EXAMPLE, collect_modeling_files, collect_
 from model import MODEL_NAMES
 from model.gpt import GPT
 from model.parameters import find_aliases
-from training import checkpoint, metrics, model_folder
+from training import checkpoint, metrics
 from utils import errors, units
 from utils.provenance import collect_provenance
 

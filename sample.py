@@ -19,13 +19,13 @@ from typing import Literal
 
 import torch
 
+import model_folder
 from configurator import argument, option, read_command_line
 from data.tokenizer import Tokenizer, encode_prompt
 from model import kernels
 from model.decoding import Decoder, round_matrices
 from model.generation import Piece, Sampling, generate_text
 from model.gpt import GPT
-from training import model_folder
 from utils import errors, files, machine
 from utils.processes import get_compute_dtype, pick_device
 

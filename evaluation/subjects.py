@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+import model_folder
 from data import tokenizer
 from data.shards import Corpus, MissingCorpus, open_corpus
 from data.tokenizer import Tokenizer
 from model import weights
 from model.gpt import GPT
-from training import checkpoint, model_folder
+from training import checkpoint
 
 # The longest list of run names in the name of a folder of results; file systems allow 255 bytes.
 MAX_NAMES_LENGTH = 100

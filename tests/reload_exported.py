@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, p
 from transformers.generation.utils import GenerateOutput
 from transformers.utils import ModelOutput
 
-MODULES = ("model", "training", "data", "configurator", "huggingface")
+MODULES = ("model", "training", "data", "configurator", "huggingface", "model_folder")
 assert not any(importlib.util.find_spec(name) for name in MODULES), "the repository can be imported"
 
 

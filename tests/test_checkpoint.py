@@ -13,9 +13,10 @@ import torch
 from helpers import Trap, write_checksums
 from safetensors.torch import load_file
 
+import model_folder
 from data import tokenizer
 from model import build, weights
-from training import checkpoint, model_folder
+from training import checkpoint
 
 TINY = {
     "vocab_size": 257,

@@ -14,10 +14,11 @@ from in_process import restore_signals, train_in_processes
 from model_settings import names_and_settings
 
 import export
+import model_folder
 import train
 from model import MODEL_NAMES, build, model_class
 from model.gpt import GPT
-from training import checkpoint, metrics, model_folder
+from training import checkpoint, metrics
 
 pytestmark = pytest.mark.usefixtures("example_streams")
 

@@ -13,11 +13,12 @@ from helpers import SMALL, one_line_error, small_run
 from in_process import call
 from training_runs import CONSTANT_RATE, read_final_tensors, read_records
 
+import model_folder
 import train
 from data import shards
 from data.loader import ValidationBatches
 from model import build
-from training import checkpoint, model_folder, setup, stopping, validation
+from training import checkpoint, setup, stopping, validation
 from training.ema import AveragedWeights
 from training.settings import configure
 

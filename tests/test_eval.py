@@ -35,8 +35,8 @@ from lm_eval.tasks import TaskManager
 import eval
 from evaluation import comparison, published, runner, subjects, tasks
 from evaluation.language_model import LanguageModel, make_batches
+from model_folder import load_model
 from training import checkpoint
-from training.model_folder import load_model
 from utils.processes import World
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 
 import export
 import model.gpt
+import model_folder
 from data import library_tokenizer, tokenizer
 from huggingface import card, modeling_files
 from model import MODEL_NAMES, build
-from training import checkpoint, model_folder
+from training import checkpoint
 
 # Every variant and every kind of branch occurs once; settings of independent parts share a case.
 PLAIN = {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0}

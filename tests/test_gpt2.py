@@ -24,9 +24,10 @@ from gpt2_oracle import FILES
 from helpers import ODD_TEXTS, ROOT, encode_shard, one_line_error, small_run
 from in_process import call
 
+import model_folder
 from data import tokenizer
 from data.shards import GPT2_META
-from training import checkpoint, metrics, model_folder
+from training import checkpoint, metrics
 
 DOCUMENTS = [
     path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))

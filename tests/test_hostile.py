@@ -18,7 +18,7 @@ from export_helpers import CC, build_noisy, export_run, save_released, save_run
 from helpers import Trap, write_checksums
 from safetensors.torch import load_file, save_file
 
-from training import model_folder
+import model_folder
 
 KINDS = ["checkpoint", "exported", "released"]
 

@@ -29,10 +29,10 @@ from model import MODEL_NAMES, build
 from model.decoding import round_matrices
 from model.generation import Sampling
 from model.gpt import GPT, Stream
+from model_folder import load_model
 from serving import app as serving_app
 from serving.events import describe_statistics, generate_events, label_token
 from serving.guard import Guard, is_own_host
-from training.model_folder import load_model
 from training.residual_statistics import ObservedStream
 
 DELTA = [model_name for model_name in MODEL_NAMES if model_name.startswith("DDL")]

@@ -22,6 +22,7 @@ from helpers import ROOT, SMALL, encode_shard, one_line_error, small_run
 from in_process import call, train_in_processes
 from training_runs import CONSTANT_RATE, change_saved_state, completed_steps
 
+import model_folder
 import train
 from data import shards
 from data.loader import TrainBatches, ValidationBatches
@@ -32,7 +33,6 @@ from training import (
     checkpoint,
     distributed,
     metrics,
-    model_folder,
     optimizer,
     setup,
     stopping,

@@ -11,10 +11,11 @@ from helpers import EXAMPLES, one_line_error, small_run
 from in_process import call, train_in_processes
 
 import model
+import model_folder
 from model import build
 from model.block import Block
 from model.layers import AttentionInputs
-from training import checkpoint, metrics, model_folder
+from training import checkpoint, metrics
 
 GATED = (EXAMPLES[0].parent / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
 BLOCK = """from dataclasses import replace

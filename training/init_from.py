@@ -8,12 +8,12 @@ run is resumed, everything comes from its own checkpoint, and the folder may be 
 from collections.abc import Collection
 from pathlib import Path
 
+import model_folder
 from configurator import Option
 from data import tokenizer
 from huggingface import released
 from model import weights
 from model.gpt import GPT
-from training import model_folder
 
 # A config file's recipe may be applied to weights of any size.
 SIZE_KEYS = ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim")

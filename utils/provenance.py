@@ -155,6 +155,7 @@ def compute_code_digest() -> str:
     return compute_digest(
         "train.py",
         "configurator.py",
+        "model_folder.py",
         "utils/*.py",
         *shared_modules,
         "model/kernels/*.py",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+import model_folder
 from configurator import argument, option
 from data.loader import ValidationBatches
 from data.sequences import IGNORED_TARGET, SequenceLayout
@@ -18,7 +19,6 @@ from evaluation import subjects
 from evaluation.subjects import Subject, open_corpus_of
 from model.gpt import GPT
 from research import plots
-from training import model_folder
 from utils import processes
 from utils.provenance import collect_provenance, store_figures
 from utils.units import format_duration
