@@ -32,6 +32,7 @@ from evaluation.runner import evaluate_tasks, evaluate_validation, read_other_re
 from evaluation.tasks import DEFAULT_RETRY_MINUTES
 from model import kernels
 from model.decoding import round_matrices
+from training import model_folder
 from utils import errors, files, processes
 from utils.processes import World
 from utils.units import format_dtype
@@ -56,6 +57,7 @@ class Options:
         "run folders (their latest checkpoints are used), checkpoint folders, folders exported by "
         "export.py, or models released by the paper's authors"
     )
+    weights: Literal["trained", "ema"] = option("trained", model_folder.WEIGHTS_HELP)
     tasks: str | None = option(
         None,
         "comma-separated names of tasks, groups or tags of lm-evaluation-harness; paper stands for "
@@ -148,9 +150,11 @@ def parse_shots(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, numbers)))
 
 
-def find_models(paths: list[str], has_tasks: bool) -> list[subjects.Subject]:
+def find_models(
+    paths: list[str], has_tasks: bool, weights_kind: str = "trained"
+) -> list[subjects.Subject]:
     """Find the models; if there are tasks, check that these can be evaluated on texts."""
-    chosen_models = subjects.find_all(paths)
+    chosen_models = subjects.find_all(paths, weights_kind)
     if has_tasks:
         for subject in chosen_models:
             subjects.check_has_text(subject)
@@ -238,7 +242,7 @@ def main() -> None:
         task_names = parse_tasks(args)
         shots = parse_shots(args.shots)
         device = processes.pick_device(args.device)
-        chosen_models = find_models(args.runs, has_tasks=bool(task_names))
+        chosen_models = find_models(args.runs, bool(task_names), args.weights)
         corpora = open_corpora(chosen_models, args.val)
         out = Path(args.out or subjects.default_out_folder(args.runs))
 

@@ -42,6 +42,7 @@ class Options:
     out_dir: str = argument(
         "folder to write; it must be empty or not exist yet, unless --overwrite is given"
     )
+    weights: Literal["trained", "ema"] = option("trained", model_folder.WEIGHTS_HELP)
     dtype: Literal["float32", "bfloat16"] = option(
         "float32",
         "dtype of the exported weights",
@@ -167,17 +168,18 @@ def read_records(checkpoint_folder: Path, step: int) -> list[dict]:
     return [record for record in metrics.read(file) if record.get("step", step + 1) <= step]
 
 
-def write(folder: Path, name: str, source: Path, dtype: str) -> None:
+def write(folder: Path, name: str, source: Path, dtype: str, weights_kind: str = "trained") -> None:
     """Write the model of `source` into an empty folder.
 
     Args:
         name: the model's name on its card
         source: a checkpoint folder, an exported or a released model
+        weights_kind: "trained" or "ema"
 
     Raises:
         ValueError: the source is damaged, or its model cannot be exported
     """
-    model, model_tokenizer, state = model_folder.load_model(source, "cpu")
+    model, model_tokenizer, state = model_folder.load_model(source, "cpu", weights_kind)
     model_name = state["model"]
     if model_tokenizer.name == "ids":
         raise ValueError(
@@ -206,10 +208,12 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
 def check_package(args: Options, out_dir: Path) -> None:
     """Raise ValueError if a package must not be written there."""
     check_out(out_dir, args.overwrite, "the package of a stream", marker=f"{EXAMPLE}.py")
-    if args.dtype != "float32":
-        raise ValueError(
-            f"dtype={args.dtype} has no effect on {args.run}, which has no weights; omit dtype"
-        )
+    for key, default in (("dtype", "float32"), ("weights", "trained")):
+        value = getattr(args, key)
+        if value != default:
+            raise ValueError(
+                f"{key}={value} has no effect on {args.run}, which has no weights; omit {key}"
+            )
     if out_dir.with_name(f"{out_dir.name}.py").exists():
         raise ValueError(
             f"a package {out_dir} would hide {out_dir.name}.py beside it; give it another name"
@@ -244,7 +248,7 @@ def main() -> None:
             if is_variant:
                 write_texts(temporary / "new", collect_package_files(args.run))
             else:
-                write(temporary / "new", out_dir.name, source, args.dtype)
+                write(temporary / "new", out_dir.name, source, args.dtype, args.weights)
             if out_dir.exists():
                 out_dir.replace(temporary / "old")
             (temporary / "new").replace(out_dir)

@@ -25,7 +25,7 @@ from model import kernels
 from model.decoding import Decoder, round_matrices
 from model.generation import Piece, Sampling, generate_text
 from model.gpt import GPT
-from training.model_folder import load_model
+from training import model_folder
 from utils import errors, files, machine
 from utils.processes import get_compute_dtype, pick_device
 
@@ -49,6 +49,7 @@ class ModelOptions:
         "run folder (its latest checkpoint is used), checkpoint folder, folder exported by "
         "export.py, or model released by the paper's authors"
     )
+    weights: Literal["trained", "ema"] = option("trained", model_folder.WEIGHTS_HELP)
     device: Literal["auto", "cuda", "cpu"] = option(
         "auto",
         "device to run on; auto uses the GPU if there is one",
@@ -276,7 +277,7 @@ def main() -> None:
         sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
         device = pick_device(args.device)
         prompts = [files.read_text_argument(text) for text in args.prompt or [""]]
-        model, tokenizer, state = load_model(args.run, device)
+        model, tokenizer, state = model_folder.load_model(args.run, device, args.weights)
         if state.get("corpus", {}).get("labels"):
             for prompt in prompts:
                 encode_prompt(tokenizer, prompt)  # an error in a prompt comes before the note

@@ -1,6 +1,8 @@
 """LAuReL (arXiv 2411.07501): learned weights or a low-rank map in the residual connection.
 
-With laurel_form=rw, X' = a h + b X; with laurel_form=lr, X' = h + X + (X A) B, of low rank.
+With laurel_form=rw, X' = a h + b X; with laurel_form=lr, X' = h + X + (X A) B, of low rank. With
+laurel_form=zaya, the scaling of ZAYA (arXiv 2605.05365), X' = (X + b_r) * s_r + (h + b_h) * s_h for
+each channel, and the embedding is scaled in the same way (`ZayaModel` of transformers).
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from torch import nn
 
 from configurator import option
 
-from .block import Add, Past, WritingBlock
+from .block import Add, Direct, Past, WritingBlock
 from .gpt import GPT, GPTConfig
 from .parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 from .precision import at_least_fp32, linear_fp32
@@ -21,10 +23,11 @@ from .precision import at_least_fp32, linear_fp32
 class LAuReLConfig(GPTConfig):
     """Keys of LAuReL."""
 
-    laurel_form: Literal["rw", "lr"] = option(
+    laurel_form: Literal["rw", "lr", "zaya"] = option(
         "lr",
         "rw learns a weight of the sublayer output and a weight of the residual stream "
-        "(LAuReL-RW); lr adds a low-rank linear map of the residual stream (LAuReL-LR)",
+        "(LAuReL-RW); lr adds a low-rank linear map of the residual stream (LAuReL-LR); zaya learns "
+        "a scale and a bias of both for each channel, and of the embedding (ZAYA)",
     )
     laurel_rank: int = option(
         16,
@@ -34,16 +37,42 @@ class LAuReLConfig(GPTConfig):
     )
 
 
+class Affine(nn.Module):
+    """(x + bias) * scale for each channel; on the embedding, it is an expander."""
+
+    def __init__(self, config: LAuReLConfig):
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+        self.scale = nn.Parameter(torch.empty(config.hidden_size))
+        self.rules = {
+            "bias": Rule(constant(0.0), mixing=True),
+            "scale": Rule(constant(1.0), mixing=True),
+        }
+
+    def elementwise_flops(self) -> int:
+        return 2 * len(self.scale)
+
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        return ((x.to(at_least_fp32(x.dtype)) + self.bias) * self.scale).to(x.dtype)
+
+
+def make_expander(config: LAuReLConfig) -> nn.Module:
+    return Affine(config) if config.laurel_form == "zaya" else Direct(config)
+
+
 class LAuReLWrite(Add):
-    """X' = a h + b X with (a, b) = 2 softmax(logits), or X' = h + X + (X A) B."""
+    """X' = a h + b X with (a, b) = 2 softmax(logits), X' = h + X + (X A) B, or ZAYA's scaling."""
 
     def __init__(self, config: LAuReLConfig):
         super().__init__(config)
         d = config.hidden_size
-        self.weighted = config.laurel_form == "rw"
-        if self.weighted:
+        self.form = config.laurel_form
+        if self.form == "rw":
             self.logits = nn.Parameter(torch.empty(2))
             self.rules = {"logits": Rule(constant(0.0), mixing=True)}
+        elif self.form == "zaya":
+            self.affine_state = Affine(config)
+            self.affine_output = Affine(config)
         else:
             down_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True, mixing=True)
             up_rule = Rule(constant(0.0), FIXED, decay=True, mixing=True)
@@ -51,7 +80,7 @@ class LAuReLWrite(Add):
             self.up = linear(config.laurel_rank, d, up_rule)  # B
 
     def elementwise_flops(self) -> int:
-        return (3 if self.weighted else 2) * self.hidden_size
+        return {"rw": 3, "lr": 2, "zaya": 5}[self.form] * self.hidden_size
 
     def forward(
         self,
@@ -62,9 +91,11 @@ class LAuReLWrite(Add):
         past: Past | None = None,
     ) -> torch.Tensor:
         x = state.to(at_least_fp32(state.dtype))
-        if self.weighted:
+        if self.form == "rw":
             a, b = 2 * self.logits.softmax(0)
             return (a * h.to(x.dtype) + b * x).to(state.dtype)
+        if self.form == "zaya":
+            return (self.affine_state(x) + self.affine_output(h.to(x.dtype))).to(state.dtype)
         return (x + h + linear_fp32(self.up, linear_fp32(self.down, x))).to(state.dtype)
 
 
@@ -74,4 +105,5 @@ class LAuReLBlock(WritingBlock):
 
 class Model(GPT):
     Config = LAuReLConfig
+    Expander = staticmethod(make_expander)
     Block = LAuReLBlock

@@ -90,23 +90,23 @@ class RecordingStream(Stream):
 
     def read(
         self, site: Site, state: State, cache: dict | None, positions: Positions
-    ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
-        state, c, read_output = super().read(site, state, cache, positions)
+    ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
+        state, read_output, c = super().read(site, state, cache, positions)
         self.record("what the read returns", read_output, site)
         self.record("the normalized input of the sublayer", c, site)
-        return state, c, read_output
+        return state, read_output, c
 
     def write(
         self,
         site: Site,
         state: State,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: torch.Tensor | tuple,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
         self.record("what the sublayer returns", h, site)
-        written, extra_loss = super().write(site, state, h, c, x_in, cache)
+        written, extra_loss = super().write(site, state, h, x_in, c, cache)
         self.record("the state that the write returns", written, site)
         return written, extra_loss
 

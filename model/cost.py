@@ -132,7 +132,7 @@ class CheckingStream(Stream):
 
     def read(
         self, site: Site, state: State, cache: dict | None, positions: Positions
-    ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
+    ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
         return super().read(replace(site, read=self.checked_read(site)), state, cache, positions)
 
     def checked_read(self, site: Site) -> Callable:
@@ -153,11 +153,11 @@ class CheckingStream(Stream):
         site: Site,
         state: State,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: torch.Tensor | tuple,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
-        new_state, extra_loss = super().write(site, state, h, c, x_in, cache)
+        new_state, extra_loss = super().write(site, state, h, x_in, c, cache)
         tensors = tree_leaves(new_state)
         is_state = bool(tensors) and all(
             torch.is_tensor(tensor) and tensor.shape[:2] == self.state_shape for tensor in tensors

@@ -250,6 +250,7 @@ def describe_model(model: GPT, tokenizer: Tokenizer, state: dict, defaults: dict
         "model": state["model"],
         "parameters": model.num_parameters(),
         "step": state.get("step"),
+        "weights": state.get("weights"),
         "best_validation_loss": state.get("best_val_loss"),
         "tokenizer": tokenizer.name,
         "end_of_text": tokenizer.eot_token,

@@ -25,6 +25,7 @@ async function loadModel() {
   const facts = [
     ["parameters", model.parameters.toLocaleString("en")],
     ["step", model.step?.toLocaleString("en")],
+    ["weights", model.weights ?? undefined],
     ["best interim validation loss", model.best_validation_loss?.toFixed(3)],
     ["tokenizer", model.tokenizer],
     ["context", model.block_size],

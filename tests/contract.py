@@ -194,8 +194,8 @@ class DtypeRecorder(Stream):
     def __init__(self):
         self.writes: list[tuple[Site, tuple, tuple]] = []
 
-    def write(self, site, state, h, c, x_in, cache):
-        written, loss = super().write(site, state, h, c, x_in, cache)
+    def write(self, site, state, h, x_in, c, cache):
+        written, loss = super().write(site, state, h, x_in, c, cache)
         self.writes.append((site, dtypes_of(state), dtypes_of(written)))
         return written, loss
 

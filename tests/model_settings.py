@@ -51,7 +51,7 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     "Frac-gpt-mha-rope": ({"frac_parts": 5},),
     "GatedResidual-gpt-mha-rope": ({"hc_streams": 2, "gated_residual_rank": 3},),
     "HC-gpt-mha-rope": ({"hc_dynamic": False},),
-    "LAuReL-gpt-mha-rope": ({"laurel_form": "rw"},),
+    "LAuReL-gpt-mha-rope": ({"laurel_form": "rw"}, {"laurel_form": "zaya"}),
     "Lambdas-gpt-mha-rope": (
         {"lambda_values": "head", "lambda_value_embeddings": True},
         {"lambda_input": False, "lambda_values": "none", "lambda_skips": True},

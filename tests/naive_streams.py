@@ -382,16 +382,49 @@ def rezero(weights, cfg, xs):
 
 
 def laurel(weights, cfg, xs):
+    if cfg["laurel_form"] == "zaya":
+        xs = [(x + weights["input_embed.bias"]) * weights["input_embed.scale"] for x in xs]
     for site in sites(weights, cfg):
         w = select(site.block, f"write_{site.name}.")
         hs = sublayer(site, xs)
         if cfg["laurel_form"] == "rw":
             a, b = 2 * w["logits"].exp() / w["logits"].exp().sum()
             xs = [a * h + b * X for X, h in zip(xs, hs)]
+        elif cfg["laurel_form"] == "zaya":
+            b_r = w["affine_state.bias"]
+            s_r = w["affine_state.scale"]
+            b_h = w["affine_output.bias"]
+            s_h = w["affine_output.scale"]
+            xs = [(X + b_r) * s_r + (h + b_h) * s_h for X, h in zip(xs, hs)]
         else:
             A = w["down.weight"].T
             B = w["up.weight"].T
             xs = [h + X + (X @ A) @ B for X, h in zip(xs, hs)]
+    return xs
+
+
+def muse_spark(weights, cfg, xs):
+    xs = [rms_norm(x, 1.0, 1e-5) for x in xs]
+    for site in sites(weights, cfg):
+        w = select(site.block, f"write_{site.name}.")
+        b = 1 / (1 + (-w["gate"] / 0.3).exp())
+        a = torch.maximum(1 - b**2, torch.tensor(1e-3)).sqrt()
+        scale = w["output_scale"] if site.name == "mlp" else 1.0
+        hs = sublayer(site, xs)
+        xs = [a * X + b * rms_norm(scale * h, 1.0, 1e-8) for X, h in zip(xs, hs)]
+    return xs
+
+
+def to_sphere(x):
+    """Return x with the length sqrt(d), up to the epsilon."""
+    return x * math.sqrt(len(x)) / ((x * x).sum() + 1e-6).sqrt()
+
+
+def n_gpt(weights, cfg, xs):
+    xs = [to_sphere(x) for x in xs]
+    for site in sites(weights, cfg):
+        rate = site.block[f"write_{site.name}.alpha"].abs()
+        xs = [to_sphere(X + rate * (to_sphere(h) - X)) for X, h in zip(xs, sublayer(site, xs))]
     return xs
 
 
@@ -564,6 +597,8 @@ STREAMS = {
     "MGT": mgt,
     "ReZero": rezero,
     "LAuReL": laurel,
+    "MuseSpark": muse_spark,
+    "nGPT": n_gpt,
     "DenseFormer": dense_former,
     "conv": conv,
     "wide": wide,

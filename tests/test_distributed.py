@@ -235,6 +235,7 @@ def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
             "checkpoint_interval": 100,
             "statistics_interval": 5,
             "eval_interval": 5,
+            "ema_half_life": 4,
         },
     )
     train(make_arguments(folder / "expected", max_steps=15))
@@ -257,7 +258,8 @@ def test_a_run_of_several_engines_has_every_step(run_of_several_engines):
 
 
 @pytest.mark.parametrize(
-    ("key", "tolerance"), [("loss", 1e-4), ("grad_norm", 1e-3), ("val_loss", 1e-4)]
+    ("key", "tolerance"),
+    [("loss", 1e-4), ("grad_norm", 1e-3), ("val_loss", 1e-4), ("ema_val_loss", 1e-4)],
 )
 def test_a_run_of_several_engines_has_the_metrics_of_one(run_of_several_engines, key, tolerance):
     values = [record.get(key) for record in read_records(run_of_several_engines.run)]
@@ -276,9 +278,10 @@ def test_a_run_of_several_engines_has_the_statistics_of_one(run_of_several_engin
             assert values == pytest.approx(expected["residual"][name], abs=1e-3)
 
 
-def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines):
+@pytest.mark.parametrize("kind", ["model", "ema"])
+def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines, kind):
     weights, expected = (
-        checkpoint.load_tensors(checkpoint.find(run) / "model.safetensors")
+        checkpoint.load_tensors(checkpoint.find(run) / f"{kind}.safetensors")
         for run in run_of_several_engines
     )
     assert weights.keys() == expected.keys()

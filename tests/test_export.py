@@ -576,13 +576,20 @@ PAPERS = {
     "LAuReL-gpt-mha-rope": "2411.07501",
     "Lambdas-gpt-mha-rope": "2410.17897",
     "MUDD-gpt-mha-rope": "2502.12170",
+    "nGPT-gpt-mha-rope": "2410.01131",
     "ReZero-gpt-mha-rope": "2003.04887",
     "SinglePassMHC-gpt-mha-rope": "2609.19969",
     "conv-gpt-mha-rope": "2512.17351",
     "mHC-gpt-mha-rope": "2512.24880",
     **dict.fromkeys(DDL, "2601.00417"),
     **dict.fromkeys(
-        ("MGT-gpt-mha", "NormPlacement-gpt-mha-rope", "gpt-mha-rope", "wide-gpt-mha-rope")
+        (
+            "MGT-gpt-mha",
+            "MuseSpark-gpt-mha-rope",
+            "NormPlacement-gpt-mha-rope",
+            "gpt-mha-rope",
+            "wide-gpt-mha-rope",
+        )
     ),
 }
 

@@ -177,9 +177,9 @@ def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
     writes = []
 
     def count_writes(*args, **options):
-        state, context, read_output = step(*args, **options)
+        state, read_output, context = step(*args, **options)
         writes.append(len(state.directions))
-        return state, context, read_output
+        return state, read_output, context
 
     monkeypatch.setattr(DeltaStream, "step", count_writes)
     model = fused.fuse(tiny("DDL-vdim1-gpt-mha-rope"), interval)

@@ -120,6 +120,15 @@ def test_adamw_has_two_moments_and_muon_one_of_the_matrices():
     assert adamw - muon == 4 * 2 * MATRIX_NUMBERS
 
 
+def test_averaged_weights_are_one_more_copy_which_fsdp_shards():
+    assert estimate().averaged_weights == 0
+    averaged = estimate(ema_half_life=9)
+    assert averaged.averaged_weights == averaged.weights
+    assert averaged.total == estimate().total + averaged.weights
+    shard = estimate(world_size=4, engine="fsdp", ema_half_life=9)
+    assert shard.averaged_weights == averaged.weights // 4
+
+
 @pytest.mark.parametrize(("shard_size", "num_shards"), [(None, 4), (2, 2)])
 def test_fsdp_shards_weights_gradients_and_optimizer_state(shard_size, num_shards):
     full = estimate()

@@ -64,6 +64,12 @@ MISTAKES = [
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
     ({"wandb_log": True}, "unknown key --wandb_log: give --tracker=wandb"),
     ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
+    ({"ema_half_life": 0}, "ema_half_life=0: give 1 or more"),
+    ({"init_from_weights": "ema"}, "init_from_weights=ema has no effect with init_from=None"),
+    (
+        {"init_from": "RUN", "init_from_weights": "ema"},
+        "init_from=RUN: RUN/checkpoints/step_00000006 has no averaged weights (ema.safetensors)",
+    ),
     # keys that do not fit each other or the model
     ({"model": "gpt-mha-rope", "ddl_beta_init": 1.0}, "--ddl_beta_init is not a key of gpt-mha"),
     ({"ddl_beta_init": 3}, "ddl_beta_init=3.0: give a number from 0 to 2"),

@@ -83,6 +83,7 @@ MIXING = [
     ("HC-gpt-mha-rope", {"hc_dynamic": False}, (), ()),
     ("LAuReL-gpt-mha-rope", {}, ("write_SITE.down.weight", "write_SITE.up.weight"), ()),
     ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}, (), ()),
+    ("LAuReL-gpt-mha-rope", {"laurel_form": "zaya"}, (), ()),
     ("Lambdas-gpt-mha-rope", {"lambda_skips": True}, (), ()),
     ("MGT-gpt-mha", {}, ("write_SITE.gate.weight", "write_SITE.beta.weight"), ()),
     ("MUDD-gpt-mha-rope", {}, ("dense.first.weight", "dense.second.weight"), ()),
@@ -92,6 +93,7 @@ MIXING = [
         ("dense.first.weight", "dense.second.weight"),
         (),
     ),
+    ("MuseSpark-gpt-mha-rope", {}, (), ()),
     ("NormPlacement-gpt-mha-rope", {}, (), ()),
     ("ReZero-gpt-mha-rope", {}, (), ()),
     ("SinglePassMHC-gpt-mha-rope", {}, ("hc_SITE.maps.weight",), ()),
@@ -104,6 +106,7 @@ MIXING = [
         ("hc_SITE.maps.weight",),
         ("readout.maps.weight",),
     ),
+    ("nGPT-gpt-mha-rope", {}, (), ()),
     ("wide-gpt-mha-rope", {}, (TOKEN_READ,), (TOKEN_READOUT,)),
 ]
 # What a stream adds to the sublayers decays with either value: it does not mix the stream.

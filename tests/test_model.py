@@ -711,7 +711,18 @@ def test_the_configs_of_the_factory_have_its_published_sizes(name, added):
 
 WITHOUT_BRANCH_MULT = {
     f"{name}-gpt-mha-rope"
-    for name in ("AttnRes", "Frac", "HC", "LAuReL", "ReZero", "SinglePassMHC", "mHC", "wide")
+    for name in (
+        "AttnRes",
+        "Frac",
+        "HC",
+        "LAuReL",
+        "MuseSpark",
+        "ReZero",
+        "SinglePassMHC",
+        "mHC",
+        "nGPT",
+        "wide",
+    )
 }
 
 

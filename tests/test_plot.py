@@ -52,6 +52,16 @@ def test_the_validation_curve_has_every_evaluation(run_folder, saved_figures):
     assert validation.get_xydata().tolist() == [[100, 2.0], [200, 1.0]]
 
 
+def test_the_loss_of_averaged_weights_has_a_curve(run_folder, saved_figures):
+    with open(run_folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 300, "val_loss": 2.0, "ema_val_loss": 1.5}\n')
+    plot.draw(run_folder)
+    [(figure, _)] = saved_figures
+    averaged = figure.axes[0].lines[-1]
+    assert averaged.get_xydata().tolist() == [[300, 1.5]]
+    assert averaged.get_label() == "validation, averaged weights"
+
+
 def test_title_and_axes_say_what_is_shown(run_folder, saved_figures):
     plot.draw(run_folder)
     [(figure, _)] = saved_figures

@@ -1,13 +1,13 @@
-"""Compare streams with the layers of five production models in transformers.
+"""Compare streams with the layers of nine production models in transformers.
 
-These are DeepSeek-V4 and GLM-5.3 (mHC), Hunyuan V4 (iHC), Inkling 2 (Attention Residuals) and
-Qwen4-exp (Gated Residual). The oracle is their own code, which computes the residual stream with our
-parameters and our sublayers.
+These are DeepSeek-V4 and GLM-5.3 (mHC), Hunyuan V4 (iHC), Inkling 2 (Attention Residuals), Qwen4-exp
+(Gated Residual), Muse Spark, ZAYA, Dory (nGPT) and Beam (sandwich norms). The oracle is their own
+code, which computes the residual stream with our parameters and our sublayers.
 """
 
 import importlib
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from model import build
 from model.causality import move_parameters
 from model.gpt import GPT
 from model.layers import AttentionInputs
+from model.parameters import collect_rules
 
 ROOT = Path(__file__).parents[1]
 SIZE = {**TINY, "hidden_size": 16}
@@ -429,3 +430,162 @@ def run_qwen(model: GPT, x: torch.Tensor) -> torch.Tensor:
 )
 def test_gated_residual_equals_that_of_qwen4_exp(settings, in_float64):
     check_model(build_random("GatedResidual-gpt-mha-rope", **settings), run_qwen)
+
+
+# ---- Muse Spark, ZAYA, Dory and Beam: one state of width d ----
+
+
+def with_weights(module: nn.Module, **weights: torch.Tensor) -> Callable:
+    """Return a module's forward with other values of all its parameters."""
+    return lambda *args: functional_call(module, weights, args, strict=True)
+
+
+def blocks_with_sublayers(
+    model: GPT, num_tokens: int
+) -> Iterator[tuple[nn.Module, Callable, Callable]]:
+    """Yield each block with its attention and its MLP, called as decoder layers call theirs."""
+    positions = model.positions(torch.zeros(1, num_tokens, dtype=torch.int64))
+    for block in model.transformer.h:
+
+        def attend(hidden_states, block=block, **_):
+            return block.attn(hidden_states, positions), None
+
+        def run_mlp(hidden_states, block=block):
+            return block.mlp(hidden_states, positions)
+
+        yield block, attend, run_mlp
+
+
+def run_muse_spark(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Run the normalized embedding and the decoder layers of Muse Spark with our sublayers."""
+
+    def find(name: str) -> type:
+        return find_class("muse_spark", f"MuseSpark{name}")
+
+    d = SIZE["hidden_size"]
+    config = find("TextConfig")(hidden_size=d, num_attention_heads=2)
+    # its weighted norms multiply by 1 + weight
+    input_norm = find("TextCenteredRMSNorm")(d, eps=config.rms_norm_eps)
+    mlp_output_norm = find("TextInputScaledRMSNorm")(d, eps=config.post_norm_eps)
+    gate = find("ResidualGate")(config)
+    state = find("RMSNorm")(eps=config.rms_norm_eps, with_scale=False)(x)
+    for block, attend, run_mlp in blocks_with_sublayers(model, x.shape[1]):
+        layer = empty_module(
+            find("TextDecoderLayer"),
+            input_layernorm=with_weights(input_norm, weight=block.ln_1.weight - 1),
+            self_attn=attend,
+            post_attention_layernorm=find("RMSNorm")(eps=config.post_norm_eps, with_scale=False),
+            post_attention_residual_gate=with_weights(gate, gate=block.write_attn.gate),
+            pre_feedforward_layernorm=with_weights(input_norm, weight=block.ln_2.weight - 1),
+            mlp=run_mlp,
+            post_feedforward_layernorm=with_weights(
+                mlp_output_norm, weight=block.write_mlp.output_scale - 1
+            ),
+            post_feedforward_residual_gate=with_weights(gate, gate=block.write_mlp.gate),
+        )
+        state = layer(state)
+    return state
+
+
+@pytest.mark.parametrize("largest_gate", [1, 4])
+def test_muse_sparks_gate_equals_that_of_transformers(largest_gate, in_float64):
+    """From a gate of 2.3 on, 1 - b^2 is clamped, and a has no gradient."""
+    model = build_random("MuseSpark-gpt-mha-rope")
+    for site in model.sites:
+        site.write.gate.data = torch.linspace(-1, largest_gate, SIZE["hidden_size"]).double()
+    check_model(model, run_muse_spark)
+
+
+def run_zaya(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Run the decoder layers of ZAYA with our sublayers; `ZayaModel` scales the embedding itself."""
+
+    def scaling(write: nn.Module) -> Callable:
+        return with_weights(
+            find_class("zaya", "ZayaResidualScaling")(SIZE["hidden_size"]),
+            hidden_states_bias=write.affine_output.bias,
+            hidden_states_scale=write.affine_output.scale,
+            residual_bias=write.affine_state.bias,
+            residual_scale=write.affine_state.scale,
+        )
+
+    state = (x + model.input_embed.bias) * model.input_embed.scale
+    for block, attend, run_mlp in blocks_with_sublayers(model, x.shape[1]):
+        layer = empty_module(
+            find_class("zaya", "ZayaDecoderLayer"),
+            input_layernorm=block.ln_1,
+            self_attn=attend,
+            post_attention_residual_scale=scaling(block.write_attn),
+            post_attention_layernorm=block.ln_2,
+            mlp=lambda c, router, run_mlp=run_mlp: (run_mlp(c), router),
+            post_mlp_residual_scale=scaling(block.write_mlp),
+        )
+        state, _ = layer(state)
+    return state
+
+
+def test_zayas_scaling_equals_that_of_transformers(in_float64):
+    check_model(build_random("LAuReL-gpt-mha-rope", laurel_form="zaya"), run_zaya)
+
+
+def run_dory(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Run the decoder layers of Dory with our norms and sublayers; its states have the length 1."""
+    l2_norm = find_class("dory", "DoryL2Norm")
+    d = SIZE["hidden_size"]
+    # a layer normalizes its input, where ours normalizes what it writes, which is sqrt(d) longer
+    state_norm = l2_norm(eps=1e-6 / d)
+    state = x
+    for block, attend, run_mlp in blocks_with_sublayers(model, x.shape[1]):
+        layer = empty_module(
+            find_class("dory", "DoryDecoderLayer"),
+            input_layernorm=l2_norm() if block.layer == 0 else state_norm,
+            self_attn=lambda c, block=block, attend=attend, **_: attend(block.ln_1(d**0.5 * c)),
+            post_attention_layernorm=l2_norm(),
+            lambda_1=block.write_attn.alpha,
+            pre_feedforward_layernorm=state_norm,
+            mlp=lambda c, block=block, run_mlp=run_mlp: run_mlp(block.ln_2(d**0.5 * c)),
+            post_feedforward_layernorm=l2_norm(),
+            lambda_2=block.write_mlp.alpha,
+            lambda_scale=1.0,
+        )
+        state = layer(state)
+    return d**0.5 * state_norm(state)
+
+
+def test_the_residual_connection_of_ngpt_equals_dorys(in_float64):
+    check_model(build_random("nGPT-gpt-mha-rope"), run_dory)
+
+
+def test_the_rate_of_ngpt_starts_and_learns_as_dorys():
+    """A step of AdamW on Dory's lambda moves its rate by the factor lambda_scale."""
+    config = find_class("dory", "DoryConfig")()
+    model = build("nGPT-gpt-mha-rope", **SIZE)
+    name = "transformer.h.0.write_mlp.alpha"
+    assert model.get_parameter(name).tolist() == pytest.approx([config.ngpt_alpha_init] * 16)
+    lambda_scale = config.ngpt_alpha_init / config.initializer_range
+    assert collect_rules(model)[name].lr_scale == pytest.approx(lambda_scale)
+
+
+def run_beam(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Run the decoder layers of Beam with our norms and sublayers."""
+    for block, attend, run_mlp in blocks_with_sublayers(model, x.shape[1]):
+        layer = empty_module(
+            find_class("beam", "BeamDecoderLayer"),
+            attn_residual_add_idx=2 * block.layer + 2,
+            mlp_residual_add_idx=2 * block.layer + 3,
+            input_layernorm=block.ln_1,
+            self_attn=attend,
+            post_attention_layernorm=block.write_attn.norm,
+            pre_feedforward_layernorm=block.ln_2,
+            mlp=run_mlp,
+            post_feedforward_layernorm=block.write_mlp.norm,
+        )
+        x = layer(x, position_embeddings=None)
+    return x
+
+
+def test_beams_stream_is_that_of_sandwich_norms(in_float64):
+    """Beam's state is that of sandwich norms over a root, which an epsilon alone would notice."""
+    model = build_random("NormPlacement-gpt-mha-rope", norm_placement="sandwich")
+    for norm in (model.ln_f, *(site.norm for site in model.sites)):
+        norm.eps = 1e-30
+    check_model(model, run_beam)

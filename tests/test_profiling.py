@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training import metrics, stopping
 from training.config import PROFILE_WARMUP_STEPS
+from training.profiling import name_attention_backend
 from training.settings import configure
-from training.setup import name_attention_backend
 from utils.machine import can_compile
 
 NUM_STEPS = 3

@@ -51,6 +51,7 @@ LONG = {
     "keep_last": 2,
     "statistics_interval": 0,
 }
+EMA = {"ema_half_life": 3}
 BACKGROUND = {"save_in_background": True}
 MUON = {"optimizer": "muon"}
 MUON_RATES = {
@@ -95,15 +96,15 @@ VALUE_EMBEDDINGS = {
 # fmt: off
 TABLE = [
     # when  ranks  engine  compiled  threads  dtype       settings       disturbance
-    ("core", 1,    "ddp",  False,    1,       "float32",  LONG,          "killed twice in every phase"),
+    ("core", 1,    "ddp",  False,    1,       "float32",  LONG | EMA,    "killed twice in every phase"),
     ("slow", 1,    "ddp",  False,    1,       "float32",  LONG | BACKGROUND, "killed twice in every phase"),
     ("slow", 1,    "ddp",  False,    1,       "bfloat16", LONG,          "killed eight times in every phase"),
-    ("core", 1,    "ddp",  False,    1,       "float32",  {},            "stopped in an evaluation"),
-    ("core", 1,    "ddp",  False,    1,       "float32",  {},            "error in an evaluation"),
-    ("core", 1,    "ddp",  False,    1,       "float32",  {},            "latest files lost"),
+    ("core", 1,    "ddp",  False,    1,       "float32",  EMA,           "stopped in an evaluation"),
+    ("core", 1,    "ddp",  False,    1,       "float32",  EMA,           "error in an evaluation"),
+    ("core", 1,    "ddp",  False,    1,       "float32",  EMA,           "latest files lost"),
     ("core", 1,    "ddp",  False,    1,       "float32",  MUON,          "latest files lost"),
     ("core", 1,    "ddp",  False,    1,       "float32",  MUON_RATES,    "latest files lost"),
-    ("core", 1,    "ddp",  True,     2,       "float32",  ADDITIVE,      "latest files lost"),
+    ("core", 1,    "ddp",  True,     2,       "float32",  ADDITIVE | EMA, "latest files lost"),
     ("slow", 1,    "ddp",  True,     2,       "float32",  TC,            "killed"),
     ("slow", 1,    "ddp",  True,     2,       "float32",  CC_EC,         "killed"),
     ("slow", 1,    "ddp",  True,     2,       "float32",  MUDD,          "killed"),
@@ -112,8 +113,8 @@ TABLE = [
     ("core", 1,    "ddp",  False,    1,       "float16",  OVERFLOWING,   "latest files lost"),
     ("slow", 2,    "fsdp", False,    1,       "float16",  OVERFLOWING,   "killed"),
     # with three or more ranks, the order in which gradients are summed must not change
-    ("core", 3,    "ddp",  False,    1,       "float32",  ONE_LAYER,     "killed"),
-    ("core", 3,    "fsdp", False,    1,       "float32",  ONE_LAYER,     "killed"),
+    ("core", 3,    "ddp",  False,    1,       "float32",  ONE_LAYER | EMA, "killed"),
+    ("core", 3,    "fsdp", False,    1,       "float32",  ONE_LAYER | EMA, "killed"),
     ("slow", 2,    "fsdp", False,    1,       "float32",  {},            "killed, then one rank killed"),
     ("slow", 4,    "fsdp", False,    1,       "float32",  {},            "killed, then one rank killed"),
     ("slow", 4,    "ddp",  False,    1,       "float32",  LARGE,         "killed, then one rank killed"),

@@ -222,6 +222,7 @@ def test_saving_in_the_background_does_not_change_a_run(corpus, tmp_path):
             **CONSTANT_RATE,
             checkpoint_interval=1,
             max_steps=4,
+            ema_half_life=2,
             save_in_background=background,
         )
         result = call("train.py", *arguments)

@@ -185,6 +185,8 @@ STARTS = {
     "LAuReL-gpt-mha-rope": [
         ({}, "*.down.weight", 0, 0.5 / 16),
         ({}, "*.up.weight", 0, 0),
+        ({"laurel_form": "zaya"}, "*.bias", 0, 0),
+        ({"laurel_form": "zaya"}, "*.scale", 1, 0),
     ],
     "Lambdas-gpt-mha-rope": [
         ({}, "*.begin.a", 1, 0),
@@ -239,6 +241,10 @@ STARTS = {
         (PREPOST, "*.pre_norm.weight", 1, 0),
         (PREPOST, "*.post_norm.weight", 1e-3, 0),
     ],
+    "MuseSpark-gpt-mha-rope": [
+        ({}, "*.gate", 0, 0.02),
+        ({}, "*.output_scale", 1, 0),
+    ],
     "NormPlacement-gpt-mha-rope": [
         ({}, "*.write_*.norm.weight", 1, 0),
         (DEEPNORM, "*.attn.c_q.weight", 0, 0.5 / 16),
@@ -246,6 +252,7 @@ STARTS = {
         (DEEPNORM, "*.c_proj.weight", 0, 0.5 / 16 / 32**0.25),
         (DEEPNORM, "*.mlp.c_fc1.weight", 0, 0.5 / 16 / 32**0.25),
     ],
+    "nGPT-gpt-mha-rope": [({}, "*.alpha", 0.05, 0)],
     "ReZero-gpt-mha-rope": [({}, "*.write_*.scale", 0, 0)],
     "SinglePassMHC-gpt-mha-rope": [
         ({}, "*.hc_*.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),

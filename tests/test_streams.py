@@ -20,7 +20,7 @@ from training.residual_statistics import ObservedStream, compute_residual_statis
 
 WITH_ROPE = (
     "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas "
-    "SinglePassMHC Frac NormPlacement"
+    "SinglePassMHC Frac NormPlacement MuseSpark nGPT"
 ).split()
 # model names by the name of the stream
 MODEL_NAMES = {
@@ -108,6 +108,9 @@ CASES = [
     ("DenseFormer", DEEP),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_rank": 3}),
+    ("LAuReL", {"laurel_form": "zaya"}),
+    ("MuseSpark", DEEP),
+    ("nGPT", DEEP),
     *(("conv", {"conv_init": start}) for start in ("normal", "identity")),
     *(("conv", {"canon": places}) for places in ("AC", "BD", "ABCD")),
     *(
@@ -336,12 +339,26 @@ def test_equal_routes_are_attention_residuals(routes):
     assert (other(ids)[0] - model(ids)[0]).abs().max() > 1e-4
 
 
+def test_the_first_loss_and_gradients_of_zayas_scaling_are_those_of_the_additive_model():
+    model = build_initial("LAuReL", laurel_form="zaya")
+    additive = build_with_backbone_of(model)
+    ids = random_ids(2, 7)
+    loss = model(ids, ids.roll(-1, 1))[1]
+    expected = additive(ids, ids.roll(-1, 1))[1]
+    assert loss == expected
+    names, parameters = zip(*additive.named_parameters())
+    expected_gradients = torch.autograd.grad(expected, parameters)
+    gradients = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
+    torch.testing.assert_close(gradients, expected_gradients, **CLOSE)
+
+
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
         ("DenseFormer", DEEP),
         ("LAuReL", {"laurel_form": "rw"}),
         ("LAuReL", {"laurel_form": "lr"}),
+        ("LAuReL", {"laurel_form": "zaya"}),
         ("conv", {"conv_init": "identity"}),
         ("MUDD", {"mudd_ways": "r", **DEEP}),
         ("MUDD", DEEP),
@@ -414,11 +431,21 @@ def test_a_main_gain_is_the_only_parameter_beside_the_additive_model():
     assert names - additive_names == {f"transformer.h.{layer}.begin.a" for layer in range(3)}
 
 
-def test_a_main_gain_costs_one_product_for_each_feature():
-    flops = cost.flops_per_token(build_initial("Lambdas", **MAIN_GAIN, **DEEP))
+@pytest.mark.parametrize(
+    ("name", "keys", "in_block", "in_expander"),
+    [
+        ("Lambdas", MAIN_GAIN, 1 + 2 * 1, 0),  # a x, and two sums
+        ("LAuReL", {"laurel_form": "zaya"}, 2 * 5, 2),  # (X + b_r) s_r + (h + b_h) s_h
+        ("MuseSpark", {}, 2 * 3 + 1, 0),  # a X + b n, and w h before the norm of the MLP's output
+        ("nGPT", {}, 2 * 3, 0),  # X + alpha (n - X)
+    ],
+    ids=str,
+)
+def test_operations_for_each_feature_are_counted(name, keys, in_block, in_expander):
+    flops = cost.flops_per_token(build_initial(name, **keys, **DEEP))
     additive_flops = cost.flops_per_token(build_initial("additive", **DEEP))
-    # 10 features in each of 3 blocks, and twice as much in the backward pass
-    assert flops - additive_flops == 3 * 3 * 10
+    # 3 blocks of 10 features, two sums in an additive one; the backward pass takes twice as many
+    assert flops - additive_flops == 3 * 10 * (3 * (in_block - 2) + in_expander)
 
 
 # ---- statistics of the writes, by hand ----
@@ -623,6 +650,9 @@ BFLOAT16_CASES = [
     ("MUDD", PREPOST),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_form": "lr"}),
+    ("LAuReL", {"laurel_form": "zaya"}),
+    ("MuseSpark", {}),
+    ("nGPT", {}),
     ("conv", {}),
     ("wide", {}),
     ("wide", {"wide_read": "cc"}),

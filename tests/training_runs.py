@@ -21,11 +21,10 @@ def read_records(run: Path) -> list[dict]:
 
 def read_final_tensors(run: Path) -> dict[str, bytes]:
     """Read the bytes of every tensor of the newest checkpoint."""
-    path = checkpoint.find(run)
     return {
-        name: tensor.numpy().tobytes()
-        for kind in ("model", "optimizer")
-        for name, tensor in checkpoint.load_tensors(path / f"{kind}.safetensors").items()
+        f"{file.stem} {name}": tensor.numpy().tobytes()
+        for file in checkpoint.find(run).glob("*.safetensors")
+        for name, tensor in checkpoint.load_tensors(file).items()
     }
 
 

@@ -4,11 +4,12 @@
 
     model.safetensors       the weights
     optimizer.safetensors   the optimizer's state by parameter name
+    ema.safetensors         the averaged weights of a run with ema_half_life
     state.json              step, counters, all settings, the identity of the corpus
     tokenizer.json          the tokenizer, so that sampling does not need the corpus
     SHA256SUMS              checksums of these files, as `sha256sum -c` reads them
 
-Only resuming needs the optimizer's state and the checksums.
+Only resuming needs the optimizer's state, the averaged weights and the checksums.
 The main process writes it. Every tensor is stored whole, whatever the number of ranks and the engine
 that trained it.
 
@@ -44,6 +45,8 @@ from utils import errors, files, machine
 CHECKSUMS = "SHA256SUMS"
 # The order is part of the format, because `verify` compares with it.
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
+# after these, in a run with ema_half_life
+EMA_FILE = "ema.safetensors"
 # what every use but resuming needs, so that the others may be deleted to save disk space
 MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
 STATE_TYPES = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
@@ -109,8 +112,12 @@ def save(
     optimizer_tensors: dict[str, torch.Tensor],
     state: dict,
     tokenizer_json: dict,
+    ema_tensors: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write the checkpoint of `state["step"]` from one process and return its path.
+
+    Args:
+        ema_tensors: the averaged weights, if the run has them
 
     Raises:
         OSError: it cannot be written, for example because the disk is full. Partially written files
@@ -124,16 +131,20 @@ def save(
         temporary.mkdir(parents=True)
         save_tensors(temporary / "model.safetensors", model_tensors)
         save_tensors(temporary / "optimizer.safetensors", optimizer_tensors)
+        names = FILES
+        if ema_tensors:
+            save_tensors(temporary / EMA_FILE, ema_tensors)
+            names = (*FILES, EMA_FILE)
         texts = {
             "state.json": json.dumps(state, indent=1),
             "tokenizer.json": json.dumps(tokenizer_json),
         }
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        sums = "".join(compute_checksum_line(temporary / name) for name in FILES)
+        sums = "".join(compute_checksum_line(temporary / name) for name in names)
         (temporary / CHECKSUMS).write_text(sums, encoding="utf-8")
         # flushed before the folder is renamed, so that a power cut cannot leave partial files
-        for name in (*FILES, CHECKSUMS):
+        for name in (*names, CHECKSUMS):
             fsync(temporary / name)
         fsync(temporary)
         replace_folder(path, temporary)
@@ -201,29 +212,33 @@ def compute_checksum_line(file: Path) -> str:
     return f"{digest}  {file.name}\n"
 
 
-def verify(checkpoint: Path, to_resume: bool = False) -> None:
+def verify(checkpoint: Path, to_resume: bool = False, names: tuple[str, ...] = MODEL_FILES) -> None:
     """Raise ValueError if a file is missing, or not byte for byte what was saved.
 
     Args:
-        to_resume: whether the optimizer's state and the checksums are needed. Otherwise only the
-            model's files are compared, and not even these if SHA256SUMS has been deleted.
+        to_resume: whether all files are needed, and the checksums. Otherwise only the files `names`
+            are compared, and not even these if SHA256SUMS has been deleted.
     """
     if to_resume and not (checkpoint / "optimizer.safetensors").exists():
         raise ValueError(
             f"{checkpoint} cannot be resumed, because it has no optimizer.safetensors; start a new "
             f"run from its weights with --init_from={checkpoint}"
         )
-    names = FILES if to_resume else MODEL_FILES
+    stored_lines = None
     try:
+        if to_resume or (checkpoint / CHECKSUMS).exists():
+            stored_lines = (checkpoint / CHECKSUMS).read_bytes().decode(errors="replace")
+        if to_resume:
+            has_average = EMA_FILE in stored_lines or (checkpoint / EMA_FILE).exists()
+            names = (*FILES, EMA_FILE) if has_average else FILES
         lines = [compute_checksum_line(checkpoint / name) for name in names]
-        if not to_resume and not (checkpoint / CHECKSUMS).exists():
-            return
-        stored_lines = (checkpoint / CHECKSUMS).read_bytes().decode(errors="replace")
     except OSError as error:
         name = Path(error.filename or "a file").name
         raise ValueError(
             f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})"
         ) from error
+    if stored_lines is None:
+        return
     damaged = [name for name, line in zip(names, lines) if line not in stored_lines]
     if damaged or (to_resume and stored_lines != "".join(lines)):
         # without a damaged file, lines have been added
@@ -411,22 +426,25 @@ class CheckpointSaver:
         model_tensors: dict[str, torch.Tensor],
         optimizer_tensors: dict[str, torch.Tensor],
         state: dict,
+        ema_tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Save a checkpoint, or start to. `wait` returns whether it was saved.
 
         Args:
             model_tensors, optimizer_tensors: of this rank, as DTensors if they are sharded
             state: for state.json; only that of the main process is used
+            ema_tensors: the averaged weights, as the others, if the run has them
         """
         # the copies of two checkpoints might not fit into memory
         self.wait()
         start_time = time.perf_counter()
         model_tensors = gather_tensors(model_tensors, self.is_main, copy=self.in_background)
         optimizer_tensors = gather_tensors(optimizer_tensors, self.is_main, self.in_background)
+        ema_tensors = gather_tensors(ema_tensors or {}, self.is_main, self.in_background)
         if not self.is_main:
             return
         write = functools.partial(
-            self.write, run_folder, model_tensors, optimizer_tensors, state, start_time
+            self.write, run_folder, model_tensors, optimizer_tensors, state, ema_tensors, start_time
         )
         if not self.in_background:
             write()
@@ -463,12 +481,20 @@ class CheckpointSaver:
         model_tensors: dict[str, torch.Tensor],
         optimizer_tensors: dict[str, torch.Tensor],
         state: dict,
+        ema_tensors: dict[str, torch.Tensor],
         start_time: float,
     ) -> None:
         """Write a checkpoint, report it, and remove old ones."""
         failure = None
         try:
-            path = save(run_folder, model_tensors, optimizer_tensors, state, self.tokenizer_json)
+            path = save(
+                run_folder,
+                model_tensors,
+                optimizer_tensors,
+                state,
+                self.tokenizer_json,
+                ema_tensors,
+            )
         except OSError as error:
             failure = error
         # how early a run with max_seconds must stop

@@ -23,8 +23,11 @@ NANOGPT_VALUES = {
 }
 
 
-def read_init_settings(folder: str) -> dict[str, object]:
+def read_init_settings(folder: str, weights_kind: str = "trained") -> dict[str, object]:
     """Return the settings that the folder decides: "model", and the keys of the model.
+
+    Args:
+        weights_kind: "trained" or "ema"
 
     Raises:
         ValueError: the folder is missing or damaged
@@ -32,13 +35,19 @@ def read_init_settings(folder: str) -> dict[str, object]:
     if folder in NANOGPT_VALUES and not Path(folder).exists():
         raise ValueError(f"init_from={folder}: {NANOGPT_VALUES[folder]}")
     try:
-        path, folder_model, model_config, _ = model_folder.describe(Path(folder))
+        described = model_folder.describe(Path(folder), weights_kind)
     except ValueError as error:
         raise ValueError(f"init_from={folder}: {error}") from error
     # shapes and names are checked now, the weights are read when the model has been built
-    examined = weights.build_and_check(path, folder_model, model_config, released.convert_weights)
+    examined = weights.build_and_check(
+        described.path,
+        described.model,
+        described.config,
+        released.convert_weights,
+        described.file_kind,
+    )
     init_settings = dict(vars(examined.config))
-    return {"model": folder_model, **init_settings}
+    return {"model": described.model, **init_settings}
 
 
 def find_ignored_keys(
@@ -81,20 +90,23 @@ def check_not_contradicted(
             )
 
 
-def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
+def load_weights(
+    model: GPT, init_folder: str, corpus: Path | None, weights_kind: str = "trained"
+) -> None:
     """Fill the model with the weights of the folder.
 
     Args:
         corpus: folder of the data; None if they have not been prepared yet
+        weights_kind: "trained" or "ema"
 
     Raises:
         ValueError: the weights do not fit, or another tokenizer made the tokens of the corpus
     """
-    folder = model_folder.describe(Path(init_folder))
+    folder = model_folder.describe(Path(init_folder), weights_kind)
     # released folders have no tokenizer
     if corpus is not None and (folder.path / "tokenizer.json").exists():
         check_tokenizer(folder.path, init_folder, corpus)
-    weights.load_into(model, folder.path, convert=released.convert_weights)
+    weights.load_into(model, folder.path, convert=released.convert_weights, kind=folder.file_kind)
 
 
 def check_tokenizer(path: Path, init_folder: str, corpus: Path) -> None:

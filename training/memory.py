@@ -1,9 +1,9 @@
 """What a run needs, computed before it starts: parameters, memory, tokens, FLOPs and time.
 
-Weights, gradients and optimizer state are counted exactly. The rest of the memory is an estimate: the
-logits follow from a formula, and activations are what an eager pass would save, with fused kernels on
-a GPU, counted on tensors without data. torch.compile saves less; the allocator's fragmentation and
-the temporary tensors of the backward pass are not counted.
+Weights, gradients, optimizer state and averaged weights are counted exactly. The rest of the memory
+is an estimate: the logits follow from a formula, and activations are what an eager pass would save,
+with fused kernels on a GPU, counted on tensors without data. torch.compile saves less; the
+allocator's fragmentation and the temporary tensors of the backward pass are not counted.
 """
 
 import dataclasses
@@ -72,11 +72,12 @@ def count_parameters(name: str, model_config: GPTConfig, muon_only: bool = False
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The peak memory of one process in bytes; the first three terms are exact."""
+    """The peak memory of one process in bytes; the first four terms are exact."""
 
     weights: int  # float32, of this process's shard
     gradients: int
     optimizer_state: int  # two moments of AdamW, one of Muon
+    averaged_weights: int  # of ema_half_life, in float32
     gathered: int  # what FSDP holds in full
     logits: int  # of the tokens whose loss is computed at a time
     activations: int | None  # of an eager step; None if they cannot be counted
@@ -101,6 +102,7 @@ def estimate_memory(
         weights=4 * num_parameters // num_shards,
         gradients=4 * num_parameters // num_shards,
         optimizer_state=count_optimizer_state(config, model_config) // num_shards,
+        averaged_weights=count_averages(config, num_parameters) // num_shards,
         gathered=estimate_gathered(config, model_config) if num_shards > 1 else 0,
         logits=estimate_logits(config, model_config, device_type),
         activations=estimate_activations(config, model_config, device_type),
@@ -120,6 +122,11 @@ def count_optimizer_state(config: TrainConfig, model_config: GPTConfig) -> int:
     if config.optimizer == "muon":
         num_moments -= count_parameters(config.model, model_config, muon_only=True)
     return 4 * num_moments
+
+
+def count_averages(config: TrainConfig, num_parameters: int) -> int:
+    """Return the bytes of the averaged weights."""
+    return 0 if config.ema_half_life is None else 4 * num_parameters
 
 
 def estimate_gathered(config: TrainConfig, model_config: GPTConfig) -> int:
@@ -224,7 +231,12 @@ def describe_run(
     )
     if sequences_per_epoch is not None:
         tokens = f"{tokens}, {num_sequences / sequences_per_epoch:.2f} epochs"
-    checkpoint_bytes = 4 * model.num_parameters() + count_optimizer_state(config, model_config)
+    num_parameters = model.num_parameters()
+    checkpoint_bytes = (
+        4 * num_parameters
+        + count_optimizer_state(config, model_config)
+        + count_averages(config, num_parameters)
+    )
     lines = [
         f"{config.model}: {model.num_parameters():,} parameters",
         describe_embedding(model),

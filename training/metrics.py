@@ -425,6 +425,7 @@ class RunLog:
         num_sequences: int,
         split_size: int,
         is_full: bool,
+        ema_scores: dict[str, float] | None = None,
     ) -> None:
         """Log and print an evaluation, and update `state.best_val_loss`.
 
@@ -435,6 +436,7 @@ class RunLog:
             split_size: number of sequences in the validation split
             is_full: whether it is the evaluation of all of eval_part after the last step, whose loss
                 cannot be compared with the earlier ones
+            ema_scores: the same scores of the averaged weights, if the run has them
         """
         loss = scores["loss"]
         if not is_full:
@@ -451,6 +453,7 @@ class RunLog:
             **{f"val_{name}": score for name, score in task_scores.items()},
             val_sequences=num_sequences,
             best_val_loss=self.state.best_val_loss,
+            **{f"ema_val_{name}": score for name, score in (ema_scores or {}).items()},
         )
 
         columns = [
@@ -460,6 +463,8 @@ class RunLog:
         ]
         if bytes_per_token is not None:
             columns.append(f"{validation_metrics['val_bits_per_byte']:.4f} bits per byte")
+        if ema_scores is not None:
+            columns.append(f"validation loss of averaged weights {ema_scores['loss']:.4f}")
         for name, score in task_scores.items():
             columns.append(f"{name.replace('_', ' ')} {score:.1%}")
         if num_sequences == split_size:

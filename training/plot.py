@@ -53,6 +53,11 @@ def draw(run_folder: Path) -> Path:
     axes.plot(*zip(*average_chunks(training, chunk_size)), label=label)
     if validation:
         axes.plot(*zip(*validation), marker="o", markersize=4, label="validation")
+    averaged = [
+        (record["step"], record["ema_val_loss"]) for record in records if "ema_val_loss" in record
+    ]
+    if averaged:
+        axes.plot(*zip(*averaged), marker="o", markersize=4, label="validation, averaged weights")
     axes.grid(alpha=0.3)
     axes.legend()
     draw_tasks(figure, records)

@@ -35,12 +35,12 @@ class ObservedStream(Stream):
         site: Site,
         state: State,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: torch.Tensor | tuple,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
         """Write as `Stream.write` does, and report it."""
-        written, extra_loss = self.apply_write(site, state, h, c, x_in, cache)
+        written, extra_loss = self.apply_write(site, state, h, x_in, c, cache)
         # most streams have nothing to report (model/block.py, Site)
         statistics = {}
         if hasattr(site.write, "statistics"):

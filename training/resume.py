@@ -8,7 +8,8 @@ import torch
 
 from configurator import collect_options
 from model import model_class
-from training import checkpoint, optimizer
+from training import checkpoint, metrics, optimizer
+from training.checkpoint import TrainState
 from training.config import TrainConfig
 from utils.provenance import compute_code_digest, current_model_digest
 
@@ -168,6 +169,18 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return chosen
 
 
+def check_device(
+    config: TrainConfig, device: torch.device, saved_state: dict, resume_checkpoint: Path | None
+) -> None:
+    """Raise ValueError if a run on a GPU would continue on the CPU, because torch finds no GPU."""
+    was_on_gpu = saved_state.get("trained_on", {}).get("device") == "cuda"
+    if was_on_gpu and config.device == "auto" and device.type == "cpu":
+        raise ValueError(
+            f"device=auto: {resume_checkpoint} was trained on a GPU, but torch finds none on this "
+            "machine; resume the run where there is one, or give --device=cpu"
+        )
+
+
 def check_corpus(saved_corpus: dict, corpus: dict, dataset: str, resume_checkpoint: Path) -> None:
     """Raise ValueError if the data are not those that the resumed run was trained on.
 
@@ -180,6 +193,28 @@ def check_corpus(saved_corpus: dict, corpus: dict, dataset: str, resume_checkpoi
             "or meta.json differ); prepare that corpus again, or start a new run with another "
             "--out_dir and without --resume"
         )
+
+
+def load_state(
+    saved_state: dict, resume_checkpoint: Path | None, config: TrainConfig
+) -> TrainState:
+    """Return the counters of a run; an evaluation is done if metrics.jsonl has it."""
+    state = TrainState.load(saved_state, resume_checkpoint, config)
+    if state.evaluated and state.tasks_evaluated:
+        return state
+    # <run>/checkpoints/step_00001000 belongs to <run>
+    metrics_file = resume_checkpoint.absolute().parents[1] / "metrics.jsonl"
+    # a run that branches off does not repeat the evaluations of its first step
+    is_branch = not checkpoint.belongs_to(resume_checkpoint, config.out_dir)
+    if not state.evaluated:
+        evaluation = metrics.find_evaluation(metrics_file, state.step)
+        if evaluation is not None and checkpoint.evaluates_same_sequences(saved_state, config):
+            state.best_val_loss = evaluation.get("best_val_loss")
+        state.evaluated = is_branch or evaluation is not None
+    if not state.tasks_evaluated:
+        was_evaluated = metrics.find_evaluation(metrics_file, state.step, "tasks") is not None
+        state.tasks_evaluated = is_branch or was_evaluated or config.eval_tasks is None
+    return state
 
 
 def describe_changes(state: dict, config: TrainConfig) -> list[str]:

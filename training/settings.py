@@ -11,11 +11,13 @@ from configurator import Option, check_effects, collect_options
 from data.sequences import SequenceLayout
 from data.shards import find_folder, make_location_absolute, read_meta, read_vocab_size
 from model import MODEL_NAMES, every_config, model_class
-from model.ddl import DeltaConfig
 from model.gpt import GPTConfig
 from training import init_from, resume
 from training.config import Arguments, TrainConfig, check_run, read_arguments
 from utils import errors, machine
+
+# the variant that has all keys of DDL
+FULL_DDL = "DDL-gpt-mha-rope-CC-EC"
 
 
 class Settings(NamedTuple):
@@ -61,7 +63,9 @@ def resolve(
     init_settings = {}
     # a resumed run no longer needs the folder
     if run_settings.get("init_from") is not None and not saved:
-        init_settings = init_from.read_init_settings(run_settings["init_from"])
+        init_settings = init_from.read_init_settings(
+            run_settings["init_from"], run_settings.get("init_from_weights", "trained")
+        )
     model = {"model": TrainConfig.model, **init_settings, **run_settings}["model"]
     if saved and "model" not in typed:
         model = saved["model"]
@@ -284,8 +288,7 @@ def print_help(arguments: Arguments, usage: str) -> None:
         key: text for key, text in arguments.from_command_line.items() if key != "help"
     }
     given_model = from_command_line.get("model", arguments.from_file.get("model"))
-    model_config_class = model_class(given_model).Config if given_model else DeltaConfig
-    options = collect_options(TrainConfig, model_config_class)
+    options = collect_options(TrainConfig, model_class(given_model or FULL_DDL).Config)
     settings = configurator.read_settings(arguments.from_file, from_command_line, options)
     if arguments.file is not None and "out_dir" not in settings:
         settings["out_dir"] = default_out_dir(arguments.file, settings)

@@ -172,7 +172,7 @@ class DeltaStream(Stream):
         next_write: DeltaRewrite | None,
         cache: dict | None,
         cache_slot: str,
-    ) -> tuple[DeltaState, torch.Tensor, DeltaRead]:
+    ) -> tuple[DeltaState, DeltaRead, torch.Tensor]:
         """Perform the write that waits, and read the state.
 
         Args:
@@ -181,7 +181,7 @@ class DeltaStream(Stream):
                 reads of later ones
 
         Returns:
-            The new state, the normalized input c (B, T, d), and what the next write gets.
+            The new state, what the next write gets, and the normalized input c (B, T, d).
         """
         read_weights = get_read_weights(read, state.stored)
         projections = self.get_projections(next_write, read_weights)
@@ -247,15 +247,12 @@ class DeltaStream(Stream):
             )
         else:
             new_state = DeltaState(gradient=output.new_state, stored=state.stored)
-        return (
-            new_state,
-            output.context,
-            DeltaRead(
-                x_in=output.x_in if return_x_in else None,
-                gate_logit=output.next_gate_logit,
-                value_logit=output.next_value_logit,
-            ),
+        read_output = DeltaRead(
+            x_in=output.x_in if return_x_in else None,
+            gate_logit=output.next_gate_logit,
+            value_logit=output.next_value_logit,
         )
+        return new_state, read_output, output.context
 
     def get_projections(
         self, next_write: DeltaRewrite | None, read_weights: torch.Tensor
@@ -280,7 +277,7 @@ class DeltaStream(Stream):
 
     def read(
         self, site: Site, state: DeltaState, cache: dict | None, positions: Positions
-    ) -> tuple[DeltaState, torch.Tensor, DeltaRead]:
+    ) -> tuple[DeltaState, DeltaRead, torch.Tensor]:
         return self.step(
             state,
             read=site.read,
@@ -295,8 +292,8 @@ class DeltaStream(Stream):
         site: Site,
         state: DeltaState,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: DeltaRead,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[DeltaState, None]:
         """Compute what the kernel left of the write of h, which then waits for the next read."""
@@ -324,7 +321,7 @@ class DeltaStream(Stream):
         ), None
 
     def finish(self, model: GPT, state: DeltaState, cache: dict | None) -> torch.Tensor:
-        _, context, _ = self.step(
+        _, _, context = self.step(
             state,
             read=model.readout,
             norm=model.ln_f,

@@ -18,6 +18,7 @@ from evaluation import subjects
 from evaluation.subjects import Subject, open_corpus_of
 from model.gpt import GPT
 from research import plots
+from training import model_folder
 from utils import processes
 from utils.provenance import collect_provenance, store_figures
 from utils.units import format_duration
@@ -39,6 +40,7 @@ class RunOptions:
     """What is measured, and where the figures are stored."""
 
     runs: tuple[str, ...] = argument("run, checkpoint or exported folders")
+    weights: Literal["trained", "ema"] = option("trained", model_folder.WEIGHTS_HELP)
     dataset: str | None = option(
         None,
         "folder of token shards (default: the one that the run was trained on)",
@@ -103,7 +105,7 @@ def find_subjects(args: SimpleNamespace) -> list[Subject]:
     Raises:
         ValueError: there is no such run, or its corpus is missing
     """
-    found_subjects = subjects.find_all(args.runs)
+    found_subjects = subjects.find_all(args.runs, args.weights)
     for subject in found_subjects:
         open_corpus_of(subject, args.dataset or "", option="--dataset")
     return found_subjects

@@ -75,8 +75,8 @@ class CoordinateStream(Stream):
         site: Site,
         state: State,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: torch.Tensor | tuple,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
         coordinates = {"h": h, "c": c}
@@ -85,7 +85,7 @@ class CoordinateStream(Stream):
         else:
             coordinates["x_in"] = x_in[0] if isinstance(x_in, tuple) else x_in
         self.coordinates.append(coordinates)
-        return super().write(site, state, h, c, x_in, cache)
+        return super().write(site, state, h, x_in, c, cache)
 
 
 @torch.no_grad()

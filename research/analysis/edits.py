@@ -70,7 +70,7 @@ class EditedStream(Stream):
 
     def read(
         self, site: Site, state: State, cache: dict | None, positions: Positions
-    ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
+    ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
         return super().read(self.edit_site(site), state, cache, positions)
 
     def write(
@@ -78,14 +78,14 @@ class EditedStream(Stream):
         site: Site,
         state: State,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: torch.Tensor | tuple,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
         edit = self.edits.get((site.layer, site.name))
         if edit is not None and edit.part == "h":
             h = torch.zeros_like(h)
-        return super().write(self.edit_site(site), state, h, c, x_in, cache)
+        return super().write(self.edit_site(site), state, h, x_in, c, cache)
 
 
 # ---- losses ----

@@ -194,11 +194,11 @@ class Audit(Stream):
         site: Site,
         state: State,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: torch.Tensor | tuple,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
-        written, extra_loss = super().write(site, state, h, c, x_in, cache)
+        written, extra_loss = super().write(site, state, h, x_in, c, cache)
         direction = get_direction(site, state, h, x_in, c)
         values_by_name = {
             **collect_from_parts(site, state, h, x_in, c, written),

@@ -64,11 +64,11 @@ class Lens(Stream):
         site: Site,
         state: State,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: torch.Tensor | tuple,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
-        written, extra_loss = super().write(site, state, h, c, x_in, cache)
+        written, extra_loss = super().write(site, state, h, x_in, c, cache)
         self.decode(written)
         return written, extra_loss
 

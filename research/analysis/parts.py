@@ -101,7 +101,7 @@ def make_wide_add_edits(write: nn.Module) -> Edits:
 
 def make_laurel_edits(write: nn.Module) -> Edits:
     """Replace the write by the additive one."""
-    name = "a=b=1" if write.weighted else "no low rank"
+    name = {"rw": "a=b=1", "lr": "no low rank", "zaya": "no scaling"}[write.form]
     return {name: partial(Add.forward, write)}
 
 

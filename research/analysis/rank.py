@@ -84,15 +84,15 @@ class GradientRecorder(Stream):
 
     def read(
         self, site: Site, state: State, cache: dict | None, positions: Positions
-    ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
+    ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
         is_first_site = site.name == "attn"
         if is_first_site:
             state = self.record(state)
-        state, c, read_output = super().read(site, state, cache, positions)
+        state, read_output, c = super().read(site, state, cache, positions)
         if is_first_site:
             x_in = read_output[0] if isinstance(read_output, tuple) else read_output
             self.reads.append(x_in)
-        return state, c, read_output
+        return state, read_output, c
 
     def finish(self, model: GPT, state: State, cache: dict | None) -> torch.Tensor:
         x_in = model.readout(self.record(state), get_past(cache, "readout"))

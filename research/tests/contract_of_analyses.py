@@ -18,11 +18,11 @@ class ShapeCheck(Stream):
         site: Site,
         state: State,
         h: torch.Tensor,
-        c: torch.Tensor,
         x_in: torch.Tensor | tuple,
+        c: torch.Tensor,
         cache: dict | None,
     ) -> tuple[State, torch.Tensor | None]:
-        written, extra_loss = super().write(site, state, h, c, x_in, cache)
+        written, extra_loss = super().write(site, state, h, x_in, c, cache)
         values_by_name = gates.collect_from_parts(site, state, h, x_in, c, written)
         for name, values in values_by_name.items():
             shape = tuple(values.shape)

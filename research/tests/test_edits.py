@@ -140,6 +140,12 @@ def weight_equally(block) -> None:
     set_parameter(block.write_mlp.logits, 0.0)
 
 
+def clear_scaling(block) -> None:
+    for part in (block.write_mlp.affine_state, block.write_mlp.affine_output):
+        set_parameter(part.bias, 0.0)
+        set_parameter(part.scale, 1.0)
+
+
 def write_one_to_all_channels(block) -> None:
     set_parameter(block.write_mlp.weights, 1.0)
 
@@ -179,6 +185,7 @@ BY_HAND = [
     ("DenseFormer-gpt-mha-rope", {}, "A=I", keep_last_depth),
     ("LAuReL-gpt-mha-rope", {}, "no low rank", clear_low_rank),
     ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}, "a=b=1", weight_equally),
+    ("LAuReL-gpt-mha-rope", {"laurel_form": "zaya"}, "no scaling", clear_scaling),
     ("wide-gpt-mha-rope", {}, "w=1", write_one_to_all_channels),
     ("gpt-mha-rope", {}, "h=0", clear_sublayer),
 ]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,6 +181,15 @@ def test_a_split_without_a_sequence_of_full_length_is_refused():
 # ---- the command ----
 
 
+@pytest.fixture(scope="module")
+def averaged_run(corpus, tmp_path_factory) -> Path:
+    """Train a run of two steps with averaged weights."""
+    run = tmp_path_factory.mktemp("runs") / "averaged"
+    arguments = small_run(corpus, run, max_steps=2, warmup_steps=1, ema_half_life=1)
+    assert call("train.py", *arguments).returncode == 0
+    return run
+
+
 def test_the_command_stores_a_row_for_each_run_and_draws_them(corpus, tmp_path):
     runs = [tmp_path / "a", tmp_path / "b"]
     for index, run in enumerate(runs):
@@ -201,6 +211,28 @@ def test_the_command_stores_a_row_for_each_run_and_draws_them(corpus, tmp_path):
         (3, 1, 3),
     ]
     assert (tmp_path / "rank.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", ["rank", "lens"])
+def test_averaged_weights_are_analyzed_beside_the_trained_ones(averaged_run, tmp_path, command):
+    rows = []
+    for weights in ("trained", "ema"):
+        out = tmp_path / f"{weights}.json"
+        options = ("--windows=1", f"--weights={weights}", f"--json={out}")
+        result = call("research/analyze.py", command, averaged_run, *options)
+        assert result.returncode == 0, result.stderr.decode()
+        rows.extend(json.loads(out.read_text())["rows"])
+    trained, averaged = rows
+    assert trained.pop("label") == "averaged, step 2"
+    assert averaged.pop("label") == "averaged, step 2, averaged weights"
+    assert trained != averaged
+
+
+def test_averages_of_a_run_without_them_are_refused_in_one_line(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run", max_steps=1, warmup_steps=1)
+    assert call("train.py", *arguments).returncode == 0
+    result = call("research/analyze.py", "rank", tmp_path / "run", "--weights=ema")
+    assert "has no averaged weights (ema.safetensors)" in one_line_error(result)
 
 
 def test_mistakes_are_one_line(tmp_path):

@@ -1,0 +1,320 @@
+"""Averaged weights (ema_half_life): against a plain loop, in evaluations, and in every command."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SMALL, one_line_error, small_run
+from in_process import call
+from training_runs import CONSTANT_RATE, read_final_tensors, read_records
+
+import train
+from data import shards
+from data.loader import ValidationBatches
+from model import build
+from training import checkpoint, model_folder, setup, stopping, validation
+from training.ema import AveragedWeights
+from training.settings import configure
+
+HALF_LIFE = 2
+AVERAGED = {
+    "ema_half_life": HALF_LIFE,
+    "checkpoint_interval": 1,
+    "keep_last": 99,
+    "eval_interval": 1,
+    "max_steps": 6,
+}
+
+
+def run_script(script: str, *arguments) -> str:
+    """Run a script in this process, expect success and return what it prints."""
+    result = call(script, *arguments)
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory) -> Path:
+    """Train a run of six steps with averaged weights and a checkpoint of every step."""
+    folder = tmp_path_factory.mktemp("runs") / "averaged"
+    run_script("train.py", *small_run(corpus, folder, **AVERAGED))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_run(corpus, tmp_path_factory) -> Path:
+    """Train the same run without averaged weights."""
+    folder = tmp_path_factory.mktemp("runs") / "plain"
+    run_script("train.py", *small_run(corpus, folder, **{**AVERAGED, "ema_half_life": None}))
+    return folder
+
+
+def read_weights(run: Path, step: int, kind: str = "model") -> dict[str, torch.Tensor]:
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    return checkpoint.load_tensors(folder / f"{kind}.safetensors")
+
+
+def assert_average(
+    averages: dict[str, torch.Tensor],
+    before: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
+) -> None:
+    """Assert that averages are those before, moved towards the weights by one step, in float64."""
+    assert averages.keys() == weights.keys()
+    decay = 0.5 ** (1 / HALF_LIFE)
+    for name, average in averages.items():
+        expected = decay * before[name].double() + (1 - decay) * weights[name].double()
+        torch.testing.assert_close(average.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+# ---- the average ----
+
+
+def test_averages_equal_a_plain_loop_in_float64(corpus, run, tmp_path):
+    config, model_config = configure(small_run(corpus, tmp_path))
+    model = setup.build_model(config, model_config, torch.device("cpu"))
+    initial = checkpoint.get_model_tensors(model)
+    expected = {name: tensor.double() for name, tensor in initial.items()}
+    decay = 0.5 ** (1 / HALF_LIFE)
+    for step in range(1, 7):
+        weights = read_weights(run, step)
+        averages = read_weights(run, step, "ema")
+        # tied weights are stored once, as in the model's file
+        assert averages.keys() == weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            expected[name] = decay * expected[name] + (1 - decay) * weight.double()
+            torch.testing.assert_close(
+                averages[name].double(), expected[name], rtol=1e-6, atol=1e-7
+            )
+
+
+def test_the_weight_of_a_step_halves_in_a_half_life():
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.zeros_(model.weight)
+    average = AveragedWeights(model, half_life=10)
+    torch.nn.init.ones_(model.weight)
+    for _ in range(10):
+        average.update()
+    torch.testing.assert_close(average.averages["weight"], torch.full((2, 3), 0.5))
+
+
+def test_a_skipped_step_does_not_move_the_averages(corpus, tmp_path, monkeypatch):
+    compute_gradients = train.compute_gradients
+
+    def fail_in_step_4(run, batches, scale):
+        loss_sum, grad_norm = compute_gradients(run, batches, scale)
+        return (loss_sum * math.nan if run.state.step == 3 else loss_sum), grad_norm
+
+    monkeypatch.setattr(train, "compute_gradients", fail_in_step_4)
+    run_script("train.py", *small_run(corpus, tmp_path, **AVERAGED, skip_nonfinite=1))
+    averages = [read_weights(tmp_path, step, "ema") for step in (3, 4, 5)]
+    for name, average in averages[0].items():
+        assert torch.equal(averages[1][name], average)
+    # they differed from the weights, so that an update would have moved them
+    assert_average(averages[2], before=averages[1], weights=read_weights(tmp_path, 5))
+
+
+def test_a_run_that_is_resumed_with_the_key_starts_from_the_weights(corpus, tmp_path):
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 1}
+    run_script("train.py", *small_run(corpus, tmp_path, **keys, max_steps=3))
+    printed = run_script(
+        "train.py", *small_run(corpus, tmp_path, **keys, max_steps=4, ema_half_life=HALF_LIFE)
+    )
+    assert "ema_half_life=2 (was None)" in printed
+    assert_average(
+        read_weights(tmp_path, 4, "ema"),
+        before=read_weights(tmp_path, 3),
+        weights=read_weights(tmp_path, 4),
+    )
+
+
+# ---- evaluations ----
+
+
+def test_training_is_the_same_with_averaged_weights(run, plain_run):
+    plain = read_final_tensors(plain_run)
+    tensors = read_final_tensors(run)
+    assert {name: tensors[name] for name in plain} == plain
+    records = read_records(run)
+    for record in records:
+        record.pop("ema_val_loss", None)
+    assert records == read_records(plain_run)
+
+
+def test_evaluations_report_the_loss_of_the_averages(run, corpus):
+    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 16, 257, None)
+    ids, targets = batches.get(batches.spread(8, "all"), 8)
+    evaluations = [record for record in read_records(run) if "val_loss" in record]
+    assert [record["step"] for record in evaluations] == [1, 2, 3, 4, 5, 6]
+    for record in evaluations:
+        folder = run / "checkpoints" / f"step_{record['step']:08d}"
+        for kind, key in (("trained", "val_loss"), ("ema", "ema_val_loss")):
+            model, _, _ = model_folder.load_model(folder, "cpu", kind)
+            _, loss = model(ids, targets)
+            assert record[key] == pytest.approx(loss.item(), rel=1e-5)
+        assert record["best_val_loss"] == min(r["val_loss"] for r in evaluations[: record["step"]])
+
+
+def test_the_loss_of_the_averages_is_printed(corpus, tmp_path):
+    printed = run_script("train.py", *small_run(corpus, tmp_path, ema_half_life=1))
+    last = read_records(tmp_path)[-1]
+    assert f"| validation loss of averaged weights {last['ema_val_loss']:.4f} |" in printed
+
+
+def test_a_swap_restores_every_bit_after_an_error():
+    torch.manual_seed(0)
+    model = build("DDL-gpt-mha-rope", **SMALL)
+    averaged = AveragedWeights(model, HALF_LIFE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    averages = {name: average.clone() for name, average in averaged.averages.items()}
+    addresses = [p.data_ptr() for p in model.parameters()]
+
+    def fail_in_evaluation() -> None:
+        with averaged.swapped_in():
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, averages[name])
+                assert not torch.equal(parameter, weights[name])
+            assert [p.data_ptr() for p in model.parameters()] == addresses
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_evaluation()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name])
+        assert torch.equal(averaged.averages[name], averages[name])
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_a_stop_while_averages_are_evaluated_repeats_the_evaluation(
+    corpus, run, tmp_path, monkeypatch
+):
+    prefetched = validation.prefetched
+    evaluations = []
+
+    def stop_in_fourth_evaluation(*arguments, **keys):
+        evaluations.append(arguments)
+        if len(evaluations) == 4:  # that of the averages after step 2
+            os.kill(os.getpid(), signal.SIGTERM)
+        return prefetched(*arguments, **keys)
+
+    monkeypatch.setattr(validation, "prefetched", stop_in_fourth_evaluation)
+    arguments = small_run(corpus, tmp_path, **AVERAGED, resume="auto")
+    assert call("train.py", *arguments).returncode == stopping.EXIT_CODE
+    state = checkpoint.read_state(checkpoint.find(tmp_path))
+    assert (state["step"], state["evaluated"]) == (2, False)
+    run_script("train.py", *arguments)
+    assert read_records(tmp_path) == read_records(run)
+    assert read_final_tensors(tmp_path) == read_final_tensors(run)
+
+
+# ---- the file ----
+
+
+def test_a_checkpoint_without_its_averages_is_not_resumed(run, tmp_path):
+    branch = shutil.copytree(run, tmp_path / "branch")
+    latest = checkpoint.find(branch)
+    (latest / "ema.safetensors").unlink()
+    assert checkpoint.find(branch) == latest
+    with pytest.raises(ValueError, match=r"damaged: ema\.safetensors is missing"):
+        checkpoint.find(latest, to_resume=True)
+
+
+def test_damaged_averages_are_refused(run, tmp_path):
+    folder = shutil.copytree(checkpoint.find(run), tmp_path / "step_00000006")
+    content = bytearray((folder / "ema.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "ema.safetensors").write_bytes(content)
+    model_folder.load_model(folder, "cpu")
+    message = r"the checksum of ema\.safetensors does not match"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.find(folder, to_resume=True)
+    with pytest.raises(ValueError, match=message):
+        model_folder.load_model(folder, "cpu", "ema")
+
+
+# ---- the commands ----
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory) -> Path:
+    """Return the folder to which export.py writes the averaged weights."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    run_script("export.py", run, folder, "--weights=ema")
+    return folder
+
+
+def test_averages_are_exported(run, exported):
+    weights = checkpoint.load_tensors(exported / "model.safetensors")
+    averages = read_weights(run, 6, "ema")
+    assert weights.keys() == averages.keys()
+    for name, average in averages.items():
+        assert torch.equal(weights[name], average)
+
+
+def test_the_card_of_exported_averages_has_their_loss(run, exported):
+    card = (exported / "README.md").read_text()
+    last = read_records(run)[-1]
+    assert "moving average over steps, with a half-life of 2 " in card
+    assert f"{last['ema_val_loss']:.4f} (step 6, 8 sequences)" in card
+    assert f"{last['val_loss']:.4f}" not in card
+
+
+def test_averages_are_sampled(run, exported):
+    options = ("--prompt=def ", "--max_new_tokens=30", "--temperature=1.5")
+    sample = run_script("sample.py", run, *options, "--weights=ema")
+    assert sample == run_script("sample.py", exported, *options)
+    assert sample != run_script("sample.py", run, *options)
+
+
+def test_averages_are_evaluated_beside_the_trained_weights(run, exported, corpus, tmp_path):
+    printed = run_script("eval.py", run, "--val", "--weights=ema", f"--out={tmp_path}")
+    assert "averaged, step 6, averaged weights: " in printed
+    run_script("eval.py", run, "--val", f"--out={tmp_path}")
+    run_script("eval.py", exported, f"--val={corpus}", f"--out={tmp_path}")
+    losses = {}
+    for file in tmp_path.glob("results_*.json"):
+        result = json.loads(file.read_text())
+        losses[result["label"]] = result["record"]["val_loss"]
+    assert losses["averaged, step 6, averaged weights"] == losses["model"]
+    assert losses["averaged, step 6"] != losses["model"]
+
+
+def test_a_run_starts_from_averages(run, corpus, tmp_path):
+    keys = {"learning_rate": 0.0, "min_lr": 0.0, "max_steps": 1}
+    arguments = small_run(corpus, tmp_path, **keys, init_from=run, init_from_weights="ema")
+    run_script("train.py", *arguments)
+    weights = read_weights(tmp_path, 1)
+    for name, average in read_weights(run, 6, "ema").items():
+        assert torch.equal(weights[name], average)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("sample.py", ["RUN"]),
+        ("eval.py", ["RUN", "--val"]),
+        ("export.py", ["RUN", "OUT"]),
+        ("sample.py", ["EXPORTED"]),
+        ("eval.py", ["EXPORTED", "--val"]),
+        ("export.py", ["EXPORTED", "OUT"]),
+    ],
+)
+def test_a_folder_without_averages_is_refused(plain_run, exported, tmp_path, script, arguments):
+    paths = {"RUN": plain_run, "EXPORTED": exported, "OUT": tmp_path / "out"}
+    arguments = [paths.get(argument, argument) for argument in arguments]
+    line = one_line_error(call(script, *arguments, "--weights=ema"))
+    assert "has no averaged weights (ema.safetensors); only the checkpoints of a run" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_package_of_a_stream_has_no_weights(tmp_path):
+    line = one_line_error(call("export.py", "gpt-mha-rope", tmp_path / "package", "--weights=ema"))
+    assert "weights=ema has no effect on gpt-mha-rope, which has no weights; omit weights" in line
