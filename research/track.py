@@ -18,6 +18,7 @@ import math
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -38,6 +39,7 @@ from model.causality import find_leak, move_parameters
 from model.cost import flops_per_token
 from research import sweep, tuning
 from research.analysis.causality import TINY
+from research.track_statistics import Noise, estimate_tau, fit_curvature, judge
 from training import metrics
 from training.config import Arguments
 from utils import errors, files, provenance, units
@@ -49,6 +51,19 @@ RATES = ("muon_learning_rate", "learning_rate")
 FIRST_STEPS = 20
 # of these losses, between machines
 LOSS_TOLERANCE = 1e-3
+# entries that the table names even if they were not run
+LISTED_ENTRIES = (
+    "wide-gpt-mha-rope",
+    "conv-gpt-mha-rope",
+    "DDL-gpt-mha-rope",
+    "DDL-gpt-mha-rope-CC-EC",
+    "DDL-vdim1-gpt-mha-rope",
+    "mHC-gpt-mha-rope",
+    "AttnRes-gpt-mha-rope",
+    "MuseSpark-gpt-mha-rope",
+    "MUDD-gpt-mha-rope",
+    "Lambdas-gpt-mha-rope",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,8 @@ class Tier:
 
     settings_sha256: of what the config file sets. corpus_sha256: of the token files. short_steps and
     long_steps: of the runs that search for two rates, and of all others. factor: of both rates, from
-    which the search in longer runs starts. Counts of tries are the largest ones.
+    which the search in longer runs starts. Counts of tries are the largest ones. noise and quantile:
+    estimated once from the baseline's runs (estimate_noise).
     """
 
     name: str
@@ -74,6 +90,8 @@ class Tier:
     num_seeds: int = 4
     num_baseline_seeds: int = 12
     tuning_seed: int = 1000
+    noise: Noise | None = None
+    quantile: float = math.nan
 
     def read_settings(self) -> dict[str, Any]:
         """Return what the config file sets, without what only changes the rounding."""
@@ -93,6 +111,8 @@ CPU_1 = Tier(
         ),
     },
     torch_version="2.13.0",
+    noise=Noise(sigma=0.008032, sigma_df=11, tau=0.003941, tau_df=7, num_baseline_seeds=12),
+    quantile=3.715,
 )
 
 
@@ -601,6 +621,149 @@ def describe(run: Run) -> str:
     )
 
 
+# ---- noise, time and table ----
+
+
+def estimate_noise(tier: Tier) -> Noise:
+    """Estimate the noise of a tier from the baseline's stored seeds and searches for rates."""
+    baseline = Entry(tier, tier.baseline, {})
+    losses = read_losses(read_entry(baseline))
+    seeds = sorted({run.seed for run in losses if run.part == "short"})
+    searches = [search_short(baseline, losses, seed).losses for seed in seeds]
+    short_curvatures = []
+    for axis in range(len(RATES)):
+        # all searches have the first cross
+        points = {power: tuple(power * (i == axis) for i in range(2)) for power in (-1.0, 0.0, 1.0)}
+        means = {
+            power: statistics.fmean(search[point] for search in searches)
+            for power, point in points.items()
+        }
+        short_curvatures.append(fit_curvature(means))
+    long_losses = {
+        math.log2(run.muon_learning_rate): loss
+        for run, loss in losses.items()
+        if run.part == "long"
+    }
+    reported = [loss for run, loss in losses.items() if run.part == "seed"]
+    return Noise(
+        sigma=statistics.stdev(reported),
+        sigma_df=len(reported) - 1,
+        tau=estimate_tau(
+            [find_minimum(search) for search in searches],
+            short_curvatures,
+            fit_curvature(long_losses),
+        ),
+        tau_df=len(searches) - 1,
+        num_baseline_seeds=len(reported),
+    )
+
+
+def estimate_seconds(entry: Entry, num_steps: int, jobs: int) -> float | None:
+    """Estimate the time of some steps of an entry from the baseline's rows and the entry's FLOPs."""
+    baseline = read_entry(Entry(entry.tier, entry.tier.baseline, {}))
+    if not baseline["runs"]:
+        return None
+    seconds = statistics.median(row["seconds"] / row["steps"] for row in baseline["runs"])
+    relative_flops = measure_size(entry)["flops_per_token"] / baseline["flops_per_token"]
+    return num_steps * seconds * relative_flops / jobs
+
+
+def show_plan(entry: Entry, jobs: int) -> None:
+    """Print which runs of an entry are finished, which come next, and how long all take."""
+    losses = read_losses(read_entry(entry))
+    plan = make_plan(entry, losses)
+    for run, loss in losses.items():
+        print(f"done: {describe(run)}: loss {loss:.4f}")
+    for run in plan.missing:
+        print(f"next: {describe(run)}")
+    seconds = estimate_seconds(entry, plan.steps_left, jobs)
+    duration = "unknown, because no run of the baseline is stored"
+    if seconds is not None:
+        duration = (
+            f"about {units.format_duration(seconds)} with --jobs={jobs}, by the speed of the "
+            "baseline's stored runs and the FLOPs of the variant"
+        )
+    print(
+        f"{entry.name}: {len(losses)} runs are done, {plan.steps_left} steps are left (more if a "
+        f"search moves); time: {duration}"
+    )
+
+
+def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
+    """Return the numbers of a stored entry in the table; its loss is None until it is complete."""
+    entry = Entry(tier, stored["model"], stored["keys"], stored["first_seed"])
+    losses = read_losses(stored)
+    reported = [loss for run, loss in losses.items() if run.part == "seed"]
+    short_losses = [
+        loss
+        for run, loss in losses.items()
+        if run.part == "short" and run.seed == entry.tuning_seeds[0]
+    ]
+    row = {
+        "entry": entry.name,
+        "num_runs": len(losses),
+        "loss": None,
+        "difference": None,
+        "verdict": "",
+        "short_loss": min(short_losses, default=None),
+        "parameters": stored["parameters"],
+        "relative_flops": stored["flops_per_token"] / baseline["flops_per_token"],
+    }
+    if len(reported) < len(entry.seeds):
+        return row | {"verdict": f"not complete: {len(losses)} runs"}
+    row["loss"] = statistics.fmean(reported)
+    if entry.name == tier.baseline:
+        return row | {"verdict": "baseline"}
+    code, baseline_code = (item["code"]["first_losses"]["baseline"] for item in (stored, baseline))
+    if not have_same_losses(code, baseline_code):
+        return row | {"verdict": "not compared: other code"}
+    baseline_losses = [loss for run, loss in read_losses(baseline).items() if run.part == "seed"]
+    row["difference"] = row["loss"] - statistics.fmean(baseline_losses)
+    row["half_width"] = tier.noise.get_half_width(len(reported))
+    standard_error = tier.noise.get_standard_error(len(reported))
+    row["verdict"] = judge(row["difference"], standard_error, tier.quantile)
+    return row
+
+
+def list_rows(tier: Tier) -> list[dict[str, Any]]:
+    """Return the rows of all stored entries, the lowest loss first and incomplete entries last."""
+    entries = [files.read_json(path) for path in sorted(results_folder(tier).glob("*.json"))]
+    baseline = read_entry(Entry(tier, tier.baseline, {}))
+    if not baseline["runs"]:
+        raise ValueError(f"no run of {tier.baseline} is stored in {results_folder(tier)}")
+    rows = [make_row(stored, tier, baseline) for stored in entries]
+    return sorted(rows, key=lambda row: math.inf if row["loss"] is None else row["loss"])
+
+
+def format_table(tier: Tier) -> str:
+    """Return the table of a tier in Markdown, with the listed entries that were not run."""
+    lines = [
+        "| place | entry | loss | difference from additive, 95% interval | verdict | loss at 0.8M "
+        "(tuning part) | parameters | FLOPs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = list_rows(tier)
+    for place, row in enumerate(rows, start=1):
+        loss = difference = ""
+        if row["loss"] is not None:
+            loss = f"{row['loss']:.4f}"
+        if row["difference"] is not None:
+            difference = f"{row['difference']:+.4f} ± {row['half_width']:.4f}"
+        short_loss = "" if row["short_loss"] is None else f"{row['short_loss']:.4f}"
+        lines.append(
+            f"| {place if loss else ''} | {row['entry']} | {loss} | {difference} | {row['verdict']} "
+            f"| {short_loss} | {row['parameters']:,} | {row['relative_flops']:.2f} |"
+        )
+    stored_names = {row["entry"] for row in rows}
+    for entry in (Entry(tier, name, {}) for name in LISTED_ENTRIES):
+        if entry.name not in stored_names:
+            seconds = estimate_seconds(entry, make_plan(entry, {}).steps_left, Options.jobs)
+            lines.append(
+                f"|  | {entry.name} |  |  | not run: at least {seconds / 3600:.1f} hours |  |  |  |"
+            )
+    return "\n".join(lines)
+
+
 # ---- the command ----
 
 
@@ -644,7 +807,11 @@ def main(tier: Tier = CPU_1) -> int:
     # every run has one thread, whatever the machine
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["WORLD_SIZE"] = "1"
-    if entry is None:
+    if entry is None or options.mode == "table":
+        print(format_table(tier))
+        return 0
+    if options.mode == "show":
+        show_plan(entry, options.jobs)
         return 0
     check_tier(tier)
     check_causality(entry)
@@ -658,6 +825,7 @@ def main(tier: Tier = CPU_1) -> int:
             f"stopped by {runner.signals[-1].name}; to resume: {shlex.join(['python', *sys.argv])}"
         )
         return 128 + runner.signals[-1]
+    print(format_table(tier))
     return 0
 
 
