@@ -39,7 +39,14 @@ from model.causality import find_leak, move_parameters
 from model.cost import flops_per_token
 from research import sweep, tuning
 from research.analysis.causality import TINY
-from research.track_statistics import Noise, estimate_tau, fit_curvature, judge
+from research.track_statistics import (
+    Noise,
+    estimate_tau,
+    fit_curvature,
+    judge,
+    simulate_false_decisions,
+    split_baseline,
+)
 from training import metrics
 from training.config import Arguments
 from utils import errors, files, provenance, units
@@ -120,10 +127,11 @@ CPU_1 = Tier(
 class Options:
     """Keys of the track; the keys of the variant are options as well."""
 
-    mode: Literal["run", "show", "table"] = option(
+    mode: Literal["run", "show", "table", "check"] = option(
         "run",
-        "run what is missing, then print the table (run); print the plan and its time (show); or "
-        "print the table of what is stored (table)",
+        "run what is missing, then print the table (run); print the plan and its time (show); "
+        "print the table of what is stored (table); or store how often the rule decides between "
+        "equal entries (check)",
     )
     jobs: int = option(
         2,
@@ -764,6 +772,26 @@ def format_table(tier: Tier) -> str:
     return "\n".join(lines)
 
 
+def run_null_test(tier: Tier) -> dict[str, float]:
+    """Return how often the rule decides between equal entries: simulated ones, and split seeds."""
+    noise = tier.noise
+    losses = read_losses(read_entry(Entry(tier, tier.baseline, {})))
+    reported = [loss for run, loss in losses.items() if run.part == "seed"]
+    num_tiers = 10_000
+    return {
+        "num_tiers": num_tiers,
+        "false_decisions": simulate_false_decisions(
+            noise.sigma,
+            noise.tau,
+            num_seeds=tier.num_seeds,
+            num_baseline_seeds=noise.num_baseline_seeds,
+            num_tunings=noise.tau_df + 1,
+            num_tiers=num_tiers,
+        ),
+        "false_decisions_of_splits": split_baseline(reported, noise, tier.num_seeds),
+    }
+
+
 # ---- the command ----
 
 
@@ -807,6 +835,11 @@ def main(tier: Tier = CPU_1) -> int:
     # every run has one thread, whatever the machine
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["WORLD_SIZE"] = "1"
+    if options.mode == "check":
+        figures = run_null_test(tier)
+        provenance.store_figures(results_folder(tier).parent / "null_test.json", figures)
+        print(figures)
+        return 0
     if entry is None or options.mode == "table":
         print(format_table(tier))
         return 0
