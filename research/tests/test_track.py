@@ -168,3 +168,17 @@ def test_show_prints_the_plan_and_writes_nothing(monkeypatch, capsys, tmp_path):
     track.show_plan(Entry(CPU_1, "mHC-gpt-mha-rope", {}), jobs=2)
     assert "0 runs are done" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_has_the_table_and_the_frozen_numbers():
+    page = (track.ROOT / "research" / "track.md").read_text()
+    null_test = files.read_json(track.ROOT / "results" / "track" / "null_test.json")
+    error = CPU_1.noise.get_standard_error(CPU_1.num_seeds)
+    assert track.format_table(CPU_1) in page
+    assert f"sigma = {CPU_1.noise.sigma:.4f}" in page
+    assert f"tau = {CPU_1.noise.tau:.4f}" in page
+    assert f"s = {error:.4f}" in page
+    assert f"> {CPU_1.quantile} s" in page
+    assert f"decides is {CPU_1.quantile * error:.3f}" in page
+    assert f"{null_test['false_decisions']:.2%} are decided" in page
+    assert null_test["false_decisions"] <= 0.003
