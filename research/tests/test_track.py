@@ -1,0 +1,184 @@
+"""Tests of the track: its plan, its frozen noise, and its table against scipy."""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from research import track
+from research.track import CPU_1, Entry
+from research.track_statistics import Noise, judge, simulate_false_decisions
+from utils import files
+
+
+def bowl(run: track.Run) -> float:
+    """Return a made-up loss, whose best rates are a quarter and twice those of the tier's start."""
+    muon = math.log2(run.muon_learning_rate / 7e-3) + 2
+    adamw = math.log2(run.learning_rate / 2e-2) - 1
+    return 3 + 0.1 * muon**2 + 0.05 * adamw**2 + 0.001 * run.seed
+
+
+def finish(entry: Entry, get_loss, batch_size: int) -> dict:
+    """Return the losses of an entry whose missing runs finish in batches."""
+    losses = {}
+    while missing := track.make_plan(entry, losses).missing:
+        losses |= {run: get_loss(run) for run in missing[:batch_size]}
+    return losses
+
+
+@pytest.fixture
+def entry():
+    return Entry(CPU_1, "wide-gpt-mha-rope", {})
+
+
+def test_the_number_of_jobs_changes_no_run(entry):
+    assert finish(entry, bowl, 1) == finish(entry, bowl, 3)
+
+
+def test_an_entry_keeps_to_its_numbers_of_tries(entry):
+    runs = list(finish(entry, bowl, 2))
+    parts = [run.part for run in runs]
+    assert 5 <= parts.count("short") <= 8
+    assert 3 <= parts.count("long") <= 5
+    assert [run.seed for run in runs if run.part == "seed"] == [0, 1, 2, 3]
+
+
+def test_the_search_moves_to_the_lower_loss(entry):
+    losses = finish(entry, bowl, 1)
+    rates = track.make_plan(entry, losses).rates
+    assert rates["muon_learning_rate"] < 7e-3
+
+
+def test_a_diverged_try_is_not_chosen(entry):
+    losses = finish(entry, lambda run: bowl(run) if run.learning_rate < 0.03 else math.inf, 1)
+    assert track.make_plan(entry, losses).rates["learning_rate"] < 0.03
+
+
+def test_an_entry_that_always_diverges_is_refused(entry):
+    with pytest.raises(ValueError, match="diverged"):
+        finish(entry, lambda run: math.inf, 1)
+
+
+@pytest.mark.parametrize("num_stored", [0, 3, 8])
+def test_a_stored_entry_goes_on_with_the_same_runs(entry, num_stored):
+    losses = finish(entry, bowl, 1)
+    rows = [
+        {**run._asdict(), "val_loss": loss}
+        for run, loss in itertools.islice(losses.items(), num_stored)
+    ]
+    resumed = track.read_losses({"runs": rows})
+    while missing := track.make_plan(entry, resumed).missing:
+        resumed[missing[0]] = bowl(missing[0])
+    assert resumed == losses
+
+
+def test_the_frozen_noise_is_that_of_the_stored_runs():
+    estimated = track.estimate_noise(CPU_1)
+    for field in dataclasses.fields(Noise):
+        assert getattr(CPU_1.noise, field.name) == pytest.approx(
+            getattr(estimated, field.name), rel=1e-3
+        )
+
+
+def read_seed_losses(path: Path) -> list[float]:
+    rows = files.read_json(path)["runs"]
+    return [row["val_loss"] for row in rows if row["part"] == "seed"]
+
+
+def test_the_quantile_and_the_intervals_are_those_of_scipy():
+    noise = CPU_1.noise
+    seed_variance = noise.sigma**2 * (1 / 4 + 1 / 12)
+    rate_variance = 2 * noise.tau**2
+    degrees = (seed_variance + rate_variance) ** 2 / (seed_variance**2 / 11 + rate_variance**2 / 7)
+    error = math.sqrt(seed_variance + rate_variance)
+    assert CPU_1.quantile == pytest.approx(stats.t.ppf(0.999, degrees), abs=1e-3)
+    assert noise.get_half_width(4) == pytest.approx(stats.t.ppf(0.975, degrees) * error)
+
+
+def test_the_table_is_that_of_the_stored_rows(monkeypatch, tmp_path):
+    # two made-up entries, one far from the baseline and one near it
+    baseline = files.read_json(Entry(CPU_1, CPU_1.baseline, {}).path)
+    mean = statistics.fmean(read_seed_losses(Entry(CPU_1, CPU_1.baseline, {}).path))
+    files.write_json(tmp_path / "gpt-mha-rope.json", baseline)
+    for name, difference in (("wide-gpt-mha-rope", -0.03), ("conv-gpt-mha-rope", 0.02)):
+        rows = [row for row in baseline["runs"] if row["part"] == "seed"][:4]
+        rows = [{**row, "val_loss": mean + difference} for row in rows]
+        stored = {**baseline, "model": name, "runs": rows}
+        files.write_json(tmp_path / f"{name}.json", stored)
+    monkeypatch.setattr(track, "results_folder", lambda tier: tmp_path)
+    rows = track.list_rows(CPU_1)
+    assert [row["entry"] for row in rows] == [
+        "wide-gpt-mha-rope",
+        "gpt-mha-rope",
+        "conv-gpt-mha-rope",
+    ]
+    assert [row["verdict"] for row in rows] == ["better", "baseline", "undecided"]
+    assert rows[0]["difference"] == pytest.approx(-0.03)
+
+
+def test_judge_decides_beyond_the_quantile_alone():
+    assert judge(-0.31, 0.1, 3) == "better"
+    assert judge(0.31, 0.1, 3) == "worse"
+    assert judge(0.29, 0.1, 3) == "undecided"
+
+
+def test_equal_entries_are_seldom_decided():
+    noise = CPU_1.noise
+    fraction = simulate_false_decisions(noise.sigma, noise.tau, 4, 12, 8, num_tiers=2000)
+    assert fraction <= 0.005
+
+
+def test_tau_is_the_root_mean_square_of_what_the_tunings_cost():
+    minima = np.array([[-1.0, 0.0], [1.0, 0.0], [0.0, -2.0], [0.0, 2.0]])
+    # costs 0.01, 0.01, 0.08 and 0.08 in short runs, half of that in longer ones
+    expected = 0.5 * math.sqrt((2 * 0.01**2 + 2 * 0.08**2) / 3)
+    assert track.estimate_tau(minima, [0.01, 0.02], 0.015) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-variant"], "no-such-variant"),
+        (["gpt-mha-rope", "--hidden_size=64"], "hidden_size is fixed by the tier"),
+        (["gpt-mha-rope", "wide-gpt-mha-rope"], "give one variant"),
+        (["gpt-mha-rope", "--seedz=1"], "seedz"),
+    ],
+)
+def test_bad_command_lines_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        track.read_command(arguments, CPU_1)
+
+
+def test_another_torch_is_refused(monkeypatch):
+    tier = dataclasses.replace(CPU_1, torch_version="2.0.0")
+    with pytest.raises(ValueError, match=r"the tier cpu-1 is of torch 2\.0\.0"):
+        track.check_tier(tier)
+
+
+def test_show_prints_the_plan_and_writes_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(track, "ROOT", tmp_path)
+    monkeypatch.setattr(
+        track.Entry, "folder", property(lambda self: tmp_path / "runs"), raising=True
+    )
+    track.show_plan(Entry(CPU_1, "mHC-gpt-mha-rope", {}), jobs=2)
+    assert "0 runs are done" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_has_the_table_and_the_frozen_numbers():
+    page = (track.ROOT / "research" / "track.md").read_text()
+    null_test = files.read_json(track.ROOT / "results" / "track" / "null_test.json")
+    error = CPU_1.noise.get_standard_error(CPU_1.num_seeds)
+    assert track.format_table(CPU_1) in page
+    assert f"sigma = {CPU_1.noise.sigma:.4f}" in page
+    assert f"tau = {CPU_1.noise.tau:.4f}" in page
+    assert f"s = {error:.4f}" in page
+    assert f"> {CPU_1.quantile} s" in page
+    assert f"decides is {CPU_1.quantile * error:.3f}" in page
+    assert f"{null_test['false_decisions']:.2%} are decided" in page
+    assert null_test["false_decisions"] <= 0.003

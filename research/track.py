@@ -1,0 +1,867 @@
+"""Say where a residual stream stands: tune its rates, train its seeds, and compare it with the others.
+
+    python research/track.py my-gpt-mha-rope              # about an hour on two cores; resumes if stopped
+    python research/track.py my-gpt-mha-rope --mode=show  # print the plan and its time, run nothing
+    python research/track.py                              # print the table of all stored entries
+
+The command checks the variant, and then trains it by the rules of the tier cpu-1, which every entry
+has in common (research/track.md): five to eight tries for its two rates, three to five for a common
+factor of both in longer runs, and four seeds with these rates. The difference from the additive
+stream decides the verdict. A key of the variant, --key=value, makes another entry. Every finished
+run is stored in results/track/cpu-1/<entry>.json; the runs are in sweeps/track/cpu-1/<entry>/.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+import configurator
+import model as models
+from configurator import collect_options, option
+from model.causality import find_leak, move_parameters
+from model.cost import flops_per_token
+from research import sweep, tuning
+from research.analysis.causality import TINY
+from research.track_statistics import (
+    Noise,
+    estimate_tau,
+    fit_curvature,
+    judge,
+    simulate_false_decisions,
+    split_baseline,
+)
+from training import metrics
+from training.config import Arguments
+from utils import errors, files, provenance, units
+
+ROOT = Path(__file__).resolve().parents[1]
+PREPARE = ROOT / "data" / "torch_source" / "prepare.py"
+RATES = ("muon_learning_rate", "learning_rate")
+# steps of a run with a fixed seed and high rates, whose losses tell whether code computes the same
+FIRST_STEPS = 20
+# of these losses, between machines
+LOSS_TOLERANCE = 1e-3
+# entries that the table names even if they were not run
+LISTED_ENTRIES = (
+    "wide-gpt-mha-rope",
+    "conv-gpt-mha-rope",
+    "DDL-gpt-mha-rope",
+    "DDL-gpt-mha-rope-CC-EC",
+    "DDL-vdim1-gpt-mha-rope",
+    "mHC-gpt-mha-rope",
+    "AttnRes-gpt-mha-rope",
+    "MuseSpark-gpt-mha-rope",
+    "MUDD-gpt-mha-rope",
+    "Lambdas-gpt-mha-rope",
+)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The rules that all entries of a table have in common; none changes after the first entry.
+
+    settings_sha256: of what the config file sets. corpus_sha256: of the token files. short_steps and
+    long_steps: of the runs that search for two rates, and of all others. factor: of both rates, from
+    which the search in longer runs starts. Counts of tries are the largest ones. noise and quantile:
+    estimated once from the baseline's runs (estimate_noise).
+    """
+
+    name: str
+    config: Path
+    settings_sha256: str
+    corpus_sha256: dict[str, str]
+    torch_version: str
+    baseline: str = "gpt-mha-rope"
+    short_steps: int = 800
+    long_steps: int = 3200
+    max_short_tries: int = 8
+    max_long_tries: int = 5
+    factor: float = 0.5
+    num_seeds: int = 4
+    num_baseline_seeds: int = 12
+    tuning_seed: int = 1000
+    noise: Noise | None = None
+    quantile: float = math.nan
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return what the config file sets, without what only changes the rounding."""
+        settings = configurator.read_config_file(str(self.config))
+        settings.pop("compile", None)
+        return settings
+
+
+CPU_1 = Tier(
+    name="cpu-1",
+    config=ROOT / "config" / "track_cpu_1.py",
+    settings_sha256="18e261e73dc3ef9be0379ff2ccfd0365da9fa9d3a3716677f4f8c41e2365e56b",
+    corpus_sha256={
+        "torch_val_000000.bin": "0abb3c47a8f0007235dc42cc1177ed22228a8717803f2539a43ea7fcecd8b14f",
+        "torch_train_000001.bin": (
+            "f78d12ba7d5a66e831a14b70841010771ffc1b4acae83716799f82dd43daa715"
+        ),
+    },
+    torch_version="2.13.0",
+    noise=Noise(sigma=0.008032, sigma_df=11, tau=0.003941, tau_df=7, num_baseline_seeds=12),
+    quantile=3.715,
+)
+
+
+@dataclass
+class Options:
+    """Keys of the track; the keys of the variant are options as well."""
+
+    mode: Literal["run", "show", "table", "check"] = option(
+        "run",
+        "run what is missing, then print the table (run); print the plan and its time (show); "
+        "print the table of what is stored (table); or store how often the rule decides between "
+        "equal entries (check)",
+    )
+    jobs: int = option(
+        2,
+        "number of runs at the same time, each with one thread",
+        low=1,
+    )
+    first_seed: int = option(
+        0,
+        "first seed; an entry with other seeds is another entry",
+        low=0,
+        high=900,
+    )
+    tunings: int = option(
+        1,
+        "number of searches for the two rates, with a seed each; the noise of the tier needs 8 of "
+        "the baseline",
+        low=1,
+        high=90,
+    )
+
+
+class Run(NamedTuple):
+    """A run of the plan: what it is for, its seed, its length in steps and its rates."""
+
+    part: Literal["short", "long", "seed"]
+    seed: int
+    steps: int
+    muon_learning_rate: float
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a tier: a variant with values of its keys, and the seeds of its runs."""
+
+    tier: Tier
+    model: str
+    keys: dict[str, Any]
+    first_seed: int = 0
+    num_tunings: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of the entry's file."""
+        keys = dict(self.keys)
+        if self.first_seed:
+            keys["first_seed"] = self.first_seed
+        return "+".join([self.model, *([sweep.make_cell_name(keys)] if keys else [])])
+
+    @property
+    def path(self) -> Path:
+        """The file of the entry's results."""
+        return results_folder(self.tier) / f"{self.name}.json"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the entry's runs."""
+        return ROOT / "sweeps" / "track" / self.tier.name / self.name
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the runs that are reported."""
+        is_baseline = self.name == self.tier.baseline
+        num_seeds = self.tier.num_baseline_seeds if is_baseline else self.tier.num_seeds
+        return range(self.first_seed, self.first_seed + num_seeds)
+
+    @property
+    def tuning_seeds(self) -> range:
+        """The seeds of the searches for two rates, of which the first chooses the entry's rates."""
+        first = self.tier.tuning_seed + self.first_seed
+        return range(first, first + self.num_tunings)
+
+
+def results_folder(tier: Tier) -> Path:
+    """Return the folder of a tier's stored entries."""
+    return ROOT / "results" / "track" / tier.name
+
+
+# ---- the plan ----
+
+
+class Search(NamedTuple):
+    """The state of a search: the losses of its complete crosses, and the points to try next."""
+
+    losses: dict[tuning.Point, float]
+    missing: list[tuning.Point]
+
+
+class Plan(NamedTuple):
+    """What an entry's finished runs say about the others.
+
+    missing: runs that can begin now, the most important first. steps_left: of these and of all later
+    ones, if no search needs more tries. rates: those of the seeds, once they are known.
+    """
+
+    missing: list[Run]
+    steps_left: int
+    rates: dict[str, float] | None
+
+
+def follow_cross(
+    get_loss: Callable[[tuning.Point], float | None], num_rates: int, max_tries: int
+) -> Search:
+    """Follow a search that tries a cross around its start and moves it to the best point.
+
+    It ends when the best point is in the middle of a cross, or when the next cross would need more
+    than max_tries. Losses decide only when a cross is complete, so the points depend neither on
+    stops nor on the number of jobs.
+
+    Args:
+        get_loss: returns the loss at a point, infinity of a run that diverged, or None
+    """
+    center: tuning.Point = (0.0,) * num_rates
+    losses: dict[tuning.Point, float] = {}
+    while True:
+        cross = [center, *tuning.list_neighbors(center)]
+        new_points = [point for point in cross if point not in losses]
+        if not new_points or len(losses) + len(new_points) > max_tries:
+            return Search(losses, missing=[])
+        new_losses = {point: get_loss(point) for point in new_points}
+        missing = [point for point, loss in new_losses.items() if loss is None]
+        if missing:
+            return Search(losses, missing)
+        losses.update(new_losses)
+        center = tuning.find_best(losses)
+
+
+def fit_axis(losses: tuning.Losses, axis: int) -> tuple[float, float]:
+    """Fit a parabola to the three lowest losses on the line through the best point along an axis.
+
+    Returns:
+        the power at its minimum, at most one step beside the best point, and its curvature c: at a
+        distance of x powers of two, the loss is higher by c * x**2. If the three losses have no
+        minimum, that is the power of the best point, and nan.
+    """
+    best = tuning.find_best(losses)
+    line = {}
+    for point, loss in losses.items():
+        is_on_line = all(point[i] == best[i] for i in range(len(best)) if i != axis)
+        if is_on_line and math.isfinite(loss):
+            line[point[axis]] = loss
+    lowest = sorted(sorted(line, key=lambda power: line[power])[:3])
+    if len(lowest) < 3:
+        return best[axis], math.nan
+    a, b, c = lowest
+    left_slope = (line[b] - line[a]) / (b - a)
+    right_slope = (line[c] - line[b]) / (c - b)
+    curvature = (right_slope - left_slope) / (c - a)
+    if curvature <= 0:
+        return best[axis], math.nan
+    minimum = (a + b) / 2 - left_slope / (2 * curvature)
+    return min(max(minimum, best[axis] - 1), best[axis] + 1), curvature
+
+
+def find_minimum(losses: tuning.Losses) -> tuning.Point:
+    """Return the minimum of the parabolas along all axes of a search."""
+    num_rates = len(next(iter(losses)))
+    return tuple(fit_axis(losses, axis)[0] for axis in range(num_rates))
+
+
+def make_short_run(entry: Entry, seed: int, point: tuning.Point) -> Run:
+    """Return the run of the search for two rates at a point."""
+    settings = entry.tier.read_settings()
+    rates = {key: tuning.to_rate(settings[key], power) for key, power in zip(RATES, point)}
+    return Run("short", seed, entry.tier.short_steps, **rates)
+
+
+def make_long_run(entry: Entry, rates: dict[str, float], point: tuning.Point) -> Run:
+    """Return the run of the search for a common factor of two rates at a point."""
+    power = math.log2(entry.tier.factor) + point[0]
+    scaled = {key: tuning.to_rate(rate, power) for key, rate in rates.items()}
+    return Run("long", entry.tuning_seeds[0], entry.tier.long_steps, **scaled)
+
+
+def search_short(entry: Entry, losses: dict[Run, float], seed: int) -> Search:
+    """Return the state of a search for two rates."""
+    return follow_cross(
+        lambda point: losses.get(make_short_run(entry, seed, point)),
+        num_rates=2,
+        max_tries=entry.tier.max_short_tries,
+    )
+
+
+def search_long(entry: Entry, losses: dict[Run, float], rates: dict[str, float]) -> Search:
+    """Return the state of the search for a common factor of two rates."""
+    return follow_cross(
+        lambda point: losses.get(make_long_run(entry, rates, point)),
+        num_rates=1,
+        max_tries=entry.tier.max_long_tries,
+    )
+
+
+def make_plan(entry: Entry, losses: dict[Run, float]) -> Plan:
+    """Return which runs an entry needs next.
+
+    Args:
+        losses: of the finished runs; infinity of those that diverged
+
+    Raises:
+        ValueError: all tries of a search diverged
+    """
+    tier = entry.tier
+    short = search_short(entry, losses, entry.tuning_seeds[0])
+    missing = [make_short_run(entry, entry.tuning_seeds[0], point) for point in short.missing]
+    steps_left = len(missing) * tier.short_steps
+    rates = None
+    if missing:
+        steps_left += (3 + len(entry.seeds)) * tier.long_steps
+    else:
+        check_converged(entry, short)
+        short_rates = make_short_run(entry, 0, find_minimum(short.losses))._asdict()
+        short_rates = {key: short_rates[key] for key in RATES}
+        long = search_long(entry, losses, short_rates)
+        missing = [make_long_run(entry, short_rates, point) for point in long.missing]
+        steps_left = (len(missing) + len(entry.seeds)) * tier.long_steps
+        if not missing:
+            check_converged(entry, long)
+            best = make_long_run(entry, short_rates, find_minimum(long.losses))
+            rates = {key: getattr(best, key) for key in RATES}
+            runs = [best._replace(part="seed", seed=seed) for seed in entry.seeds]
+            missing = [run for run in runs if run not in losses]
+            steps_left = len(missing) * tier.long_steps
+    for seed in entry.tuning_seeds[1:]:
+        search = search_short(entry, losses, seed)
+        missing += [make_short_run(entry, seed, point) for point in search.missing]
+        steps_left += len(search.missing) * tier.short_steps
+    return Plan(missing, steps_left, rates)
+
+
+def check_converged(entry: Entry, search: Search) -> None:
+    """Raise ValueError if all tries of a search diverged."""
+    if not tuning.has_converged(search.losses):
+        raise ValueError(
+            f"{entry.name}: all {len(search.losses)} tries of a search for rates diverged, so it has "
+            "no place in the table; lower what the stream multiplies its state by"
+        )
+
+
+# ---- stored entries ----
+
+
+def read_losses(stored: dict) -> dict[Run, float]:
+    """Return the losses of an entry's stored runs; infinity of those that diverged."""
+    losses = {}
+    for row in stored.get("runs", []):
+        run = Run(**{key: row[key] for key in Run._fields})
+        losses[run] = math.inf if row["val_loss"] is None else row["val_loss"]
+    return losses
+
+
+def read_entry(entry: Entry) -> dict:
+    """Return what is stored of an entry, or what a new one begins with."""
+    if entry.path.exists():
+        return files.read_json(entry.path)
+    return {
+        "tier": entry.tier.name,
+        "model": entry.model,
+        "keys": entry.keys,
+        "first_seed": entry.first_seed,
+        "runs": [],
+    }
+
+
+# ---- checks ----
+
+
+def hash_settings(settings: dict[str, Any]) -> str:
+    """Return the SHA-256 of settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def check_tier(tier: Tier) -> None:
+    """Raise ValueError if this machine does not have what all entries of the tier had."""
+    if hash_settings(tier.read_settings()) != tier.settings_sha256:
+        raise ValueError(
+            f"{tier.config} differs from the tier {tier.name}, which never changes; restore the "
+            "file with git checkout"
+        )
+    version = torch.__version__.partition("+")[0]
+    if version != tier.torch_version:
+        raise ValueError(
+            f"torch is {version}, but the tier {tier.name} is of torch {tier.torch_version}, whose "
+            f"source is its text; pip install torch=={tier.torch_version}"
+        )
+    folder = PREPARE.parent
+    if not (folder / "meta.json").exists():
+        subprocess.run([sys.executable, str(PREPARE)], check=True)
+    for name, digest in tier.corpus_sha256.items():
+        file = folder / name
+        if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise ValueError(
+                f"{file} is not the text of the tier {tier.name}; run {PREPARE} --overwrite, and if "
+                "this line stays, your installation of torch has other files"
+            )
+
+
+def check_causality(entry: Entry) -> None:
+    """Raise ValueError if a tiny model of the variant lets a token see a later one."""
+    config = models.make_config(entry.model, {**TINY, **entry.keys})
+    torch.manual_seed(0)
+    tiny = move_parameters(models.build(entry.model, config)).double().eval()
+    ids = torch.randint(TINY["vocab_size"], (1, 16), generator=torch.Generator().manual_seed(0))
+    leak = find_leak(tiny, ids)
+    if leak is not None:
+        raise ValueError(
+            f"{entry.model} has no place in the table, because later tokens leak: {leak}"
+        )
+
+
+def measure_size(entry: Entry) -> dict[str, int]:
+    """Return the number of parameters of an entry and its training FLOPs per token."""
+    settings = entry.tier.read_settings()
+    options = collect_options(models.model_class(entry.model).Config)
+    sizes = {key: value for key, value in settings.items() if key in options}
+    config = models.make_config(entry.model, {**sizes, **entry.keys})
+    with torch.device("meta"):
+        built = models.build(entry.model, config)
+    return {"parameters": built.num_parameters(), "flops_per_token": flops_per_token(built)}
+
+
+def measure_first_losses(entry: Entry, model: str, keys: dict[str, Any]) -> list[float]:
+    """Return the losses of a few steps with high rates and a fixed seed, which depend on all code."""
+    folder = entry.folder / f"first_steps_of_{model}"
+    shutil.rmtree(folder, ignore_errors=True)
+    run = Run("short", entry.tier.tuning_seed, FIRST_STEPS, 7e-3, 2e-2)
+    cell = make_cell(
+        dataclasses.replace(entry, model=model, keys=keys),
+        run,
+        folder,
+        warmup_steps=2,
+        compile=False,
+        eval_full=False,
+        eval_batches=1,
+    )
+    exit_code, last_line = sweep.run_cell(cell, 1, [], sweep.make_environment(1))
+    if exit_code:
+        raise ValueError(f"{model} does not train ({cell.log}): {last_line}")
+    records = metrics.read(cell.folder / "metrics.jsonl")
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def check_code(entry: Entry, stored: dict) -> None:
+    """Bring the digests of the code in a stored entry up to date.
+
+    Code with another digest may go on with an entry if the first losses of the variant and of the
+    baseline stay.
+
+    Raises:
+        ValueError: the code computes other losses than that of the stored runs
+    """
+    digests = {
+        "code_sha256": provenance.compute_code_digest(),
+        "model_sha256": provenance.current_model_digest(entry.model),
+    }
+    old = stored.get("code", {})
+    if all(old.get(key) == digest for key, digest in digests.items()):
+        return
+    baseline = entry.tier.baseline
+    first_losses = {
+        "own": measure_first_losses(entry, entry.model, entry.keys),
+        "baseline": measure_first_losses(entry, baseline, {}),
+    }
+    for name, losses in old.get("first_losses", {}).items():
+        if not have_same_losses(losses, first_losses[name]):
+            changed = f"model/{entry.model}.py" if name == "own" else "the code of training"
+            raise ValueError(
+                f"{changed} computes other losses than when the runs of {entry.path} were stored; "
+                "give the file another name, which makes another entry, or delete the stored runs "
+                f"and {entry.folder}"
+            )
+    stored["code"] = {**digests, "first_losses": first_losses}
+
+
+def have_same_losses(losses: list[float], others: list[float]) -> bool:
+    """Return whether two lists of first losses are the same but for rounding."""
+    return len(losses) == len(others) and all(
+        math.isclose(loss, other, rel_tol=LOSS_TOLERANCE) for loss, other in zip(losses, others)
+    )
+
+
+# ---- running ----
+
+
+def make_cell(entry: Entry, run: Run, folder: Path, **changes: Any) -> sweep.Cell:
+    """Return the cell of the sweep that trains a run below a folder.
+
+    Raises:
+        ValueError: train.py would refuse its arguments
+    """
+    texts = {
+        "seed": run.seed,
+        "max_steps": run.steps,
+        "warmup_steps": run.steps // 10,
+        "muon_learning_rate": run.muon_learning_rate,
+        "learning_rate": run.learning_rate,
+        # rates are chosen on one part of the text, and losses reported on the other
+        "eval_part": "second" if run.part == "seed" else "first",
+        **changes,
+    }
+    arguments = Arguments(
+        file=entry.tier.config,
+        from_file=configurator.read_config_file(str(entry.tier.config)),
+        from_command_line={
+            key: str(value) for key, value in (entry.keys | {"model": entry.model}).items()
+        },
+    )
+    return sweep.make_cell(0, {key: str(value) for key, value in texts.items()}, arguments, folder)
+
+
+class Runner:
+    """Trains the missing runs of an entry, and stores each of them when it is finished."""
+
+    def __init__(self, entry: Entry, stored: dict, jobs: int):
+        self.entry = entry
+        self.stored = stored
+        self.losses = read_losses(stored)
+        self.jobs = jobs
+        self.signals = sweep.catch_signals()
+        self.environment = sweep.make_environment(jobs)
+        self.start = time.monotonic()
+        self.num_steps = 0  # that this process has trained
+
+    def train(self, run: Run) -> dict:
+        """Train a run and return its row.
+
+        Raises:
+            ValueError: train.py failed, but not because the run diverged
+        """
+        cell = make_cell(self.entry, run, self.entry.folder)
+        sweep.check_cell_folder(cell)
+        last_line = ""
+        if sweep.read_loss(cell) is None:
+            sweep.check_no_cell_is_running([cell])
+            _, last_line = sweep.run_cell(cell, 1, self.signals, self.environment)
+        loss = sweep.read_loss(cell)
+        if loss is None and not self.signals:
+            raise ValueError(f"{cell.log}: {last_line}")
+        records = metrics.read(cell.folder / "metrics.jsonl")
+        return {
+            **run._asdict(),
+            "val_loss": loss,
+            "seconds": round(records[-1]["seconds"], 1),
+            "commit": provenance.current_commit(),
+            **provenance.describe_machine(),
+        }
+
+    def run_all(self) -> None:
+        """Train all missing runs, `jobs` at the same time, until a signal stops them.
+
+        Raises:
+            ValueError: a run failed; those that had begun are finished first
+        """
+        running: dict[Future, Run] = {}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            while True:
+                plan = make_plan(self.entry, self.losses)
+                for run in plan.missing:
+                    if (
+                        run not in running.values()
+                        and len(running) < self.jobs
+                        and not self.signals
+                    ):
+                        running[pool.submit(self.train, run)] = run
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    run = running.pop(future)
+                    row = future.result()
+                    if not self.signals:
+                        self.store(run, row)
+
+    def store(self, run: Run, row: dict) -> None:
+        """Store the row of a finished run, and print a line about it."""
+        self.losses[run] = row["val_loss"]
+        self.stored["runs"].append(row)
+        self.entry.path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(self.entry.path, self.stored)
+        self.num_steps += run.steps
+        steps_left = make_plan(self.entry, self.losses).steps_left
+        seconds = (time.monotonic() - self.start) / self.num_steps * steps_left
+        loss = f"{row['val_loss']:.4f}" if math.isfinite(row["val_loss"]) else "diverged"
+        print(
+            f"{self.entry.name} | {describe(run)} | loss {loss} | "
+            f"{units.format_duration(row['seconds'])} | about {units.format_duration(seconds)} left",
+            flush=True,
+        )
+
+
+def describe(run: Run) -> str:
+    """Return a run in words."""
+    return (
+        f"{run.part}, seed {run.seed}, {run.steps} steps, rates {run.muon_learning_rate:g} and "
+        f"{run.learning_rate:g}"
+    )
+
+
+# ---- noise, time and table ----
+
+
+def estimate_noise(tier: Tier) -> Noise:
+    """Estimate the noise of a tier from the baseline's stored seeds and searches for rates."""
+    baseline = Entry(tier, tier.baseline, {})
+    losses = read_losses(read_entry(baseline))
+    seeds = sorted({run.seed for run in losses if run.part == "short"})
+    searches = [search_short(baseline, losses, seed).losses for seed in seeds]
+    short_curvatures = []
+    for axis in range(len(RATES)):
+        # all searches have the first cross
+        points = {power: tuple(power * (i == axis) for i in range(2)) for power in (-1.0, 0.0, 1.0)}
+        means = {
+            power: statistics.fmean(search[point] for search in searches)
+            for power, point in points.items()
+        }
+        short_curvatures.append(fit_curvature(means))
+    long_losses = {
+        math.log2(run.muon_learning_rate): loss
+        for run, loss in losses.items()
+        if run.part == "long"
+    }
+    reported = [loss for run, loss in losses.items() if run.part == "seed"]
+    return Noise(
+        sigma=statistics.stdev(reported),
+        sigma_df=len(reported) - 1,
+        tau=estimate_tau(
+            [find_minimum(search) for search in searches],
+            short_curvatures,
+            fit_curvature(long_losses),
+        ),
+        tau_df=len(searches) - 1,
+        num_baseline_seeds=len(reported),
+    )
+
+
+def estimate_seconds(entry: Entry, num_steps: int, jobs: int) -> float | None:
+    """Estimate the time of some steps of an entry from the baseline's rows and the entry's FLOPs."""
+    baseline = read_entry(Entry(entry.tier, entry.tier.baseline, {}))
+    if not baseline["runs"]:
+        return None
+    seconds = statistics.median(row["seconds"] / row["steps"] for row in baseline["runs"])
+    relative_flops = measure_size(entry)["flops_per_token"] / baseline["flops_per_token"]
+    return num_steps * seconds * relative_flops / jobs
+
+
+def show_plan(entry: Entry, jobs: int) -> None:
+    """Print which runs of an entry are finished, which come next, and how long all take."""
+    losses = read_losses(read_entry(entry))
+    plan = make_plan(entry, losses)
+    for run, loss in losses.items():
+        print(f"done: {describe(run)}: loss {loss:.4f}")
+    for run in plan.missing:
+        print(f"next: {describe(run)}")
+    seconds = estimate_seconds(entry, plan.steps_left, jobs)
+    duration = "unknown, because no run of the baseline is stored"
+    if seconds is not None:
+        duration = (
+            f"about {units.format_duration(seconds)} with --jobs={jobs}, by the speed of the "
+            "baseline's stored runs and the FLOPs of the variant"
+        )
+    print(
+        f"{entry.name}: {len(losses)} runs are done, {plan.steps_left} steps are left (more if a "
+        f"search moves); time: {duration}"
+    )
+
+
+def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
+    """Return the numbers of a stored entry in the table; its loss is None until it is complete."""
+    entry = Entry(tier, stored["model"], stored["keys"], stored["first_seed"])
+    losses = read_losses(stored)
+    reported = [loss for run, loss in losses.items() if run.part == "seed"]
+    short_losses = [
+        loss
+        for run, loss in losses.items()
+        if run.part == "short" and run.seed == entry.tuning_seeds[0]
+    ]
+    row = {
+        "entry": entry.name,
+        "num_runs": len(losses),
+        "loss": None,
+        "difference": None,
+        "verdict": "",
+        "short_loss": min(short_losses, default=None),
+        "parameters": stored["parameters"],
+        "relative_flops": stored["flops_per_token"] / baseline["flops_per_token"],
+    }
+    if len(reported) < len(entry.seeds):
+        return row | {"verdict": f"not complete: {len(losses)} runs"}
+    row["loss"] = statistics.fmean(reported)
+    if entry.name == tier.baseline:
+        return row | {"verdict": "baseline"}
+    code, baseline_code = (item["code"]["first_losses"]["baseline"] for item in (stored, baseline))
+    if not have_same_losses(code, baseline_code):
+        return row | {"verdict": "not compared: other code"}
+    baseline_losses = [loss for run, loss in read_losses(baseline).items() if run.part == "seed"]
+    row["difference"] = row["loss"] - statistics.fmean(baseline_losses)
+    row["half_width"] = tier.noise.get_half_width(len(reported))
+    standard_error = tier.noise.get_standard_error(len(reported))
+    row["verdict"] = judge(row["difference"], standard_error, tier.quantile)
+    return row
+
+
+def list_rows(tier: Tier) -> list[dict[str, Any]]:
+    """Return the rows of all stored entries, the lowest loss first and incomplete entries last."""
+    entries = [files.read_json(path) for path in sorted(results_folder(tier).glob("*.json"))]
+    baseline = read_entry(Entry(tier, tier.baseline, {}))
+    if not baseline["runs"]:
+        raise ValueError(f"no run of {tier.baseline} is stored in {results_folder(tier)}")
+    rows = [make_row(stored, tier, baseline) for stored in entries]
+    return sorted(rows, key=lambda row: math.inf if row["loss"] is None else row["loss"])
+
+
+def format_table(tier: Tier) -> str:
+    """Return the table of a tier in Markdown, with the listed entries that were not run."""
+    lines = [
+        "| place | entry | loss | difference from additive, 95% interval | verdict | loss at 0.8M "
+        "(tuning part) | parameters | FLOPs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = list_rows(tier)
+    for place, row in enumerate(rows, start=1):
+        loss = difference = ""
+        if row["loss"] is not None:
+            loss = f"{row['loss']:.4f}"
+        if row["difference"] is not None:
+            difference = f"{row['difference']:+.4f} ± {row['half_width']:.4f}"
+        short_loss = "" if row["short_loss"] is None else f"{row['short_loss']:.4f}"
+        lines.append(
+            f"| {place if loss else ''} | {row['entry']} | {loss} | {difference} | {row['verdict']} "
+            f"| {short_loss} | {row['parameters']:,} | {row['relative_flops']:.2f} |"
+        )
+    stored_names = {row["entry"] for row in rows}
+    for entry in (Entry(tier, name, {}) for name in LISTED_ENTRIES):
+        if entry.name not in stored_names:
+            seconds = estimate_seconds(entry, make_plan(entry, {}).steps_left, Options.jobs)
+            lines.append(
+                f"|  | {entry.name} |  |  | not run: at least {seconds / 3600:.1f} hours |  |  |  |"
+            )
+    return "\n".join(lines)
+
+
+def run_null_test(tier: Tier) -> dict[str, float]:
+    """Return how often the rule decides between equal entries: simulated ones, and split seeds."""
+    noise = tier.noise
+    losses = read_losses(read_entry(Entry(tier, tier.baseline, {})))
+    reported = [loss for run, loss in losses.items() if run.part == "seed"]
+    num_tiers = 10_000
+    return {
+        "num_tiers": num_tiers,
+        "false_decisions": simulate_false_decisions(
+            noise.sigma,
+            noise.tau,
+            num_seeds=tier.num_seeds,
+            num_baseline_seeds=noise.num_baseline_seeds,
+            num_tunings=noise.tau_df + 1,
+            num_tiers=num_tiers,
+        ),
+        "false_decisions_of_splits": split_baseline(reported, noise, tier.num_seeds),
+    }
+
+
+# ---- the command ----
+
+
+def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
+    """Read the command line.
+
+    Raises:
+        ValueError: there is no such variant, or a key or a value is wrong
+    """
+    own_options = collect_options(Options)
+    words, texts = configurator.split_arguments(argv, own_options)
+    if "help" in texts:
+        configurator.print_help(__doc__, own_options)
+        sys.exit(0)
+    if not words:
+        configurator.check_names(texts, own_options, "--")
+        return None, Options(**configurator.read_settings({}, texts, own_options))
+    if len(words) > 1:
+        raise ValueError(f"give one variant, not {len(words)}: {' '.join(words)}")
+    name = Path(words[0]).stem if words[0].endswith(".py") else words[0]
+    model_options = collect_options(models.model_class(name).Config)
+    configurator.check_names(texts, {**own_options, **model_options}, "--")
+    keys = configurator.read_settings(
+        {}, {k: t for k, t in texts.items() if k in model_options}, model_options
+    )
+    options = Options(
+        **configurator.read_settings(
+            {}, {k: t for k, t in texts.items() if k in own_options}, own_options
+        )
+    )
+    fixed = tier.read_settings().keys() & keys.keys()
+    if fixed:
+        raise ValueError(f"--{min(fixed)} is fixed by the tier {tier.name}: omit it")
+    entry = Entry(tier, name, keys, options.first_seed, options.tunings)
+    return entry, options
+
+
+def main(tier: Tier = CPU_1) -> int:
+    """Run the command and return its exit code."""
+    entry, options = read_command(sys.argv[1:], tier)
+    # every run has one thread, whatever the machine
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["WORLD_SIZE"] = "1"
+    if options.mode == "check":
+        figures = run_null_test(tier)
+        provenance.store_figures(results_folder(tier).parent / "null_test.json", figures)
+        print(figures)
+        return 0
+    if entry is None or options.mode == "table":
+        print(format_table(tier))
+        return 0
+    if options.mode == "show":
+        show_plan(entry, options.jobs)
+        return 0
+    check_tier(tier)
+    check_causality(entry)
+    stored = read_entry(entry)
+    check_code(entry, stored)
+    stored.update(measure_size(entry))
+    runner = Runner(entry, stored, options.jobs)
+    runner.run_all()
+    if runner.signals:
+        print(
+            f"stopped by {runner.signals[-1].name}; to resume: {shlex.join(['python', *sys.argv])}"
+        )
+        return 128 + runner.signals[-1]
+    print(format_table(tier))
+    return 0
+
+
+if __name__ == "__main__":
+    with errors.one_line_errors():
+        sys.exit(main())

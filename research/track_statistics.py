@@ -1,0 +1,148 @@
+"""The noise of a tier of the track, and the rule that says which differences it decides.
+
+The loss of an entry varies with its seeds (sigma, the standard deviation of one run) and with the
+rates that its tuning happened to choose (tau). Both are estimated from the additive stream, once for
+each tier, and hold for every entry. The rule is that of research/track.md.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from research.compare import import_special_functions
+
+FALSE_DECISIONS = 0.002  # two-sided error probability of a verdict
+CONFIDENCE = 0.95  # of the intervals that are shown
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of a tier, in nats.
+
+    sigma: standard deviation of the loss of one run with other seeds; sigma_df: its degrees of
+    freedom. tau: standard deviation of what the choice of rates adds; tau_df: its degrees of
+    freedom. num_baseline_seeds: the number of seeds that the baseline's loss is the mean of.
+    """
+
+    sigma: float
+    sigma_df: int
+    tau: float
+    tau_df: int
+    num_baseline_seeds: int
+
+    def get_standard_error(self, num_seeds: int) -> float:
+        """Return the standard error of an entry's difference from the baseline."""
+        return math.sqrt(sum(self._list_variances(num_seeds)))
+
+    def get_degrees_of_freedom(self, num_seeds: int) -> float:
+        """Return Satterthwaite's degrees of freedom of that standard error."""
+        seed_variance, rate_variance = self._list_variances(num_seeds)
+        spread = seed_variance**2 / self.sigma_df + rate_variance**2 / self.tau_df
+        return (seed_variance + rate_variance) ** 2 / spread
+
+    def get_quantile(self, num_seeds: int, error: float = FALSE_DECISIONS) -> float:
+        """Return the two-sided quantile of t for these degrees of freedom."""
+        degrees = self.get_degrees_of_freedom(num_seeds)
+        return float(import_special_functions().stdtrit(degrees, 1 - error / 2))
+
+    def get_half_width(self, num_seeds: int) -> float:
+        """Return half the width of the 95% interval of a difference."""
+        return self.get_quantile(num_seeds, 1 - CONFIDENCE) * self.get_standard_error(num_seeds)
+
+    def _list_variances(self, num_seeds: int) -> tuple[float, float]:
+        """Return the parts of the squared standard error that sigma and tau cause."""
+        seed_variance = self.sigma**2 * (1 / num_seeds + 1 / self.num_baseline_seeds)
+        return seed_variance, 2 * self.tau**2
+
+
+def judge(difference: float, standard_error: float, quantile: float) -> str:
+    """Return the verdict on a difference from the baseline in nats; a lower loss is better."""
+    if abs(difference) <= quantile * standard_error:
+        return "undecided"
+    return "better" if difference < 0 else "worse"
+
+
+def fit_curvature(losses: dict[float, float]) -> float:
+    """Return c of the least-squares parabola c * x**2 + ... through losses at powers x of two."""
+    return float(np.polyfit(list(losses), list(losses.values()), deg=2)[0])
+
+
+def estimate_tau(
+    minima: Sequence[Sequence[float]],
+    short_curvatures: Sequence[float],
+    long_curvature: float,
+) -> float:
+    """Estimate what the choice of rates adds to a loss after the longer runs, in nats.
+
+    A search that ends x powers of two beside the mean minimum costs the sum of c * x**2 over the
+    rates. The root mean square of that over the searches, rather than its standard deviation, also
+    counts that every search costs something. The longer runs have another curvature.
+
+    Args:
+        minima: where each search for two rates ended, in powers of two
+        short_curvatures: c of each rate in the short runs, of the mean loss over the searches: of a
+            single search it would be biased, because noise chooses the points
+        long_curvature: c of the common factor of both rates in the longer runs
+    """
+    curvatures = np.asarray(short_curvatures)
+    distances = np.asarray(minima) - np.mean(minima, axis=0)
+    costs = (curvatures * distances**2).sum(axis=1)
+    # the common factor moves both rates, so its curvature in short runs is the sum of theirs
+    scale = long_curvature / curvatures.sum()
+    return float(scale * np.sqrt(np.sum(costs**2) / (len(costs) - 1)))
+
+
+def simulate_false_decisions(
+    sigma: float,
+    tau: float,
+    num_seeds: int,
+    num_baseline_seeds: int,
+    num_tunings: int,
+    num_tiers: int = 10_000,
+    seed: int = 0,
+) -> float:
+    """Return the fraction of simulated tiers that decide on an entry which equals the baseline.
+
+    Every tier draws the baseline, the entry and the tunings from normal distributions, and estimates
+    sigma, tau and the quantile anew.
+    """
+    rng = np.random.default_rng(seed)
+    num_decisions = 0
+    for _ in range(num_tiers):
+        baseline = tau * rng.normal() + sigma * rng.normal(size=num_baseline_seeds)
+        entry = tau * rng.normal() + sigma * rng.normal(size=num_seeds)
+        noise = Noise(
+            sigma=float(np.std(baseline, ddof=1)),
+            sigma_df=num_baseline_seeds - 1,
+            tau=float(np.std(tau * rng.normal(size=num_tunings), ddof=1)),
+            tau_df=num_tunings - 1,
+            num_baseline_seeds=num_baseline_seeds,
+        )
+        difference = float(entry.mean() - baseline.mean())
+        standard_error = noise.get_standard_error(num_seeds)
+        verdict = judge(difference, standard_error, noise.get_quantile(num_seeds))
+        num_decisions += verdict != "undecided"
+    return num_decisions / num_tiers
+
+
+def split_baseline(losses: Sequence[float], noise: Noise, num_seeds: int) -> float:
+    """Return the fraction of splits of the baseline's seeds into two groups that the rule decides.
+
+    Args:
+        losses: of the baseline's seeds
+        noise: of the tier
+        num_seeds: size of the group that stands for an entry
+    """
+    num_decisions = 0
+    splits = list(combinations(range(len(losses)), num_seeds))
+    for chosen in splits:
+        entry = [losses[index] for index in chosen]
+        others = [loss for index, loss in enumerate(losses) if index not in chosen]
+        error = noise.sigma**2 * (1 / num_seeds + 1 / len(others)) + 2 * noise.tau**2
+        difference = float(np.mean(entry) - np.mean(others))
+        verdict = judge(difference, math.sqrt(error), noise.get_quantile(num_seeds))
+        num_decisions += verdict != "undecided"
+    return num_decisions / len(splits)
