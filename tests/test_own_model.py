@@ -62,12 +62,29 @@ def run(own: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
     return own.stream(x, own.norms, own.sublayers)
 
 
-def test_the_readme_shows_the_code_of_the_package():
+def test_the_readme_puts_the_stream_into_nanogpt(import_package):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = re.search(r"## Use a stream in your own model\n(.*?)\n## ", text, re.S)[1]
-    command, code, _ = re.findall(r"```(?:bash|python)\n(.*?)```", section, re.S)
+    command, code = re.findall(r"```(?:bash|python)\n(.*?)```", section, re.S)
     assert command.startswith(f"python export.py {CC_EC} ")
-    assert (ROOT / "huggingface" / "example.py").read_text(encoding="utf-8").endswith(f"\n{code}")
+    # nanoGPT's names
+    blocks = [
+        SimpleNamespace(
+            ln_1=nn.LayerNorm(16), attn=nn.Identity(), ln_2=nn.LayerNorm(16), mlp=nn.Tanh()
+        )
+        for _ in range(3)
+    ]
+    x = torch.randn(2, NUM_TOKENS, 16)
+    names = {
+        "ResidualStream": import_package(CC_EC, "ddl_streams").ResidualStream,
+        "config": SimpleNamespace(n_layer=3, n_embd=16),
+        "self": SimpleNamespace(transformer=SimpleNamespace(h=blocks)),
+        "x": x,
+    }
+    exec(code, names)
+    assert names["x"].shape == x.shape
+    assert len(names["self"].stream.blocks) == 3
+    assert (names["x"] - x).abs().max() > 0.1
 
 
 def test_the_package_agrees_with_plain_loops(import_package):
