@@ -48,7 +48,7 @@ from research.track_statistics import (
     split_baseline,
 )
 from training import metrics
-from training.config import Arguments
+from training.config import Arguments, TrainConfig
 from utils import errors, files, provenance, units
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,19 +73,53 @@ LISTED_ENTRIES = (
 )
 
 
+# What the tier cpu-1 leaves to the defaults of train.py, as they were when it was frozen. Keys that
+# change no weight are not among them; a key that is newer than the tier shows in the first losses.
+CPU_1_DEFAULTS = {
+    "init_from": None,
+    "init_from_weights": "trained",
+    "muon_dtype": None,
+    "embedding_learning_rate": None,
+    "min_lr": None,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+    "mixing_decay": True,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "grad_clip": 1.0,
+    "skip_nonfinite": 0,
+    "intermediate_size": None,
+    "rope_base": 10000.0,
+    "rope_ratio": 1.0,
+    "state_dtype": "bfloat16",
+    "use_qk_rmsnorm": True,
+    "tie_embeddings": True,
+    "embedding_init_std": 0.02,
+    "init": "spectral",
+    "hidden_init_std_factor": 0.5,
+    "init_order": "named",
+    "num_hidden_layers_base": None,
+    "residual_branch_mult": None,
+    "mup": False,
+    "hidden_size_base": 1024,
+}
+
+
 @dataclass(frozen=True)
 class Tier:
     """The rules that all entries of a table have in common; none changes after the first entry.
 
-    settings_sha256: of what the config file sets. corpus_sha256: of the token files. short_steps and
-    long_steps: of the runs that search for two rates, and of all others. factor: of both rates, from
-    which the search in longer runs starts. Counts of tries are the largest ones. noise and quantile:
-    estimated once from the baseline's runs (estimate_noise).
+    settings_sha256: of what the config file sets. defaults: of the keys that it does not set, for the
+    baseline. corpus_sha256: of the token files. short_steps and long_steps: of the runs that search
+    for two rates, and of all others. factor: of both rates, from which the search in longer runs
+    starts. Counts of tries are the largest ones. noise and quantile: estimated once from the
+    baseline's runs (estimate_noise).
     """
 
     name: str
     config: Path
     settings_sha256: str
+    defaults: dict[str, Any]
     corpus_sha256: dict[str, str]
     torch_version: str
     baseline: str = "gpt-mha-rope"
@@ -111,6 +145,7 @@ CPU_1 = Tier(
     name="cpu-1",
     config=ROOT / "config" / "track_cpu_1.py",
     settings_sha256="18e261e73dc3ef9be0379ff2ccfd0365da9fa9d3a3716677f4f8c41e2365e56b",
+    defaults=CPU_1_DEFAULTS,
     corpus_sha256={
         "torch_val_000000.bin": "0abb3c47a8f0007235dc42cc1177ed22228a8717803f2539a43ea7fcecd8b14f",
         "torch_train_000001.bin": (
@@ -410,6 +445,13 @@ def check_tier(tier: Tier) -> None:
             f"{tier.config} differs from the tier {tier.name}, which never changes; restore the "
             "file with git checkout"
         )
+    options = collect_options(TrainConfig, models.model_class(tier.baseline).Config)
+    for key, default in tier.defaults.items():
+        if key not in options or options[key].default != default:
+            raise ValueError(
+                f"the default of {key} is no longer {default}, with which all entries of the tier "
+                f"{tier.name} were trained; restore it"
+            )
     version = torch.__version__.partition("+")[0]
     if version != tier.torch_version:
         raise ValueError(

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import change_default
 from scipy import stats
 
+import model as models
+from configurator import option
 from research import track
 from research.track import CPU_1, Entry
 from research.track_statistics import Noise, judge, simulate_false_decisions
+from training.config import TrainConfig
 from utils import files
 
 
@@ -158,6 +162,20 @@ def test_another_torch_is_refused(monkeypatch):
     tier = dataclasses.replace(CPU_1, torch_version="2.0.0")
     with pytest.raises(ValueError, match=r"the tier cpu-1 is of torch 2\.0\.0"):
         track.check_tier(tier)
+
+
+@pytest.mark.parametrize(
+    ("owner", "key", "default"), [("run", "grad_clip", 2.0), ("model", "rope_base", 500_000.0)]
+)
+def test_another_default_is_refused(monkeypatch, owner, key, default):
+    if owner == "run":
+        fields = {"__annotations__": {key: float}, key: option(default, "changed")}
+        changed = dataclasses.dataclass(type("TrainConfig", (TrainConfig,), fields))
+        monkeypatch.setattr(track, "TrainConfig", changed)
+    else:
+        change_default(monkeypatch, models.model_class(CPU_1.baseline), key, float, default)
+    with pytest.raises(ValueError, match=f"^the default of {key} is no longer .*; restore it$"):
+        track.check_tier(CPU_1)
 
 
 def test_show_prints_the_plan_and_writes_nothing(monkeypatch, capsys, tmp_path):
