@@ -13,11 +13,20 @@ from scipy import stats
 
 import model as models
 from configurator import option
+from data.torch_source.prepare import read_sources, split_by_package
 from research import track
 from research.track import CPU_1, Entry
 from research.track_statistics import Noise, judge, simulate_false_decisions
 from training.config import TrainConfig
 from utils import files
+
+
+class LeakyModel(models.model_class(CPU_1.baseline)):
+    """The additive stream, whose logits see the mean over all tokens."""
+
+    def forward(self, *args, **kwargs):
+        logits, loss = super().forward(*args, **kwargs)
+        return logits + logits.mean(1, keepdim=True), loss
 
 
 def bowl(run: track.Run) -> float:
@@ -176,6 +185,40 @@ def test_another_default_is_refused(monkeypatch, owner, key, default):
         change_default(monkeypatch, models.model_class(CPU_1.baseline), key, float, default)
     with pytest.raises(ValueError, match=f"^the default of {key} is no longer .*; restore it$"):
         track.check_tier(CPU_1)
+
+
+def test_another_corpus_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(track, "PREPARE", tmp_path / "prepare.py")
+    (tmp_path / "meta.json").write_text("{}")
+    for name in CPU_1.corpus_sha256:
+        (tmp_path / name).write_bytes(b"other tokens")
+    with pytest.raises(ValueError, match="is not the text of the tier cpu-1"):
+        track.check_tier(CPU_1)
+
+
+def test_a_leak_of_later_tokens_is_refused(monkeypatch):
+    monkeypatch.setattr(track.models, "build", lambda name, config: LeakyModel(config))
+    with pytest.raises(ValueError, match="has no place in the table, because later tokens leak"):
+        track.check_causality(Entry(CPU_1, CPU_1.baseline, {}))
+
+
+def test_the_corpus_has_each_text_once_and_no_generated_file(tmp_path):
+    contents = {
+        "a.py": "a",
+        "jit/b.py": "b",
+        "jit/copy_of_a.py": "a",
+        "jit/generated/c.py": "c",
+        "version.py": "d",
+        "empty.py": "\n",
+        "nested/e.py": "e",
+    }
+    for name, text in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    texts = read_sources(tmp_path)
+    assert texts == {"a.py": "a", "jit/b.py": "b", "nested/e.py": "e"}
+    # tuning packages come before reporting packages
+    assert split_by_package(texts) == {"val": ["e", "b"], "train": ["a"]}
 
 
 def test_show_prints_the_plan_and_writes_nothing(monkeypatch, capsys, tmp_path):
