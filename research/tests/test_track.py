@@ -196,6 +196,26 @@ def test_another_corpus_is_refused(monkeypatch, tmp_path):
         track.check_tier(CPU_1)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("own", r"model/wide-gpt-mha-rope\.py computes"),
+        ("baseline", "the code of training computes"),
+    ],
+)
+def test_code_with_other_losses_is_refused(monkeypatch, entry, changed, message):
+    losses = {"wide-gpt-mha-rope": [7.0, 6.0], "gpt-mha-rope": [7.5, 6.5]}
+    monkeypatch.setattr(track, "measure_first_losses", lambda entry, name, keys: losses[name])
+    stored = {"runs": []}
+    track.check_code(entry, stored)
+    stored["code"]["code_sha256"] = "of other code"
+    track.check_code(entry, stored)  # other code with the same losses is accepted
+    stored["code"]["code_sha256"] = "of other code"
+    stored["code"]["first_losses"][changed] = [7.0, 6.1]
+    with pytest.raises(ValueError, match=message):
+        track.check_code(entry, stored)
+
+
 def test_a_leak_of_later_tokens_is_refused(monkeypatch):
     monkeypatch.setattr(track.models, "build", lambda name, config: LeakyModel(config))
     with pytest.raises(ValueError, match="has no place in the table, because later tokens leak"):
