@@ -3,6 +3,7 @@
     python research/track.py my-gpt-mha-rope              # about an hour on two cores; resumes if stopped
     python research/track.py my-gpt-mha-rope --mode=show  # print the plan and its time, run nothing
     python research/track.py                              # print the table of all stored entries
+    python research/track.py --mode=table --out=cpu-1.png # and draw it
 
 The command checks the variant, and then trains it by the rules of the tier cpu-1, which every entry
 has in common (research/track.md): five to eight tries for its two rates, three to five for a common
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,8 +38,9 @@ import model as models
 from configurator import collect_options, option
 from model.causality import find_leak, move_parameters
 from model.cost import flops_per_token
-from research import sweep, tuning
+from research import plots, sweep, tuning
 from research.analysis.causality import TINY
+from research.compare import Estimate
 from research.track_statistics import (
     Noise,
     estimate_tau,
@@ -50,6 +52,9 @@ from research.track_statistics import (
 from training import metrics
 from training.config import Arguments, TrainConfig
 from utils import errors, files, provenance, units
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 PREPARE = ROOT / "data" / "torch_source" / "prepare.py"
@@ -167,6 +172,11 @@ class Options:
         "run what is missing, then print the table (run); print the plan and its time (show); "
         "print the table of what is stored (table); or store how often the rule decides between "
         "equal entries (check)",
+    )
+    out: str | None = option(
+        None,
+        "file for a figure of the table's differences (.png, .svg or .pdf)",
+        counts_with=("mode", "table"),
     )
     jobs: int = option(
         2,
@@ -814,6 +824,32 @@ def format_table(tier: Tier) -> str:
     return "\n".join(lines)
 
 
+def plot_differences(tier: Tier) -> "Figure":
+    """Draw the differences from the baseline with their 95% intervals, the lowest loss first.
+
+    The shaded band is what the tier does not decide.
+
+    Raises:
+        ValueError: no entry but the baseline is complete
+    """
+    rows = [row for row in list_rows(tier) if row["difference"] is not None]
+    if not rows:
+        raise ValueError(f"no entry but {tier.baseline} is complete, so there is nothing to draw")
+    standard_error = tier.noise.get_standard_error(tier.num_seeds)
+    degrees = tier.noise.get_degrees_of_freedom(tier.num_seeds)
+    estimates = [
+        Estimate(row["difference"], standard_error, degrees, tier.num_seeds) for row in rows
+    ]
+    lines = [plots.Line(row["entry"], None, number) for number, row in enumerate(rows, start=1)]
+    verdicts = [row["verdict"] for row in rows]
+    figure = plots.plot_final(
+        list(zip(lines, estimates, verdicts)), tier.baseline, "validation loss in nats"
+    )
+    undecided = tier.quantile * standard_error
+    figure.axes[0].axvspan(-undecided, undecided, color="black", alpha=0.08, linewidth=0)
+    return figure
+
+
 def run_null_test(tier: Tier) -> dict[str, float]:
     """Return how often the rule decides between equal entries: simulated ones, and split seeds."""
     noise = tier.noise
@@ -850,7 +886,9 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
         sys.exit(0)
     if not words:
         configurator.check_names(texts, own_options, "--")
-        return None, Options(**configurator.read_settings({}, texts, own_options))
+        options = Options(**configurator.read_settings({}, texts, own_options))
+        check_options(options, texts)
+        return None, options
     if len(words) > 1:
         raise ValueError(f"give one variant, not {len(words)}: {' '.join(words)}")
     name = Path(words[0]).stem if words[0].endswith(".py") else words[0]
@@ -864,11 +902,19 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
             {}, {k: t for k, t in texts.items() if k in own_options}, own_options
         )
     )
+    check_options(options, texts)
     fixed = tier.read_settings().keys() & keys.keys()
     if fixed:
         raise ValueError(f"--{min(fixed)} is fixed by the tier {tier.name}: omit it")
     entry = Entry(tier, name, keys, options.first_seed, options.tunings)
     return entry, options
+
+
+def check_options(options: Options, texts: dict[str, str]) -> None:
+    """Raise ValueError if an option has no effect, or a figure would have an unknown format."""
+    configurator.check_effects(vars(options), collect_options(Options), texts)
+    if options.out is not None and Path(options.out).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--out={options.out} must end in .png, .svg or .pdf")
 
 
 def main(tier: Tier = CPU_1) -> int:
@@ -884,6 +930,9 @@ def main(tier: Tier = CPU_1) -> int:
         return 0
     if entry is None or options.mode == "table":
         print(format_table(tier))
+        if options.out is not None:
+            with plots.use_print_style():
+                plots.save(plot_differences(tier), Path(options.out))
         return 0
     if options.mode == "show":
         show_plan(entry, options.jobs)

@@ -113,8 +113,9 @@ def test_the_quantile_and_the_intervals_are_those_of_scipy():
     assert noise.get_half_width(4) == pytest.approx(stats.t.ppf(0.975, degrees) * error)
 
 
-def test_the_table_is_that_of_the_stored_rows(monkeypatch, tmp_path):
-    # two made-up entries, one far from the baseline and one near it
+@pytest.fixture
+def two_entries(monkeypatch, tmp_path):
+    """Store two made-up entries, one far from the baseline and one near it."""
     baseline = files.read_json(Entry(CPU_1, CPU_1.baseline, {}).path)
     mean = statistics.fmean(read_seed_losses(Entry(CPU_1, CPU_1.baseline, {}).path))
     files.write_json(tmp_path / "gpt-mha-rope.json", baseline)
@@ -124,6 +125,10 @@ def test_the_table_is_that_of_the_stored_rows(monkeypatch, tmp_path):
         stored = {**baseline, "model": name, "runs": rows}
         files.write_json(tmp_path / f"{name}.json", stored)
     monkeypatch.setattr(track, "results_folder", lambda tier: tmp_path)
+
+
+@pytest.mark.usefixtures("two_entries")
+def test_the_table_is_that_of_the_stored_rows():
     rows = track.list_rows(CPU_1)
     assert [row["entry"] for row in rows] == [
         "wide-gpt-mha-rope",
@@ -132,6 +137,34 @@ def test_the_table_is_that_of_the_stored_rows(monkeypatch, tmp_path):
     ]
     assert [row["verdict"] for row in rows] == ["better", "baseline", "undecided"]
     assert rows[0]["difference"] == pytest.approx(-0.03)
+
+
+@pytest.mark.usefixtures("two_entries")
+def test_the_figure_shows_the_differences_and_what_is_undecided(monkeypatch, tmp_path):
+    axis = track.plot_differences(CPU_1).axes[0]
+    intervals = [container[2][0].get_segments()[0][:, 0] for container in axis.containers]
+    half_width = CPU_1.noise.get_half_width(4)
+    for (low, high), difference in zip(intervals, (-0.03, 0.02), strict=True):
+        assert (low, high) == pytest.approx((difference - half_width, difference + half_width))
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        "wide-gpt-mha-rope",
+        "conv-gpt-mha-rope",
+    ]
+    undecided = CPU_1.quantile * CPU_1.noise.get_standard_error(4)
+    (band,) = axis.patches
+    assert (band.get_x(), band.get_width()) == pytest.approx((-undecided, 2 * undecided))
+    out = tmp_path / "figure.png"
+    monkeypatch.setattr("sys.argv", ["track.py", "--mode=table", f"--out={out}"])
+    assert track.main() == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_needs_a_complete_entry(monkeypatch, tmp_path):
+    baseline = Entry(CPU_1, CPU_1.baseline, {}).path
+    (tmp_path / baseline.name).write_bytes(baseline.read_bytes())
+    monkeypatch.setattr(track, "results_folder", lambda tier: tmp_path)
+    with pytest.raises(ValueError, match="no entry but gpt-mha-rope is complete"):
+        track.plot_differences(CPU_1)
 
 
 def test_judge_decides_beyond_the_quantile_alone():
@@ -160,6 +193,8 @@ def test_tau_is_the_root_mean_square_of_what_the_tunings_cost():
         (["gpt-mha-rope", "--hidden_size=64"], "hidden_size is fixed by the tier"),
         (["gpt-mha-rope", "wide-gpt-mha-rope"], "give one variant"),
         (["gpt-mha-rope", "--seedz=1"], "seedz"),
+        (["--out=a.png"], "out"),
+        (["--mode=table", "--out=a.gif"], "a.gif must end in .png"),
     ],
 )
 def test_bad_command_lines_are_refused(arguments, message):
