@@ -3,8 +3,9 @@
     python data/fineweb_edu/prepare.py --max_tokens=1000000000
     python research/sweep.py config/compare_gpu.py --model=gpt-mha-rope,DDL-gpt-mha-rope-CC-EC
 
-AdamW and Muon each have their own learning rate, and weight decay is set by a separate rate. No GPU
-has run this yet, so the rates are those of small models on a CPU.
+AdamW and Muon each have their own learning rate, and weight decay is set by a separate rate. The
+rates are those of small models on a CPU. On an H200 with another corpus, 1e-2 was the best of three
+rates of Muon, and the lowest (results/gpu/README.md), so try lower ones (sweep.py --tune).
 """
 
 model = "gpt-mha-rope"

@@ -3,19 +3,22 @@
 import dataclasses
 import itertools
 import math
+import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import change_default
+from helpers import ROOT, SMALL, change_default, run_script, wait_for
 from scipy import stats
 
 import model as models
 from configurator import option
 from data.torch_source.prepare import read_sources, split_by_package
 from research import track
-from research.track import CPU_1, Entry
+from research.track_plan import CPU_1, Entry
 from research.track_statistics import Noise, judge, simulate_false_decisions
 from training.config import TrainConfig
 from utils import files
@@ -114,22 +117,30 @@ def test_the_quantile_and_the_intervals_are_those_of_scipy():
 
 
 @pytest.fixture
-def two_entries(monkeypatch, tmp_path):
-    """Store two made-up entries, one far from the baseline and one near it."""
+def empty_tier(tmp_path):
+    """Return the tier, of which only the baseline is stored."""
+    tier = dataclasses.replace(CPU_1, root=tmp_path)
+    tier.results.mkdir(parents=True)
+    baseline = Entry(CPU_1, CPU_1.baseline, {}).path
+    (tier.results / baseline.name).write_bytes(baseline.read_bytes())
+    return tier
+
+
+@pytest.fixture
+def two_entries(empty_tier):
+    """Return the tier with two made-up entries, one far from the baseline and one near it."""
     baseline = files.read_json(Entry(CPU_1, CPU_1.baseline, {}).path)
     mean = statistics.fmean(read_seed_losses(Entry(CPU_1, CPU_1.baseline, {}).path))
-    files.write_json(tmp_path / "gpt-mha-rope.json", baseline)
     for name, difference in (("wide-gpt-mha-rope", -0.03), ("conv-gpt-mha-rope", 0.02)):
         rows = [row for row in baseline["runs"] if row["part"] == "seed"][:4]
         rows = [{**row, "val_loss": mean + difference} for row in rows]
         stored = {**baseline, "model": name, "runs": rows}
-        files.write_json(tmp_path / f"{name}.json", stored)
-    monkeypatch.setattr(track, "results_folder", lambda tier: tmp_path)
+        files.write_json(empty_tier.results / f"{name}.json", stored)
+    return empty_tier
 
 
-@pytest.mark.usefixtures("two_entries")
-def test_the_table_is_that_of_the_stored_rows():
-    rows = track.list_rows(CPU_1)
+def test_the_table_is_that_of_the_stored_rows(two_entries):
+    rows = track.list_rows(two_entries)
     assert [row["entry"] for row in rows] == [
         "wide-gpt-mha-rope",
         "gpt-mha-rope",
@@ -139,9 +150,8 @@ def test_the_table_is_that_of_the_stored_rows():
     assert rows[0]["difference"] == pytest.approx(-0.03)
 
 
-@pytest.mark.usefixtures("two_entries")
-def test_the_figure_shows_the_differences_and_what_is_undecided(monkeypatch, tmp_path):
-    axis = track.plot_differences(CPU_1).axes[0]
+def test_the_figure_shows_the_differences_and_what_is_undecided(monkeypatch, tmp_path, two_entries):
+    axis = track.plot_differences(two_entries).axes[0]
     intervals = [container[2][0].get_segments()[0][:, 0] for container in axis.containers]
     half_width = CPU_1.noise.get_half_width(4)
     for (low, high), difference in zip(intervals, (-0.03, 0.02), strict=True):
@@ -155,16 +165,13 @@ def test_the_figure_shows_the_differences_and_what_is_undecided(monkeypatch, tmp
     assert (band.get_x(), band.get_width()) == pytest.approx((-undecided, 2 * undecided))
     out = tmp_path / "figure.png"
     monkeypatch.setattr("sys.argv", ["track.py", "--mode=table", f"--out={out}"])
-    assert track.main() == 0
+    assert track.main(two_entries) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_figure_needs_a_complete_entry(monkeypatch, tmp_path):
-    baseline = Entry(CPU_1, CPU_1.baseline, {}).path
-    (tmp_path / baseline.name).write_bytes(baseline.read_bytes())
-    monkeypatch.setattr(track, "results_folder", lambda tier: tmp_path)
+def test_a_figure_needs_a_complete_entry(empty_tier):
     with pytest.raises(ValueError, match="no entry but gpt-mha-rope is complete"):
-        track.plot_differences(CPU_1)
+        track.plot_differences(empty_tier)
 
 
 def test_judge_decides_beyond_the_quantile_alone():
@@ -222,13 +229,12 @@ def test_another_default_is_refused(monkeypatch, owner, key, default):
         track.check_tier(CPU_1)
 
 
-def test_another_corpus_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(track, "PREPARE", tmp_path / "prepare.py")
+def test_another_corpus_is_refused(tmp_path):
     (tmp_path / "meta.json").write_text("{}")
     for name in CPU_1.corpus_sha256:
         (tmp_path / name).write_bytes(b"other tokens")
     with pytest.raises(ValueError, match="is not the text of the tier cpu-1"):
-        track.check_tier(CPU_1)
+        track.check_tier(dataclasses.replace(CPU_1, corpus=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -276,19 +282,160 @@ def test_the_corpus_has_each_text_once_and_no_generated_file(tmp_path):
     assert split_by_package(texts) == {"val": ["e", "b"], "train": ["a"]}
 
 
-def test_show_prints_the_plan_and_writes_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(track, "ROOT", tmp_path)
-    monkeypatch.setattr(
-        track.Entry, "folder", property(lambda self: tmp_path / "runs"), raising=True
+def test_show_prints_the_plan_and_writes_nothing(monkeypatch, capsys, tmp_path, empty_tier):
+    monkeypatch.setattr("sys.argv", ["track.py", "mHC-gpt-mha-rope", "--mode=show"])
+    assert track.main(empty_tier) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("next: short, seed 1000, 800 steps") for line in lines[:-1]] == [
+        True
+    ] * 5
+    # 5 short tries, 3 long ones and 4 seeds
+    assert "0 runs are done, 26400 steps are left" in lines[-1]
+    stored = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert stored == [Entry(empty_tier, "gpt-mha-rope", {}).path]
+
+
+TINY_TIER = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+from research import track
+from research.track_statistics import Noise
+
+track.SPEED_ROUNDS = 3
+tier = track.Tier(
+    name="tiny",
+    corpus=Path({corpus!r}),
+    root=Path({folder!r}),
+    config=Path({folder!r}, "tiny.py"),
+    settings_sha256="",
+    defaults={{}},
+    corpus_sha256={{}},
+    torch_version=track.torch.__version__.partition("+")[0],
+    short_steps=20,
+    long_steps=40,
+    max_short_tries=5,
+    max_long_tries=3,
+    num_seeds=1,
+    num_baseline_seeds=2,
+    noise=Noise(sigma=0.1, sigma_df=1, tau=0.1, tau_df=1, num_baseline_seeds=2),
+    quantile=3.0,
+)
+settings = track.hash_settings(tier.read_settings())
+sys.exit(track.main(track.dataclasses.replace(tier, settings_sha256=settings)))
+"""
+
+
+def test_an_entry_is_trained_stopped_and_resumed(corpus, tmp_path):
+    settings = {
+        **SMALL,
+        "dataset": str(corpus),
+        "device": "cpu",
+        "dtype": "float32",
+        "compile": False,
+        "global_batch_size": 4,
+        "micro_batch_size": 4,
+        "optimizer": "muon",
+        "muon_learning_rate": 7e-3,
+        "learning_rate": 2e-2,
+        "eval_interval": 100_000,
+        "eval_full": True,
+        "log_interval": 10,
+    }
+    config = tmp_path / "tiny.py"
+    config.write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
+    script = tmp_path / "track_tiny.py"
+    script.write_text(TINY_TIER.format(root=str(ROOT), folder=str(tmp_path), corpus=str(corpus)))
+    results = tmp_path / "results" / "track" / "tiny"
+    path = results / "wide-gpt-mha-rope.json"
+    command = [sys.executable, str(script), "wide-gpt-mha-rope", "--jobs=2"]
+
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: path.exists() and len(files.read_json(path)["runs"]) >= 2, seconds=200)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM; to resume: python " in output
+    first = files.read_json(path)
+    assert 2 <= len(first["runs"]) < 9
+
+    # a baseline with made-up losses, so that the table has something to compare with
+    run = {"part": "seed", "steps": 40, "muon_learning_rate": 7e-3, "learning_rate": 2e-2}
+    rows = [{**run, "seed": seed, "val_loss": 9.0, "seconds": 1.0} for seed in (0, 1)]
+    files.write_json(
+        results / "gpt-mha-rope.json", {**first, "model": "gpt-mha-rope", "runs": rows}
     )
-    track.show_plan(Entry(CPU_1, "mHC-gpt-mha-rope", {}), jobs=2)
-    assert "0 runs are done" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    resumed = files.read_json(path)
+    assert resumed["runs"][: len(first["runs"])] == first["runs"]
+    parts = [row["part"] for row in resumed["runs"]]
+    assert [parts.count(part) for part in ("short", "long", "seed")] == [5, 3, 1]
+    assert len(track.read_losses(resumed)) == 9  # no run was trained twice
+    assert resumed["speed"] == first["speed"]
+    (seed_run,) = (row for row in resumed["runs"] if row["part"] == "seed")
+    difference = f"| {seed_run['val_loss']:.4f} | {seed_run['val_loss'] - 9:+.4f} ± "
+    assert difference in done.stdout
+    assert "| better |" in done.stdout
+
+    # train.py alone reaches the same loss
+    keys = ("seed", "muon_learning_rate", "learning_rate")
+    train = run_script(
+        "train.py",
+        config,
+        "--model=wide-gpt-mha-rope",
+        *(f"--{key}={seed_run[key]}" for key in keys),
+        "--max_steps=40",
+        "--warmup_steps=4",
+        "--eval_part=second",
+        f"--out_dir={tmp_path / 'alone'}",
+    )
+    assert f"validation loss {seed_run['val_loss']:.4f}" in train.stdout.decode()
+
+
+def test_the_page_is_what_scipy_computes_from_the_stored_rows():
+    page = (ROOT / "research" / "track.md").read_text()
+    rows = {
+        line.split(" | ")[1]: line.strip("|").split(" | ")
+        for line in page.splitlines()
+        if line.startswith("| ")
+    }
+    folder = ROOT / "results" / "track" / "cpu-1"
+    baseline = files.read_json(folder / "gpt-mha-rope.json")
+    reference = read_seed_losses(folder / "gpt-mha-rope.json")
+    searches = {row["seed"] for row in baseline["runs"] if row["part"] == "short"}
+    assert (len(reference), len(searches)) == (12, 8)
+    sigma2, tau2 = np.var(reference, ddof=1), CPU_1.noise.tau**2
+    means = {}
+    for path in sorted(folder.glob("*.json")):
+        losses = read_seed_losses(path)
+        cells = [cell.strip() for cell in rows[path.stem]]
+        if path.stem == "gpt-mha-rope" or len(losses) < 4:
+            continue
+        assert len(losses) == 4
+        parts = sigma2 * (1 / 4 + 1 / 12), 2 * tau2
+        degrees = sum(parts) ** 2 / (parts[0] ** 2 / 11 + parts[1] ** 2 / 7)
+        error = math.sqrt(sum(parts))
+        difference = np.mean(losses) - np.mean(reference)
+        means[path.stem] = np.mean(losses)
+        half_width = stats.t.interval(0.95, degrees, scale=error)[1]
+        p_value = 2 * stats.t.sf(abs(difference) / error, degrees)
+        verdict = "undecided" if p_value >= 0.002 else "better" if difference < 0 else "worse"
+        expected = [
+            f"{np.mean(losses):.4f}",
+            f"{difference:+.4f} ± {half_width:.4f}",
+            verdict,
+        ]
+        assert cells[2:5] == expected
+    order = [name for name in rows if name in means]
+    assert order == sorted(means, key=means.get)
 
 
 def test_the_page_has_the_table_and_the_frozen_numbers():
-    page = (track.ROOT / "research" / "track.md").read_text()
-    null_test = files.read_json(track.ROOT / "results" / "track" / "null_test.json")
+    page = (ROOT / "research" / "track.md").read_text()
+    null_test = files.read_json(ROOT / "results" / "track" / "null_test.json")
     error = CPU_1.noise.get_standard_error(CPU_1.num_seeds)
     assert track.format_table(CPU_1) in page
     assert f"sigma = {CPU_1.noise.sigma:.4f}" in page

@@ -1,0 +1,350 @@
+"""The rules of the track: the tier, its entries, and which runs an entry needs next.
+
+research/track.md says them in words. research/track.py trains the runs and compares the entries.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import configurator
+from research import sweep, tuning
+from research.track_statistics import Noise
+from utils import files
+
+ROOT = Path(__file__).resolve().parents[1]
+RATES = ("muon_learning_rate", "learning_rate")
+
+
+# What the tier cpu-1 leaves to the defaults of train.py, as they were when it was frozen. Keys that
+# change no weight are not among them; a key that is newer than the tier shows in the first losses.
+CPU_1_DEFAULTS = {
+    "init_from": None,
+    "init_from_weights": "trained",
+    "muon_dtype": None,
+    "embedding_learning_rate": None,
+    "min_lr": None,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+    "mixing_decay": True,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "grad_clip": 1.0,
+    "skip_nonfinite": 0,
+    "intermediate_size": None,
+    "rope_base": 10000.0,
+    "rope_ratio": 1.0,
+    "state_dtype": "bfloat16",
+    "use_qk_rmsnorm": True,
+    "tie_embeddings": True,
+    "embedding_init_std": 0.02,
+    "init": "spectral",
+    "hidden_init_std_factor": 0.5,
+    "init_order": "named",
+    "num_hidden_layers_base": None,
+    "residual_branch_mult": None,
+    "mup": False,
+    "hidden_size_base": 1024,
+}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The rules that all entries of a table have in common; none changes after the first entry.
+
+    settings_sha256: of what the config file sets. defaults: of the keys that it does not set, for the
+    baseline. corpus_sha256: of the token files. short_steps and long_steps: of the runs that search
+    for two rates, and of all others. factor: of both rates, from which the search in longer runs
+    starts. Counts of tries are the largest ones. noise and quantile: estimated once from the
+    baseline's runs (estimate_noise). root: where runs and results are stored.
+    """
+
+    name: str
+    config: Path
+    settings_sha256: str
+    defaults: dict[str, Any]
+    corpus_sha256: dict[str, str]
+    torch_version: str
+    baseline: str = "gpt-mha-rope"
+    short_steps: int = 800
+    long_steps: int = 3200
+    max_short_tries: int = 8
+    max_long_tries: int = 5
+    factor: float = 0.5
+    num_seeds: int = 4
+    num_baseline_seeds: int = 12
+    tuning_seed: int = 1000
+    noise: Noise | None = None
+    quantile: float = math.nan
+    corpus: Path = ROOT / "data" / "torch_source"
+    root: Path = ROOT
+
+    @property
+    def results(self) -> Path:
+        """The folder of the stored entries."""
+        return self.root / "results" / "track" / self.name
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return what the config file sets, without what only changes the rounding."""
+        settings = configurator.read_config_file(str(self.config))
+        settings.pop("compile", None)
+        return settings
+
+
+CPU_1 = Tier(
+    name="cpu-1",
+    config=ROOT / "config" / "track_cpu_1.py",
+    settings_sha256="18e261e73dc3ef9be0379ff2ccfd0365da9fa9d3a3716677f4f8c41e2365e56b",
+    defaults=CPU_1_DEFAULTS,
+    corpus_sha256={
+        "torch_val_000000.bin": "0abb3c47a8f0007235dc42cc1177ed22228a8717803f2539a43ea7fcecd8b14f",
+        "torch_train_000001.bin": (
+            "f78d12ba7d5a66e831a14b70841010771ffc1b4acae83716799f82dd43daa715"
+        ),
+    },
+    torch_version="2.13.0",
+    noise=Noise(sigma=0.008032, sigma_df=11, tau=0.003941, tau_df=7, num_baseline_seeds=12),
+    quantile=3.715,
+)
+
+
+class Run(NamedTuple):
+    """A run of the plan: what it is for, its seed, its length in steps and its rates."""
+
+    part: Literal["short", "long", "seed"]
+    seed: int
+    steps: int
+    muon_learning_rate: float
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a tier: a variant with values of its keys, and the seeds of its runs."""
+
+    tier: Tier
+    model: str
+    keys: dict[str, Any]
+    first_seed: int = 0
+    num_tunings: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of the entry's file."""
+        keys = dict(self.keys)
+        if self.first_seed:
+            keys["first_seed"] = self.first_seed
+        return "+".join([self.model, *([sweep.make_cell_name(keys)] if keys else [])])
+
+    @property
+    def path(self) -> Path:
+        """The file of the entry's results."""
+        return self.tier.results / f"{self.name}.json"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the entry's runs."""
+        return self.tier.root / "sweeps" / "track" / self.tier.name / self.name
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the runs that are reported."""
+        is_baseline = self.name == self.tier.baseline
+        num_seeds = self.tier.num_baseline_seeds if is_baseline else self.tier.num_seeds
+        return range(self.first_seed, self.first_seed + num_seeds)
+
+    @property
+    def tuning_seeds(self) -> range:
+        """The seeds of the searches for two rates, of which the first chooses the entry's rates."""
+        first = self.tier.tuning_seed + self.first_seed
+        return range(first, first + self.num_tunings)
+
+
+class Search(NamedTuple):
+    """The state of a search: the losses of its complete crosses, and the points to try next."""
+
+    losses: dict[tuning.Point, float]
+    missing: list[tuning.Point]
+
+
+class Plan(NamedTuple):
+    """What an entry's finished runs say about the others.
+
+    missing: runs that can begin now, the most important first. steps_left: of these and of all later
+    ones, if no search needs more tries. rates: those of the seeds, once they are known.
+    """
+
+    missing: list[Run]
+    steps_left: int
+    rates: dict[str, float] | None
+
+
+def follow_cross(
+    get_loss: Callable[[tuning.Point], float | None], num_rates: int, max_tries: int
+) -> Search:
+    """Follow a search that tries a cross around its start and moves it to the best point.
+
+    It ends when the best point is in the middle of a cross, or when the next cross would need more
+    than max_tries. Losses decide only when a cross is complete, so the points depend neither on
+    stops nor on the number of jobs.
+
+    Args:
+        get_loss: returns the loss at a point, infinity of a run that diverged, or None
+    """
+    center: tuning.Point = (0.0,) * num_rates
+    losses: dict[tuning.Point, float] = {}
+    while True:
+        cross = [center, *tuning.list_neighbors(center)]
+        new_points = [point for point in cross if point not in losses]
+        if not new_points or len(losses) + len(new_points) > max_tries:
+            return Search(losses, missing=[])
+        new_losses = {point: get_loss(point) for point in new_points}
+        missing = [point for point, loss in new_losses.items() if loss is None]
+        if missing:
+            return Search(losses, missing)
+        losses.update(new_losses)
+        center = tuning.find_best(losses)
+
+
+def fit_axis(losses: tuning.Losses, axis: int) -> tuple[float, float]:
+    """Fit a parabola to the three lowest losses on the line through the best point along an axis.
+
+    Returns:
+        the power at its minimum, at most one step beside the best point, and its curvature c: at a
+        distance of x powers of two, the loss is higher by c * x**2. If the three losses have no
+        minimum, that is the power of the best point, and nan.
+    """
+    best = tuning.find_best(losses)
+    line = {}
+    for point, loss in losses.items():
+        is_on_line = all(point[i] == best[i] for i in range(len(best)) if i != axis)
+        if is_on_line and math.isfinite(loss):
+            line[point[axis]] = loss
+    lowest = sorted(sorted(line, key=lambda power: line[power])[:3])
+    if len(lowest) < 3:
+        return best[axis], math.nan
+    a, b, c = lowest
+    left_slope = (line[b] - line[a]) / (b - a)
+    right_slope = (line[c] - line[b]) / (c - b)
+    curvature = (right_slope - left_slope) / (c - a)
+    if curvature <= 0:
+        return best[axis], math.nan
+    minimum = (a + b) / 2 - left_slope / (2 * curvature)
+    return min(max(minimum, best[axis] - 1), best[axis] + 1), curvature
+
+
+def find_minimum(losses: tuning.Losses) -> tuning.Point:
+    """Return the minimum of the parabolas along all axes of a search."""
+    num_rates = len(next(iter(losses)))
+    return tuple(fit_axis(losses, axis)[0] for axis in range(num_rates))
+
+
+def make_short_run(entry: Entry, seed: int, point: tuning.Point) -> Run:
+    """Return the run of the search for two rates at a point."""
+    settings = entry.tier.read_settings()
+    rates = {key: tuning.to_rate(settings[key], power) for key, power in zip(RATES, point)}
+    return Run("short", seed, entry.tier.short_steps, **rates)
+
+
+def make_long_run(entry: Entry, rates: dict[str, float], point: tuning.Point) -> Run:
+    """Return the run of the search for a common factor of two rates at a point."""
+    power = math.log2(entry.tier.factor) + point[0]
+    scaled = {key: tuning.to_rate(rate, power) for key, rate in rates.items()}
+    return Run("long", entry.tuning_seeds[0], entry.tier.long_steps, **scaled)
+
+
+def search_short(entry: Entry, losses: dict[Run, float], seed: int) -> Search:
+    """Return the state of a search for two rates."""
+    return follow_cross(
+        lambda point: losses.get(make_short_run(entry, seed, point)),
+        num_rates=2,
+        max_tries=entry.tier.max_short_tries,
+    )
+
+
+def search_long(entry: Entry, losses: dict[Run, float], rates: dict[str, float]) -> Search:
+    """Return the state of the search for a common factor of two rates."""
+    return follow_cross(
+        lambda point: losses.get(make_long_run(entry, rates, point)),
+        num_rates=1,
+        max_tries=entry.tier.max_long_tries,
+    )
+
+
+def make_plan(entry: Entry, losses: dict[Run, float]) -> Plan:
+    """Return which runs an entry needs next.
+
+    Args:
+        losses: of the finished runs; infinity of those that diverged
+
+    Raises:
+        ValueError: all tries of a search diverged
+    """
+    tier = entry.tier
+    short = search_short(entry, losses, entry.tuning_seeds[0])
+    missing = [make_short_run(entry, entry.tuning_seeds[0], point) for point in short.missing]
+    steps_left = len(missing) * tier.short_steps
+    rates = None
+    if missing:
+        steps_left += (3 + len(entry.seeds)) * tier.long_steps
+    else:
+        check_converged(entry, short)
+        short_rates = make_short_run(entry, 0, find_minimum(short.losses))._asdict()
+        short_rates = {key: short_rates[key] for key in RATES}
+        long = search_long(entry, losses, short_rates)
+        missing = [make_long_run(entry, short_rates, point) for point in long.missing]
+        steps_left = (len(missing) + len(entry.seeds)) * tier.long_steps
+        if not missing:
+            check_converged(entry, long)
+            best = make_long_run(entry, short_rates, find_minimum(long.losses))
+            rates = {key: getattr(best, key) for key in RATES}
+            runs = [best._replace(part="seed", seed=seed) for seed in entry.seeds]
+            missing = [run for run in runs if run not in losses]
+            steps_left = len(missing) * tier.long_steps
+    for seed in entry.tuning_seeds[1:]:
+        search = search_short(entry, losses, seed)
+        missing += [make_short_run(entry, seed, point) for point in search.missing]
+        steps_left += len(search.missing) * tier.short_steps
+    return Plan(missing, steps_left, rates)
+
+
+def check_converged(entry: Entry, search: Search) -> None:
+    """Raise ValueError if all tries of a search diverged."""
+    if not tuning.has_converged(search.losses):
+        raise ValueError(
+            f"{entry.name}: all {len(search.losses)} tries of a search for rates diverged, so it has "
+            "no place in the table; lower what the stream multiplies its state by"
+        )
+
+
+# ---- stored entries ----
+
+
+def read_losses(stored: dict) -> dict[Run, float]:
+    """Return the losses of an entry's stored runs; infinity of those that diverged."""
+    losses = {}
+    for row in stored.get("runs", []):
+        run = Run(**{key: row[key] for key in Run._fields})
+        losses[run] = math.inf if row["val_loss"] is None else row["val_loss"]
+    return losses
+
+
+def read_entry(entry: Entry) -> dict:
+    """Return what is stored of an entry, or what a new one begins with."""
+    if entry.path.exists():
+        return files.read_json(entry.path)
+    return {
+        "tier": entry.tier.name,
+        "model": entry.model,
+        "keys": entry.keys,
+        "first_seed": entry.first_seed,
+        "runs": [],
+    }
+
+
+def write_entry(entry: Entry, stored: dict) -> None:
+    """Write what is stored of an entry."""
+    entry.path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(entry.path, stored)
