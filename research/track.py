@@ -529,7 +529,7 @@ def format_table(tier: Tier) -> str:
     """Return the table of a tier in Markdown, with the listed entries that were not run."""
     lines = [
         "| place | entry | loss | difference from additive, 95% interval | verdict | loss at 0.8M "
-        "(tuning part) | parameters | FLOPs | speed |",
+        "(tuning part, lowest try) | parameters | FLOPs | speed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rows = list_rows(tier)
