@@ -36,6 +36,6 @@ log_interval = 20
 checkpoint_interval = 200
 
 # Use bfloat16 if the CPU has instructions for it, and torch.compile if there are a C++ compiler and
-# Python's header files.
+# Python's header files. A run this short ends sooner with compiled blocks than with a compiled model.
 dtype = "bfloat16" if _machine.cpu_has_bfloat16() else "float32"
-compile = _machine.can_compile()
+compile = "blocks" if _machine.can_compile() else False

@@ -329,8 +329,8 @@ class Runner:
         self.start = time.monotonic()
         self.num_steps = 0  # that this process has trained
 
-    def train(self, run: Run) -> dict:
-        """Train a run and return its row.
+    def train(self, run: Run) -> dict | None:
+        """Train a run and return its row, or None if a signal stopped it.
 
         Raises:
             ValueError: train.py failed, but not because the run diverged
@@ -342,7 +342,9 @@ class Runner:
             sweep.check_no_cell_is_running([cell])
             _, last_line = sweep.run_cell(cell, 1, self.signals, self.environment)
         loss = sweep.read_loss(cell)
-        if loss is None and not self.signals:
+        if loss is None:
+            if self.signals:
+                return None
             raise ValueError(f"{cell.log}: {last_line}")
         records = metrics.read(cell.folder / "metrics.jsonl")
         return {
@@ -376,7 +378,7 @@ class Runner:
                 for future in done:
                     run = running.pop(future)
                     row = future.result()
-                    if not self.signals:
+                    if row is not None:
                         self.store(run, row)
 
     def store(self, run: Run, row: dict) -> None:

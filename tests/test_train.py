@@ -236,6 +236,21 @@ def test_losses_of_a_compiled_run_need_no_second_graph(corpus, tmp_path, monkeyp
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
+def test_compiled_blocks_train_like_a_run_that_is_not_compiled(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    num_graphs, losses = {}, {}
+    for choice in (False, "blocks"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        out = tmp_path / str(choice)
+        run_train(*small_run(corpus, out, compile=choice, max_steps=3, eval_full=True))
+        num_graphs[choice] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        losses[choice] = np.load(out / "losses.npz")["loss"]
+    assert num_graphs[False] == 0 < num_graphs["blocks"]
+    np.testing.assert_allclose(losses["blocks"], losses[False], rtol=1e-6)
+
+
 def test_a_full_disk_leaves_no_part_of_the_losses(corpus, tmp_path, monkeypatch):
     def write_to_full_disk(stream, **arrays):
         stream.write(b"PK")

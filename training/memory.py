@@ -143,7 +143,7 @@ def estimate_logits(config: TrainConfig, model_config: GPTConfig, device_type: s
     with FakeTensorMode():
         weight = torch.empty(model_config.vocab_size, 1, device=device_type)
     num_tokens = min(num_tokens, default_chunk_size(num_tokens, weight))
-    bytes_per_logit = BYTES_PER_COMPILED_LOGIT if config.compile else BYTES_PER_LOGIT
+    bytes_per_logit = BYTES_PER_COMPILED_LOGIT if config.compile is True else BYTES_PER_LOGIT
     return num_tokens * model_config.vocab_size * bytes_per_logit
 
 
