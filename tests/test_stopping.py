@@ -20,6 +20,7 @@ from in_process import call, start_in_fork
 from training_runs import CONSTANT_RATE, completed_steps
 
 from training import checkpoint, stopping
+from utils.machine import can_compile
 
 
 def start_training(
@@ -105,6 +106,50 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number
     train_to_the_end([*arguments, f"--max_steps={steps[-1] + 2}"])
     assert completed_steps(tmp_path) == list(range(1, steps[-1] + 3))
     assert stopping.read_status(tmp_path).ended == "finished"
+
+
+COMPILER = """#!/bin/sh
+# The first kernel is compiled when Ctrl+C is pressed in the run's terminal, which reaches all its processes.
+for argument; do
+    case $argument in *.cpp)
+        if grep -q "void  *kernel(" "$argument" && mkdir {marker}; then
+            kill -INT 0
+            sleep 60
+        fi
+    esac
+done
+exec g++ "$@"
+"""
+
+
+@pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
+def test_a_signal_that_also_ends_the_compiler_loses_no_step(corpus, tmp_path):
+    run = tmp_path / "run"
+    arguments = small_run(
+        corpus, run, **CONSTANT_RATE, checkpoint_interval=10_000, max_steps=10_000
+    )
+    train_until_signal(arguments, lambda: len(completed_steps(run)) > 1)
+    steps = len(completed_steps(run))
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(marker=tmp_path / "marker"))
+    compiler.chmod(0o755)
+    environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    stopped = subprocess.run(
+        [sys.executable, "train.py", *arguments, "--compile=blocks", "--resume=auto"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+    )
+    assert stopped.returncode == stopping.EXIT_CODE, stopped.stderr
+    assert f"stopped after step {steps} (SIGINT); resume with --resume=auto" in stopped.stdout
+    assert (tmp_path / "marker").exists()
+    assert stopping.read_status(run).ended == "stopped"
+    assert checkpoint.read_state(checkpoint.find(run))["step"] == steps
+    train_to_the_end([*arguments, "--resume=auto", f"--max_steps={steps + 2}"])
+    assert completed_steps(run) == list(range(1, steps + 3))
 
 
 def test_nohup_keeps_a_run_from_stopping_when_the_terminal_closes():
