@@ -266,7 +266,8 @@ def main() -> None:
     print(f"wrote {args.out_dir}: {', '.join(sizes)}")
     if is_variant:
         print(
-            f"{out_dir.name} is a package with the class ResidualStream; README.md says how to use it"
+            f"{out_dir.name} is a package with the class ResidualStream; this repository's "
+            "README.md says how to use it"
         )
     else:
         print(card.LOADING_CODE.format(folder=args.out_dir))

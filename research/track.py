@@ -1,6 +1,6 @@
 """Say where a residual stream stands: tune its rates, train its seeds, and compare it with the others.
 
-    python research/track.py my-gpt-mha-rope              # about an hour on two cores; resumes if stopped
+    python research/track.py my-gpt-mha-rope              # an hour or less on two cores; resumes if stopped
     python research/track.py my-gpt-mha-rope --mode=show  # print the plan and its time, run nothing
     python research/track.py                              # print the table of all stored entries
     python research/track.py --mode=table --out=cpu-1.png # and draw it

@@ -319,7 +319,7 @@ def draw(rows: list[dict]) -> "Figure":
     """Draw every slope as a point, with a panel for each optimizer and a line for each model."""
     optimizer_names = list(dict.fromkeys(row["optimizer"] for row in rows))
     labels = ("h, c, k, x_in, logits", "contribution of a parameter")
-    height = 0.6 + 0.16 * len(rows) / len(optimizer_names)
+    height = max(0.6 + 0.16 * len(rows) / len(optimizer_names), 1.6)
     figure, axes = plots.make_panels(1, len(optimizer_names), height, labels, sharey=True)
     entries = {}
     for panel, optimizer_name in zip(axes[0], optimizer_names):
