@@ -505,7 +505,7 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
         return row | {"verdict": f"not complete: {len(losses)} runs"}
     row["loss"] = statistics.fmean(reported)
     if entry.name == tier.baseline:
-        return row | {"verdict": "baseline"}
+        return row | {"verdict": "baseline", "relative_speed": 1.0}
     code, baseline_code = (item["code"]["first_losses"]["baseline"] for item in (stored, baseline))
     if not have_same_losses(code, baseline_code):
         return row | {"verdict": "not compared: other code"}
