@@ -198,8 +198,9 @@ def measure_size(entry: Entry) -> dict[str, int]:
 def measure_speed(entry: Entry) -> dict[str, float | str | None]:
     """Return the training speed of an entry relative to the baseline's, and the machine.
 
-    The two take turns with steps of one batch (forward, backward, AdamW), compiled as in
-    training, with one thread. A ratio is that of one round: the median, with the 10th and 90th percentile.
+    The two take turns with steps of one batch (forward, backward, AdamW), compiled as in training,
+    with one thread. Every round gives a ratio; returned are their median and the 10th and 90th
+    percentile.
     """
     settings = entry.tier.read_settings()
     shape = (2, settings["micro_batch_size"], settings["block_size"])
@@ -505,7 +506,9 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
         return row | {"verdict": f"not complete: {len(losses)} runs"}
     row["loss"] = statistics.fmean(reported)
     if entry.name == tier.baseline:
-        return row | {"verdict": "baseline", "relative_speed": 1.0}
+        row["verdict"] = "baseline"
+        row["relative_speed"] = 1.0
+        return row
     code, baseline_code = (item["code"]["first_losses"]["baseline"] for item in (stored, baseline))
     if not have_same_losses(code, baseline_code):
         return row | {"verdict": "not compared: other code"}

@@ -239,7 +239,8 @@ def test_losses_of_a_compiled_run_need_no_second_graph(corpus, tmp_path, monkeyp
 @pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
 def test_compiled_blocks_train_like_a_run_that_is_not_compiled(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    num_graphs, losses = {}, {}
+    num_graphs = {}
+    losses = {}
     for choice in (False, "blocks"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

@@ -554,7 +554,7 @@ def draw_details(group: Group) -> "Figure | None":
                 np.pad(mean, (0, longest - len(mean)), constant_values=np.nan) for mean in means
             ]
             image = np.stack(rows)
-            panel.set(xlabel="index of the vector", ylabel="block")
+            panel.set(xlabel="component", ylabel="block")
             panel.set_yticks(range(len(layers)), layers)
         else:
             # a column of nan follows each matrix

@@ -366,7 +366,7 @@ def test_an_entry_is_trained_stopped_and_resumed(corpus, tmp_path):
     files.write_json(
         results / "gpt-mha-rope.json", {**first, "model": "gpt-mha-rope", "runs": rows}
     )
-    done = subprocess.run(
+    finished = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     resumed = files.read_json(path)
@@ -377,8 +377,8 @@ def test_an_entry_is_trained_stopped_and_resumed(corpus, tmp_path):
     assert resumed["speed"] == first["speed"]
     (seed_run,) = (row for row in resumed["runs"] if row["part"] == "seed")
     difference = f"| {seed_run['val_loss']:.4f} | {seed_run['val_loss'] - 9:+.4f} ± "
-    assert difference in done.stdout
-    assert "| better |" in done.stdout
+    assert difference in finished.stdout
+    assert "| better |" in finished.stdout
 
     # train.py alone reaches the same loss
     keys = ("seed", "muon_learning_rate", "learning_rate")
@@ -407,7 +407,8 @@ def test_the_page_is_what_scipy_computes_from_the_stored_rows():
     reference = read_seed_losses(folder / "gpt-mha-rope.json")
     searches = {row["seed"] for row in baseline["runs"] if row["part"] == "short"}
     assert (len(reference), len(searches)) == (12, 8)
-    sigma2, tau2 = np.var(reference, ddof=1), CPU_1.noise.tau**2
+    seed_variance = np.var(reference, ddof=1)
+    rate_variance = CPU_1.noise.tau**2
     means = {}
     for path in sorted(folder.glob("*.json")):
         losses = read_seed_losses(path)
@@ -415,14 +416,16 @@ def test_the_page_is_what_scipy_computes_from_the_stored_rows():
         if path.stem == "gpt-mha-rope" or len(losses) < 4:
             continue
         assert len(losses) == 4
-        parts = sigma2 * (1 / 4 + 1 / 12), 2 * tau2
+        parts = seed_variance * (1 / 4 + 1 / 12), 2 * rate_variance
         degrees = sum(parts) ** 2 / (parts[0] ** 2 / 11 + parts[1] ** 2 / 7)
         error = math.sqrt(sum(parts))
         difference = np.mean(losses) - np.mean(reference)
         means[path.stem] = np.mean(losses)
         half_width = stats.t.interval(0.95, degrees, scale=error)[1]
         p_value = 2 * stats.t.sf(abs(difference) / error, degrees)
-        verdict = "undecided" if p_value >= 0.002 else "better" if difference < 0 else "worse"
+        verdict = "better" if difference < 0 else "worse"
+        if p_value >= 0.002:
+            verdict = "undecided"
         expected = [
             f"{np.mean(losses):.4f}",
             f"{difference:+.4f} ± {half_width:.4f}",
