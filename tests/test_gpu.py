@@ -1,10 +1,15 @@
 """What only a GPU can show; run with `pytest -m gpu`."""
 
+import contextlib
 import copy
+import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import precision, small_run
+from in_process import find_free_port
 from models import PAPER
 
 import train
@@ -13,7 +18,13 @@ from model import build, kernels
 from model.causality import move_parameters
 from model.loss import linear_cross_entropy
 from model.precision import linear_fp32
-from training import checkpoint, metrics
+from training import checkpoint, distributed, metrics
+from training.batches import MicroBatch
+from training.checkpoint import TrainState
+from training.config import TrainConfig
+from training.graphs import StepGraph
+from training.loss_scale import LossScaler
+from utils.processes import World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -226,6 +237,51 @@ def test_cuda_graphs_change_no_bits(corpus, tmp_path, monkeypatch, setting, mode
         with_graphs = checkpoint.find(tmp_path / "with") / file
         without_graphs = checkpoint.find(tmp_path / "without") / file
         assert with_graphs.read_bytes() == without_graphs.read_bytes(), file
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of NCCL with one rank, because a GPU cannot have two."""
+    address = f"tcp://localhost:{find_free_port()}"
+    dist.init_process_group("nccl", init_method=address, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_graph_of_a_step_contains_the_communication_of_ddp():
+    world = World(0, 2, torch.device("cuda"))  # of two ranks, so that DDP is used
+    steps = [
+        [MicroBatch(*torch.randint(0, 512, (2, 2, 128), device="cuda")) for _ in range(2)]
+        for _ in range(2)
+    ]
+    results = {}
+    for setting in ("off", "step"):
+        torch.manual_seed(0)
+        model = build("DDL-gpt-mha-rope-CC-EC", **SIZE)
+        train_model, _ = distributed.parallelize(
+            model, world, engine="ddp", compile=True, cuda_graphs=setting
+        )
+        config = TrainConfig(global_batch_size=4, micro_batch_size=2, grad_clip=0.1)
+        run = SimpleNamespace(
+            config=config,
+            model=model,
+            train_model=train_model,
+            autocast=contextlib.nullcontext(),
+            scaler=LossScaler(TrainState(), config, torch.float32),
+        )
+        compute_gradients = functools.partial(train.compute_gradients, run)
+        if setting == "step":
+            compute_gradients = StepGraph(model, compute_gradients)
+        results[setting] = []
+        for batches in steps:
+            loss, norm = compute_gradients(batches, 1.0)
+            results[setting].append((loss.item(), norm.item(), collect_gradient(model)))
+            model.zero_grad(set_to_none=True)
+    for (loss, norm, gradient), expected in zip(results["step"], results["off"], strict=True):
+        assert (loss, norm) == pytest.approx(expected[:2], rel=1e-3)
+        # the embedding's gradient is added up in another order each time
+        assert (gradient - expected[2]).norm() < 1e-3 * expected[2].norm()
 
 
 def test_prefetched_batches_arrive_completely():

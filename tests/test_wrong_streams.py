@@ -15,7 +15,7 @@ import model_folder
 from model import build
 from model.block import Block
 from model.layers import AttentionInputs
-from training import checkpoint, metrics
+from training import checkpoint, metrics, setup
 
 GATED = (EXAMPLES[0].parent / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
 BLOCK = """from dataclasses import replace
@@ -231,6 +231,21 @@ def test_a_run_with_a_parameter_without_a_gradient_says_so_and_resumes(
         assert (resumed / file).read_bytes() == (uninterrupted / file).read_bytes()
     tensors = checkpoint.load_tensors(uninterrupted / "model.safetensors")
     assert float(tensors["transformer.h.1.gate"]) == 1.0
+
+
+def test_ddp_cannot_capture_a_step_with_a_parameter_without_a_gradient(
+    save_variant, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(setup, "check_machine", lambda config, device: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments = small_run(
+        corpus, tmp_path / "run", model=save_variant(UNUSED), max_steps=2, cuda_graphs="step"
+    )
+    result = call("train.py", *arguments)
+    assert result.returncode == 2
+    (message,) = result.stderr.decode().splitlines()
+    assert "does not depend on transformer.h.1.gate; give --cuda_graphs=auto" in message
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("example_streams")
