@@ -26,6 +26,7 @@ SIGNIFICANCE_LEVEL = 1 - CONFIDENCE_LEVEL
 FRACTION_METRICS = {"val_accuracy": "accuracy (%)", "val_exact_match": "exact match (%)"}
 METRIC_LABELS = {
     "val_loss": "validation loss",
+    "ema_val_loss": "validation loss of averaged weights",
     "val_perplexity": "perplexity",
     "val_bits_per_byte": "bits per byte",
     **FRACTION_METRICS,

@@ -34,6 +34,7 @@ MAX_CURVE_POINTS = 2000  # of a training curve
 AXES = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
 COMMON_COLUMNS = tuple(AXES.values())  # every line of metrics.jsonl has them
 TRAINING_COLUMNS = ("loss", "grad_norm", "tokens_per_second", "memory")
+SCORE_PREFIXES = ("val_", "ema_val_")  # of trained and of averaged weights
 INTEGER_COLUMNS = ("tokens", "flops", "val_sequences")
 # settings that do not distinguish one run from another
 HIDDEN_SETTINGS = {
@@ -288,7 +289,7 @@ def read_run(folder: Path) -> Run:
     evaluation_columns = list(COMMON_COLUMNS)
     for record in evaluation_records:
         for key in record:
-            if key.startswith("val_") and key not in evaluation_columns:
+            if key.startswith(SCORE_PREFIXES) and key not in evaluation_columns:
                 evaluation_columns.append(key)
     first_seconds = None
     if training_records and training_records[0]["step"] == 1:
@@ -571,7 +572,13 @@ def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
 def make_column_sort_key(column: str) -> tuple:
     """Sort the name first, then scores, fields of the run, settings and nested fields, by name."""
     is_field = column in (*PLAIN_FIELDS, "model", "seed")
-    return (column != "name", not column.startswith("val_"), not is_field, "." in column, column)
+    return (
+        column != "name",
+        not column.startswith(SCORE_PREFIXES),
+        not is_field,
+        "." in column,
+        column,
+    )
 
 
 def make_row(run: Run) -> dict[str, str]:
@@ -580,7 +587,7 @@ def make_row(run: Run) -> dict[str, str]:
     values = {
         **{name: getattr(run, name) for name in PLAIN_FIELDS},
         "model": run.model_name,
-        **{key: value for key, value in evaluation.items() if key.startswith("val_")},
+        **{key: value for key, value in evaluation.items() if key.startswith(SCORE_PREFIXES)},
         **run.settings,
         **{f"val_{key}": evaluation.get(key) for key in COMMON_COLUMNS},
         "notes": run.notes or None,
@@ -651,7 +658,7 @@ def make_run(row: dict[str, str], path: Path) -> Run:
         columns = [column for column in values if column.startswith(f"{name}.")]
         nested[name] = {column.removeprefix(f"{name}."): values.pop(column) for column in columns}
     evaluation = {}
-    for column in [column for column in values if column.startswith("val_")]:
+    for column in [column for column in values if column.startswith(SCORE_PREFIXES)]:
         name = column.removeprefix("val_")  # val_step is the step of the evaluation
         evaluation[name if name in COMMON_COLUMNS else column] = values.pop(column)
     training_columns = (*COMMON_COLUMNS, *TRAINING_COLUMNS)

@@ -72,7 +72,12 @@ class SweepConfig:
         "folder of the sweep (default: sweeps/<name of the config file>)",
     )
     metric: Literal[
-        "val_loss", "val_perplexity", "val_bits_per_byte", "val_accuracy", "val_exact_match"
+        "val_loss",
+        "ema_val_loss",
+        "val_perplexity",
+        "val_bits_per_byte",
+        "val_accuracy",
+        "val_exact_match",
     ] = option(
         "val_loss",
         "score of the final evaluation that plot.png shows",

@@ -23,6 +23,7 @@ from utils.tables import Table
 
 DIGITS = {
     "val_loss": 4,
+    "ema_val_loss": 4,
     "val_perplexity": 3,
     "val_bits_per_byte": 4,
     "val_accuracy": 2,

@@ -301,6 +301,22 @@ def test_synthetic_tasks_are_compared_by_their_accuracy(tmp_path):
     assert stored.keys() >= {"commit", "machine", "date", "torch", "rows"}
 
 
+def test_losses_of_averaged_weights_have_a_column(tmp_path):
+    losses = {BASE: [2.0, 2.1, 2.05], DDL: [1.8, 1.95, 1.9]}
+    for model_name, values in losses.items():
+        for seed, value in enumerate(values):
+            scores = {"ema_val_loss": value}
+            write_run(tmp_path / f"{model_name}-{seed}", model_name, seed, scores=scores)
+    result = call("research/report.py", "runs", tmp_path, f"--out={tmp_path / 'runs.csv'}")
+    assert result.returncode == 0, result.stderr.decode()
+    for source in (tmp_path, tmp_path / "runs.csv"):
+        out = tmp_path / "table.json"
+        call("research/report.py", "table", source, f"--json={out}")
+        rows = {group["model"]: group for group in json.loads(out.read_text())["groups"]}
+        for model_name, values in losses.items():
+            assert rows[model_name]["ema_val_loss"] == pytest.approx(by_hand(values)[0])
+
+
 def test_every_size_has_its_baseline(tmp_path):
     shapes = (SMALL, {**SMALL, "num_hidden_layers": 3})
     for model_name in (BASE, DDL):
