@@ -240,7 +240,7 @@ def write_paper(args: SimpleNamespace) -> None:
     loaded, notes = read_runs(args)
     out = get_out(args, loaded, "report")
     paper.check_out(out)
-    print_notes([*notes, f"{len(loaded)} runs read"])
+    print_notes([*notes, f"runs read: {len(loaded)}"])
     paper.write(
         loaded,
         omitted=notes,
