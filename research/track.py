@@ -1,6 +1,6 @@
 """Say where a residual stream stands: tune its rates, train its seeds, and compare it with the others.
 
-    python research/track.py my-gpt-mha-rope              # an hour or less on two cores; resumes if stopped
+    python research/track.py my-gpt-mha-rope              # half an hour to an hour on two cores; resumes
     python research/track.py my-gpt-mha-rope --mode=show  # print the plan and its time, run nothing
     python research/track.py                              # print the table of all stored entries
     python research/track.py --mode=table --out=cpu-1.png # and draw it
@@ -22,7 +22,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +60,6 @@ from research.track_statistics import (
     fit_curvature,
     judge,
     simulate_false_decisions,
-    split_baseline,
 )
 from training import metrics
 from training.config import Arguments, TrainConfig
@@ -243,13 +241,14 @@ def measure_first_losses(entry: Entry, model: str, keys: dict[str, Any]) -> list
         eval_batches=1,
     )
     exit_code, last_line = sweep.run_cell(cell, 1, [], sweep.make_environment(1))
-    if exit_code:
+    has_diverged = sweep.read_loss(cell) == math.inf  # which lower rates may mend
+    if exit_code and not has_diverged:
         raise ValueError(f"{model} does not train ({cell.log}): {last_line}")
     records = metrics.read(cell.folder / "metrics.jsonl")
     return [record["loss"] for record in records if "loss" in record]
 
 
-def check_code(entry: Entry, stored: dict) -> None:
+def update_code(entry: Entry, stored: dict) -> None:
     """Bring the digests of the code in a stored entry up to date.
 
     Code with another digest may go on with an entry if the first losses of the variant and of the
@@ -266,12 +265,13 @@ def check_code(entry: Entry, stored: dict) -> None:
     if all(old.get(key) == digest for key, digest in digests.items()):
         return
     baseline = entry.tier.baseline
+    # the baseline first: if its losses differ, so do those of the variant
     first_losses = {
-        "own": measure_first_losses(entry, entry.model, entry.keys),
         "baseline": measure_first_losses(entry, baseline, {}),
+        "own": measure_first_losses(entry, entry.model, entry.keys),
     }
-    for name, losses in old.get("first_losses", {}).items():
-        if not have_same_losses(losses, first_losses[name]):
+    for name, losses in first_losses.items():
+        if old and not have_same_losses(losses, old["first_losses"][name]):
             changed = f"model/{entry.model}.py" if name == "own" else "the code of training"
             raise ValueError(
                 f"{changed} computes other losses than when the runs of {entry.path} were stored; "
@@ -327,8 +327,6 @@ class Runner:
         self.jobs = jobs
         self.signals = sweep.catch_signals()
         self.environment = sweep.make_environment(jobs)
-        self.start = time.monotonic()
-        self.num_steps = 0  # that this process has trained
 
     def train(self, run: Run) -> dict | None:
         """Train a run and return its row, or None if a signal stopped it.
@@ -351,7 +349,8 @@ class Runner:
         return {
             **run._asdict(),
             "val_loss": loss,
-            "seconds": round(records[-1]["seconds"], 1),
+            # a run that diverges in its first step logs nothing
+            "seconds": round(records[-1]["seconds"], 1) if records else 0.0,
             "commit": provenance.current_commit(),
             **provenance.describe_machine(),
         }
@@ -387,13 +386,14 @@ class Runner:
         self.losses[run] = row["val_loss"]
         self.stored["runs"].append(row)
         write_entry(self.entry, self.stored)
-        self.num_steps += run.steps
+        rows = self.stored["runs"]
+        step_seconds = sum(row["seconds"] for row in rows) / sum(row["steps"] for row in rows)
         steps_left = make_plan(self.entry, self.losses).steps_left
-        seconds = (time.monotonic() - self.start) / self.num_steps * steps_left
-        loss = f"{row['val_loss']:.4f}" if math.isfinite(row["val_loss"]) else "diverged"
+        seconds_left = step_seconds * steps_left / self.jobs
         print(
-            f"{self.entry.name} | {describe(run)} | loss {loss} | "
-            f"{units.format_duration(row['seconds'])} | about {units.format_duration(seconds)} left",
+            f"{self.entry.name} | {describe(run)} | {format_loss(row['val_loss'])} | "
+            f"{units.format_duration(row['seconds'])} | "
+            f"about {units.format_duration(seconds_left)} left",
             flush=True,
         )
 
@@ -404,6 +404,11 @@ def describe(run: Run) -> str:
         f"{run.part}, seed {run.seed}, {run.steps} steps, rates {run.muon_learning_rate:g} and "
         f"{run.learning_rate:g}"
     )
+
+
+def format_loss(loss: float) -> str:
+    """Return what to print about the loss of a run."""
+    return f"loss {loss:.4f}" if math.isfinite(loss) else "diverged"
 
 
 # ---- noise, time and table ----
@@ -465,7 +470,7 @@ def show_plan(entry: Entry, jobs: int) -> None:
     losses = read_losses(read_entry(entry))
     plan = make_plan(entry, losses)
     for run, loss in losses.items():
-        print(f"done: {describe(run)}: loss {loss:.4f}")
+        print(f"done: {describe(run)}: {format_loss(loss)}")
     for run in plan.missing:
         print(f"next: {describe(run)}")
     seconds = estimate_seconds(entry, plan.steps_left, jobs)
@@ -495,6 +500,7 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
         "entry": entry.name,
         "num_runs": len(losses),
         "loss": None,
+        "seed_deviation": None,
         "difference": None,
         "verdict": "",
         "short_loss": min(short_losses, default=None),
@@ -504,13 +510,17 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
     }
     if len(reported) < len(entry.seeds):
         return row | {"verdict": f"not complete: {len(losses)} runs"}
+    if math.inf in reported:
+        return row | {"verdict": "a seed diverged"}
     row["loss"] = statistics.fmean(reported)
+    if len(reported) > 1:
+        row["seed_deviation"] = statistics.stdev(reported)
     if entry.name == tier.baseline:
         row["verdict"] = "baseline"
         row["relative_speed"] = 1.0
         return row
-    code, baseline_code = (item["code"]["first_losses"]["baseline"] for item in (stored, baseline))
-    if not have_same_losses(code, baseline_code):
+    first_losses, others = (item["code"]["first_losses"]["baseline"] for item in (stored, baseline))
+    if not have_same_losses(first_losses, others):
         return row | {"verdict": "not compared: other code"}
     baseline_losses = [loss for run, loss in read_losses(baseline).items() if run.part == "seed"]
     row["difference"] = row["loss"] - statistics.fmean(baseline_losses)
@@ -533,29 +543,31 @@ def list_rows(tier: Tier) -> list[dict[str, Any]]:
 def format_table(tier: Tier) -> str:
     """Return the table of a tier in Markdown, with the listed entries that were not run."""
     lines = [
-        "| place | entry | loss | difference from additive, 95% interval | verdict | loss at 0.8M "
-        "(tuning part, lowest try) | parameters | FLOPs | speed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| place | entry | loss | standard deviation of seeds | difference from additive, 95% interval "
+        "| verdict | loss at 0.8M (tuning part, lowest try) | parameters | FLOPs | speed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = list_rows(tier)
     for place, row in enumerate(rows, start=1):
-        loss = difference = ""
+        loss = deviation = difference = ""
         if row["loss"] is not None:
             loss = f"{row['loss']:.4f}"
+        if row["seed_deviation"] is not None:
+            deviation = f"{row['seed_deviation']:.4f}"
         if row["difference"] is not None:
             difference = f"{row['difference']:+.4f} ± {row['half_width']:.4f}"
         short_loss = "" if row["short_loss"] is None else f"{row['short_loss']:.4f}"
         speed = "" if row["relative_speed"] is None else f"{row['relative_speed']:.2f}"
         lines.append(
-            f"| {place if loss else ''} | {row['entry']} | {loss} | {difference} | {row['verdict']} "
-            f"| {short_loss} | {row['parameters']:,} | {row['relative_flops']:.2f} | {speed} |"
+            f"| {place if loss else ''} | {row['entry']} | {loss} | {deviation} | {difference} "
+            f"| {row['verdict']} | {short_loss} | {row['parameters']:,} | {row['relative_flops']:.2f} | {speed} |"
         )
     stored_names = {row["entry"] for row in rows}
     for entry in (Entry(tier, name, {}) for name in LISTED_ENTRIES):
         if entry.name not in stored_names:
             seconds = estimate_seconds(entry, make_plan(entry, {}).steps_left, Options.jobs)
             lines.append(
-                f"|  | {entry.name} |  |  | not run: at least {seconds / 3600:.1f} hours |  |  |  |  |"
+                f"|  | {entry.name} |  |  |  | not run: at least {seconds / 3600:.1f} hours |  |  |  |  |"
             )
     return "\n".join(lines)
 
@@ -587,10 +599,8 @@ def plot_differences(tier: Tier) -> "Figure":
 
 
 def run_null_test(tier: Tier) -> dict[str, float]:
-    """Return how often the rule decides between equal entries: simulated ones, and split seeds."""
+    """Return how often the rule decides between equal entries, in simulated tiers."""
     noise = tier.noise
-    losses = read_losses(read_entry(Entry(tier, tier.baseline, {})))
-    reported = [loss for run, loss in losses.items() if run.part == "seed"]
     num_tiers = 10_000
     return {
         "num_tiers": num_tiers,
@@ -602,7 +612,6 @@ def run_null_test(tier: Tier) -> dict[str, float]:
             num_tunings=noise.tau_df + 1,
             num_tiers=num_tiers,
         ),
-        "false_decisions_of_splits": split_baseline(reported, noise, tier.num_seeds),
     }
 
 
@@ -624,11 +633,14 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
         configurator.check_names(texts, own_options, "--")
         options = Options(**configurator.read_settings({}, texts, own_options))
         check_options(options, texts)
+        without_effect = texts.keys() - {"mode", "out"}
+        if options.mode == "show" or without_effect:
+            what = "mode=show" if options.mode == "show" else min(without_effect)
+            raise ValueError(f"--{what} needs a variant, as in track.py my-gpt-mha-rope")
         return None, options
     if len(words) > 1:
         raise ValueError(f"give one variant, not {len(words)}: {' '.join(words)}")
-    name = Path(words[0]).stem if words[0].endswith(".py") else words[0]
-    model_options = collect_options(models.model_class(name).Config)
+    model_options = collect_options(models.model_class(words[0]).Config)
     configurator.check_names(texts, {**own_options, **model_options}, "--")
     keys = configurator.read_settings(
         {}, {k: t for k, t in texts.items() if k in model_options}, model_options
@@ -639,10 +651,10 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
         )
     )
     check_options(options, texts)
-    fixed = tier.read_settings().keys() & keys.keys()
+    fixed = (tier.read_settings() | tier.defaults).keys() & keys.keys()
     if fixed:
         raise ValueError(f"--{min(fixed)} is fixed by the tier {tier.name}: omit it")
-    entry = Entry(tier, name, keys, options.first_seed, options.tunings)
+    entry = Entry(tier, words[0], keys, options.first_seed, options.tunings)
     return entry, options
 
 
@@ -659,6 +671,7 @@ def main(tier: Tier = CPU_1) -> int:
     # every run has one thread, whatever the machine
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["WORLD_SIZE"] = "1"
+    provenance.current_commit()  # read now, because files may change while runs train
     if options.mode == "check":
         figures = run_null_test(tier)
         provenance.store_figures(tier.results.parent / "null_test.json", figures)
@@ -676,7 +689,7 @@ def main(tier: Tier = CPU_1) -> int:
     check_tier(tier)
     check_causality(entry)
     stored = read_entry(entry)
-    check_code(entry, stored)
+    update_code(entry, stored)
     stored.update(measure_size(entry))
     if "speed" not in stored and entry.name != tier.baseline:
         print(f"measuring the speed beside {tier.baseline}; compiling takes a minute or two")

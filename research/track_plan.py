@@ -282,32 +282,47 @@ def make_plan(entry: Entry, losses: dict[Run, float]) -> Plan:
     Raises:
         ValueError: all tries of a search diverged
     """
-    tier = entry.tier
-    short = search_short(entry, losses, entry.tuning_seeds[0])
-    missing = [make_short_run(entry, entry.tuning_seeds[0], point) for point in short.missing]
-    steps_left = len(missing) * tier.short_steps
-    rates = None
-    if missing:
-        steps_left += (3 + len(entry.seeds)) * tier.long_steps
-    else:
-        check_converged(entry, short)
-        short_rates = make_short_run(entry, 0, find_minimum(short.losses))._asdict()
-        short_rates = {key: short_rates[key] for key in RATES}
-        long = search_long(entry, losses, short_rates)
-        missing = [make_long_run(entry, short_rates, point) for point in long.missing]
-        steps_left = (len(missing) + len(entry.seeds)) * tier.long_steps
-        if not missing:
-            check_converged(entry, long)
-            best = make_long_run(entry, short_rates, find_minimum(long.losses))
-            rates = {key: getattr(best, key) for key in RATES}
-            runs = [best._replace(part="seed", seed=seed) for seed in entry.seeds]
-            missing = [run for run in runs if run not in losses]
-            steps_left = len(missing) * tier.long_steps
+    missing, later_steps, rates = plan_stage(entry, losses)
     for seed in entry.tuning_seeds[1:]:
         search = search_short(entry, losses, seed)
         missing += [make_short_run(entry, seed, point) for point in search.missing]
-        steps_left += len(search.missing) * tier.short_steps
-    return Plan(missing, steps_left, rates)
+    return Plan(missing, sum(run.steps for run in missing) + later_steps, rates)
+
+
+def plan_stage(
+    entry: Entry, losses: dict[Run, float]
+) -> tuple[list[Run], int, dict[str, float] | None]:
+    """Return the missing runs of the first stage that is not finished.
+
+    The stages are the search for two rates, that for a common factor, and the seeds.
+
+    Returns:
+        the runs, the steps of the stages that follow, and the rates of the seeds if they are known
+    """
+    tier = entry.tier
+    tuning_seed = entry.tuning_seeds[0]
+    seed_steps = len(entry.seeds) * tier.long_steps
+
+    short = search_short(entry, losses, tuning_seed)
+    if short.missing:
+        runs = [make_short_run(entry, tuning_seed, point) for point in short.missing]
+        return runs, 3 * tier.long_steps + seed_steps, None
+    check_converged(entry, short)
+    short_rates = get_rates(make_short_run(entry, tuning_seed, find_minimum(short.losses)))
+
+    long = search_long(entry, losses, short_rates)
+    if long.missing:
+        return [make_long_run(entry, short_rates, p) for p in long.missing], seed_steps, None
+    check_converged(entry, long)
+    best = make_long_run(entry, short_rates, find_minimum(long.losses))
+
+    runs = [best._replace(part="seed", seed=seed) for seed in entry.seeds]
+    return [run for run in runs if run not in losses], 0, get_rates(best)
+
+
+def get_rates(run: Run) -> dict[str, float]:
+    """Return the two rates of a run."""
+    return {key: getattr(run, key) for key in RATES}
 
 
 def check_converged(entry: Entry, search: Search) -> None:

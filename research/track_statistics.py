@@ -8,7 +8,6 @@ each tier, and hold for every entry. The rule is that of research/track.md.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -106,8 +105,8 @@ def simulate_false_decisions(
 ) -> float:
     """Return the fraction of simulated tiers that decide on an entry which equals the baseline.
 
-    Every tier draws the baseline, the entry and the tunings from normal distributions, and estimates
-    sigma, tau and the quantile anew.
+    Every tier draws the baseline, the entry and the tunings from normal distributions, as a model of
+    the noise, and estimates sigma, tau and the quantile anew.
     """
     rng = np.random.default_rng(seed)
     num_decisions = 0
@@ -126,23 +125,3 @@ def simulate_false_decisions(
         verdict = judge(difference, standard_error, noise.get_quantile(num_seeds))
         num_decisions += verdict != "undecided"
     return num_decisions / num_tiers
-
-
-def split_baseline(losses: Sequence[float], noise: Noise, num_seeds: int) -> float:
-    """Return the fraction of splits of the baseline's seeds into two groups that the rule decides.
-
-    Args:
-        losses: of the baseline's seeds
-        noise: of the tier
-        num_seeds: size of the group that stands for an entry
-    """
-    num_decisions = 0
-    splits = list(combinations(range(len(losses)), num_seeds))
-    for chosen in splits:
-        entry = [losses[index] for index in chosen]
-        others = [loss for index, loss in enumerate(losses) if index not in chosen]
-        error = noise.sigma**2 * (1 / num_seeds + 1 / len(others)) + 2 * noise.tau**2
-        difference = float(np.mean(entry) - np.mean(others))
-        verdict = judge(difference, math.sqrt(error), noise.get_quantile(num_seeds))
-        num_decisions += verdict != "undecided"
-    return num_decisions / len(splits)
