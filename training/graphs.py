@@ -85,8 +85,7 @@ class StepGraph:
         with on_capture_stream():
             for _ in range(NUM_WARMUP_STEPS):
                 self.compute_gradients(self.batches, scale)
-                # without gradients, so that the graph allocates them, and writes the first ones
-                # instead of adding them
+                # without gradients, so that the graph writes the first ones instead of adding them
                 self.model.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         # the thread that prepares batches pins memory, which is no part of the graph
