@@ -165,8 +165,7 @@ def read_records(checkpoint_folder: Path, step: int) -> list[dict]:
     file = checkpoint_folder.parent.parent / "metrics.jsonl"
     if checkpoint_folder.parent.name != "checkpoints" or not file.is_file():
         return []
-    # a line without a step is not about training
-    return [record for record in metrics.read(file) if record.get("step", step + 1) <= step]
+    return [record for record in metrics.read(file) if record["step"] <= step]
 
 
 def write(folder: Path, name: str, source: Path, dtype: str, weights_kind: str = "trained") -> None:
@@ -182,11 +181,6 @@ def write(folder: Path, name: str, source: Path, dtype: str, weights_kind: str =
     """
     model, model_tokenizer, state = model_folder.load_model(source, "cpu", weights_kind)
     model_name = state["model"]
-    if model_tokenizer.name == "ids":
-        raise ValueError(
-            f"{source} cannot be exported: its tokens are ids, not text, for which transformers "
-            "has no tokenizer file"
-        )
     # everything that can fail comes before the first file is written
     check_exportable(model)
     texts = collect_modeling_files(model_name)

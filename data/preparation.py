@@ -141,6 +141,8 @@ def read_options(
 ) -> SimpleNamespace:
     """Return the options of a script, which its command line gives.
 
+    With --verify, the shards are checked instead, and the script ends.
+
     Args:
         doc: the script's docstring, which --help prints
         folder: default output folder, a folder of data/
@@ -150,6 +152,10 @@ def read_options(
     """
     args = read_command_line(doc, *option_classes, fixed=fixed, argv=argv)
     args.out = Path(args.out or folder)
+    if args.verify:
+        with errors.one_line_errors():
+            shards.verify(args.out, args.workers)
+        sys.exit(0)
     return args
 
 
@@ -264,9 +270,6 @@ def prepare(
     Raises:
         ValueError: the preparation cannot continue; complete shards are kept
     """
-    if args.verify:
-        shards.verify(args.out, args.workers)
-        return
     val_tokens = plan[0].num_tokens
     if val_tokens and args.max_tokens and args.max_tokens <= val_tokens:
         raise ValueError(

@@ -13,7 +13,7 @@ have such sequences too, of several documents. Their meta.json says
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -45,14 +45,7 @@ class SequenceLayout:
         """
         if "window_tokens" not in meta:
             return None
-        window_tokens = meta["window_tokens"]
-        return cls(
-            window_tokens=window_tokens,
-            labels=meta.get("labels", False),
-            trained=meta.get("trained"),
-            scored=meta.get("scored"),
-            padding_token=meta.get("padding_token"),
-        )
+        return cls(**{field.name: meta[field.name] for field in fields(cls) if field.name in meta})
 
     def __post_init__(self):
         if self.labels and self.window_tokens % 2:

@@ -213,7 +213,10 @@ class IdTokenizer(Tokenizer):
         return {"name": "ids", "vocab_size": self.n_vocab}
 
     def to_hugging_face(self) -> dict:
-        raise ValueError("its tokens are ids, not text, for which transformers has no tokenizer")
+        raise ValueError(
+            "the model cannot be exported: its tokens are ids, not text, for which transformers has "
+            "no tokenizer"
+        )
 
 
 # ---- making tokenizers ----

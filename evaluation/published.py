@@ -208,7 +208,8 @@ def find_differences(
         if name == "dataset":  # the same data may lie in another folder
             value = Path(value).name
         # An exported folder has only settings of the model, so the recipe fills in the others before
-        # has_effect reads them.
-        if value != recipe[name] and option.has_effect({**recipe, **settings}):
+        # find_effect reads them.
+        has_effect, _ = option.find_effect({**recipe, **settings})
+        if value != recipe[name] and has_effect:
             differences.append(f"{name}={value} ({source}: {recipe[name]})")
     return differences

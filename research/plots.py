@@ -143,13 +143,8 @@ class Line:
 # ---- curves ----
 
 
-def extract_series(
-    run: Run, frame: "pl.DataFrame", column: str, include_first_step: bool = False
-) -> Series:
-    """Return a column of a frame over all axes that the frame has, without rows that lack it.
-
-    include_first_step: whether the axis of seconds counts the first step, which compiles.
-    """
+def extract_series(run: Run, frame: "pl.DataFrame", column: str) -> Series:
+    """Return a column of a frame over all axes that the frame has, without rows that lack it."""
     axes = [
         axis
         for axis, axis_column in AXES.items()
@@ -160,10 +155,7 @@ def extract_series(
     else:
         frame = frame.drop_nulls([*(AXES[axis] for axis in axes), column])
         frame = frame.unique("step", keep="last", maintain_order=True)
-    x_values = {}
-    for axis in axes:
-        positions = run.get_x_values(frame, axis, include_first_step)
-        x_values[axis] = positions.to_numpy().astype(float)
+    x_values = {axis: run.get_x_values(frame, axis).to_numpy().astype(float) for axis in axes}
     if not frame.height:
         return Series(steps=np.empty(0), x_values=x_values, values=np.empty(0))
     return Series(
@@ -443,10 +435,10 @@ def save(figure: "Figure", out: Path) -> None:
             palette_image.save(temporary, format="png", optimize=True)
 
 
-def use_plain_numbers(axis: "Axis", label_minor_ticks: bool = True) -> None:
+def use_plain_numbers(axis: "Axis") -> None:
     """Label the ticks of a logarithmic axis by plain numbers: 0.01, 20, 3e-5.
 
-    label_minor_ticks: also label 2 and 5 if the axis spans less than two decades.
+    2 and 5 are labeled too if the axis spans less than two decades.
     """
     ticker = errors.import_optional("matplotlib.ticker", "a figure")
     is_logarithmic = axis.get_scale() == "log"
@@ -454,7 +446,7 @@ def use_plain_numbers(axis: "Axis", label_minor_ticks: bool = True) -> None:
         axis.set_major_locator(ticker.LogLocator(subs=(1.0,), numticks=8))
         axis.set_minor_locator(ticker.LogLocator(subs=(2.0, 5.0), numticks=8))
     low, high = axis.get_view_interval()
-    has_minor_labels = label_minor_ticks and is_logarithmic and high < 100 * low
+    has_minor_labels = is_logarithmic and high < 100 * low
     axis.set_major_formatter(lambda value, _: f"{value:.4g}")
     axis.set_minor_formatter(lambda value, _: f"{value:.4g}" if has_minor_labels else "")
 
@@ -653,9 +645,7 @@ def plot_losses(
 def draw_raw_training(axis: "Axes", line: Line, x_axis: str) -> None:
     """Draw the training loss without smoothing, pale behind the curves."""
     series = line.raw_training
-    positions = series.steps
-    if x_axis != "steps":
-        positions = series.x_values.get(x_axis, series.steps)
+    positions = series.x_values[x_axis]
     axis.plot(positions, series.values, color=line.style["color"], alpha=0.2, linewidth=0.6)
 
 

@@ -14,7 +14,7 @@ Runs that cannot be read are named and left out. See research/docs/report.md for
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -152,20 +152,14 @@ def convert_to_bits_per_byte(line: plots.Line, group: compare.Group, notes: list
     curves = {"validation": plots.make_validation_curve(evaluations)}
     if "training" in line.curves:
         training = line.curves["training"]
-        curves["training"] = plots.Curve(
-            steps=training.steps,
-            x_values=training.x_values,
-            mean=training.mean * factor,
-            half_width=training.half_width * factor,
+        curves["training"] = replace(
+            training, mean=training.mean * factor, half_width=training.half_width * factor
         )
     # training first, because its curve gives the legend its artist
     line.curves = {kind: curves[kind] for kind in ("training", "validation") if curves.get(kind)}
     if line.raw_training:
-        line.raw_training = plots.Series(
-            steps=line.raw_training.steps,
-            x_values=line.raw_training.x_values,
-            values=line.raw_training.values * factor,
-        )
+        values = line.raw_training.values * factor
+        line.raw_training = replace(line.raw_training, values=values)
 
 
 def print_table(args: SimpleNamespace) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from data import shards
 from evaluation.published import Published
 from evaluation.published import find as find_published
 from model import build, make_config, model_class
@@ -162,20 +163,17 @@ class Run:
         counts = self.corpus.get("train", {})
         if "bytes" not in counts or not counts.get("tokens"):
             return None
-        return counts["bytes"] / counts["tokens"]
+        return counts["bytes"] / shards.count_text_tokens(counts)
 
-    def get_x_values(
-        self, frame: "pl.DataFrame", axis: str, include_first_step: bool = True
-    ) -> "pl.Series":
-        """Return a frame's column of one of AXES; seconds are multiplied by the processes.
+    def get_x_values(self, frame: "pl.DataFrame", axis: str) -> "pl.Series":
+        """Return a frame's column of one of AXES.
 
-        include_first_step: whether seconds count the first step, which includes compilation.
+        Seconds are multiplied by the processes, and do not count the first step, which compiles.
         """
         values = frame[AXES[axis]]
         if axis != "seconds":
             return values
-        seconds_before = 0 if include_first_step else self.first_seconds or 0
-        return (values - seconds_before) * self.processes
+        return (values - (self.first_seconds or 0)) * self.processes
 
 
 # ---- which runs ----

@@ -349,7 +349,7 @@ def read_final_evaluation(cell: Cell) -> dict[str, Any] | None:
     status = stopping.read_status(cell.folder)
     if status.ended != "finished" or status.step != cell.settings["max_steps"]:
         return None
-    return metrics.find_last_evaluation(cell.folder / "metrics.jsonl")
+    return metrics.find_evaluation(cell.folder / "metrics.jsonl")
 
 
 # ---- running ----

@@ -354,6 +354,7 @@ MISTAKES = [
     ("text", "--source empty --tokenizer=bytes", NO_TEXT),
     ("text", "--source empty --tokenizer=bpe", NO_TEXT),
     ("openwebtext", "--repository=. --revision=v9", "--revision=v9 has no effect on the local fol"),
+    ("torch_source", "--tokenizer=gpt2 --vocab_size=512", "vocab_size=512 has no effect with"),
     ("shakespeare_char", "--source=a.txt", "is not nanoGPT's text"),
     ("shakespeare_char", "--source=none", "cannot be read"),
 ]

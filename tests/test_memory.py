@@ -50,12 +50,7 @@ def estimate(
     device_type: str = "cuda", world_size: int = 1, name: str = "DDL-gpt-mha-rope", **keys
 ) -> MemoryEstimate:
     config, model_config = make_configs(name, **keys)
-    return memory.estimate_memory(config, model_config, device_type, world_size)
-
-
-def count_additive_parameters() -> int:
-    _, model_config = make_configs("gpt-mha-rope")
-    return memory.count_parameters("gpt-mha-rope", model_config)
+    return memory.estimate_memory(config, build(name, model_config), device_type, world_size)
 
 
 # ---- against torch's allocator ----
@@ -87,7 +82,7 @@ def test_an_eager_pass_saves_what_is_counted(name):
     is_bfloat16 = MODEL_NAMES.index(name) % 2 == 0
     config, model_config = make_configs(name, dtype="bfloat16" if is_bfloat16 else "float32")
     allocated = measure_allocated(name, is_bfloat16)
-    terms = memory.estimate_memory(config, model_config, "cpu")
+    terms = memory.estimate_memory(config, build(name, model_config), "cpu")
     assert 0.6 * allocated < terms.activations + terms.logits < 1.2 * allocated
 
 
@@ -105,8 +100,9 @@ def test_a_base_depth_of_the_same_size_changes_no_estimate(name, activation_chec
     config, model_config = make_configs(name, activation_checkpointing=activation_checkpointing)
     config = dataclasses.replace(config, engine="fsdp")
     with_base = dataclasses.replace(model_config, num_hidden_layers_base=2)
-    terms = memory.estimate_memory(config, with_base, "cpu", world_size=2)
-    assert terms == memory.estimate_memory(config, model_config, "cpu", world_size=2)
+    terms = memory.estimate_memory(config, build(name, with_base), "cpu", world_size=2)
+    plain = build(name, model_config)
+    assert terms == memory.estimate_memory(config, plain, "cpu", world_size=2)
     assert terms.activations is not None
 
 
@@ -116,7 +112,7 @@ def test_a_base_depth_of_the_same_size_changes_no_estimate(name, activation_chec
 def test_adamw_has_two_moments_and_muon_one_of_the_matrices():
     adamw = estimate(name="gpt-mha-rope").optimizer_state
     muon = estimate(name="gpt-mha-rope", optimizer="muon").optimizer_state
-    assert adamw == 8 * count_additive_parameters()
+    assert adamw == 8 * build("gpt-mha-rope", **SIZE).num_parameters()
     assert adamw - muon == 4 * 2 * MATRIX_NUMBERS
 
 
@@ -138,13 +134,6 @@ def test_fsdp_shards_weights_gradients_and_optimizer_state(shard_size, num_shard
     assert shard.optimizer_state == full.optimizer_state // num_shards
     assert full.gathered == 0
     assert 0 < shard.gathered <= full.weights
-
-
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_parameters_are_counted_without_the_model(name):
-    _, model_config = make_configs(name)
-    deep = dataclasses.replace(model_config, num_hidden_layers=5)
-    assert memory.count_parameters(name, deep) == build(name, deep).num_parameters()
 
 
 # ---- the text of --dry_run ----

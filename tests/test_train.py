@@ -212,7 +212,7 @@ def test_one_half_of_the_validation_split_is_evaluated_alone(
     assert half["window"].tolist() == list(sequences)
     stored = np.load(finished_run.folder / "losses.npz")
     np.testing.assert_allclose(half["loss"], stored["loss"][list(sequences)], rtol=1e-5)
-    last = metrics.find_last_evaluation(tmp_path / "metrics.jsonl")
+    last = metrics.find_evaluation(tmp_path / "metrics.jsonl")
     num_targets = [VALIDATION_TARGETS[sequence] for sequence in sequences]
     mean = np.average(half["loss"], weights=num_targets)
     assert last["val_loss"] == pytest.approx(mean, rel=1e-6)
@@ -374,7 +374,7 @@ def test_a_branch_has_the_best_loss_of_the_run_that_it_leaves(branch, tmp_path):
     (branch / "metrics.jsonl").write_text(re.sub(r'"best_val_loss": [\d.]+', BEST_LOSS, lines))
     resume = f"--resume={checkpoint.find(branch)}"
     run_train(f"--out_dir={tmp_path / 'new'}", resume, "--max_steps=7", "--eval_full=False")
-    last = metrics.find_last_evaluation(tmp_path / "new" / "metrics.jsonl")
+    last = metrics.find_evaluation(tmp_path / "new" / "metrics.jsonl")
     assert last["best_val_loss"] == 0.5
 
 
@@ -390,7 +390,7 @@ def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(branch):
         "--eval_part=second",
         "--eval_full=False",
     )
-    last = metrics.find_last_evaluation(branch / "metrics.jsonl")
+    last = metrics.find_evaluation(branch / "metrics.jsonl")
     assert last["best_val_loss"] == last["val_loss"]
 
 

@@ -265,7 +265,7 @@ def test_evaluation_with_an_own_head_equals_that_of_training(
     exported = tmp_path / "exported"
     arguments = small_run(corpus, run, model=model_name, **settings, max_steps=6, eval_full=True)
     assert call("train.py", *arguments).returncode == 0
-    expected_loss = metrics.find_last_evaluation(run / "metrics.jsonl")["val_loss"]
+    expected_loss = metrics.find_evaluation(run / "metrics.jsonl")["val_loss"]
     assert call("export.py", run, exported).returncode == 0
     trained_model, *_ = model_folder.load_model(run, "cpu")
     assert ("lm_head.weight" in checkpoint.get_model_tensors(trained_model)) == has_own_head

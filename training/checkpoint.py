@@ -9,7 +9,7 @@
     tokenizer.json          the tokenizer, so that sampling does not need the corpus
     SHA256SUMS              checksums of these files, as `sha256sum -c` reads them
 
-Only resuming needs the optimizer's state, the averaged weights and the checksums.
+Only resuming needs the optimizer's state and the checksums; --weights=ema also reads the averaged weights.
 The main process writes it. Every tensor is stored whole, whatever the number of ranks and the engine
 that trained it.
 

@@ -101,7 +101,7 @@ def evaluate_tasks(
         model,
         tokenizer,
         request_world,
-        DEFAULT_BATCH_SIZES.get(world.device.type, 64),
+        DEFAULT_BATCH_SIZES[world.device.type],
         autocast=autocast,
     )
     language_model.hide_progress = True

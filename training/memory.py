@@ -26,13 +26,11 @@ from utils.units import format_bytes, format_dtype, format_duration
 # of them and a gradient in the compute dtype.
 BYTES_PER_LOGIT = 12
 BYTES_PER_COMPILED_LOGIT = 8
-# The largest number of blocks that are built, without memory, to count their parameters.
-MAX_COUNTED_BLOCKS = 256
 # FSDP2 holds the block in use and the next one, which is already being gathered.
 NUM_GATHERED_BLOCKS = 2
 
 
-# ---- parameters ----
+# ---- models of another depth ----
 
 
 def resize(model_config: GPTConfig, num_layers: int) -> GPTConfig:
@@ -46,25 +44,6 @@ def build_without_memory(name: str, model_config: GPTConfig, num_layers: int) ->
     """Return a model of so many blocks on torch's meta device."""
     with torch.device("meta"):
         return build(name, resize(model_config, num_layers))
-
-
-def count_parameters(name: str, model_config: GPTConfig, muon_only: bool = False) -> int:
-    """Return the number of parameters of a model, or of those that Muon may train.
-
-    Above MAX_COUNTED_BLOCKS blocks, all blocks count as many as the second one.
-    """
-
-    def count(num_layers: int) -> int:
-        model = build_without_memory(name, model_config, num_layers)
-        if not muon_only:
-            return model.num_parameters()
-        rules = collect_rules(model)
-        return sum(p.numel() for key, p in model.named_parameters() if rules[key].muon)
-
-    num_layers = model_config.num_hidden_layers
-    if num_layers <= MAX_COUNTED_BLOCKS:
-        return count(num_layers)
-    return count(1) + (num_layers - 1) * (count(2) - count(1))
 
 
 # ---- the memory of one process ----
@@ -88,20 +67,22 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: TrainConfig, model_config: GPTConfig, device_type: str, world_size: int | None = None
+    config: TrainConfig, model: GPT, device_type: str, world_size: int | None = None
 ) -> MemoryEstimate:
     """Estimate the peak memory of one process.
 
     Args:
+        model: may be on torch's meta device
         device_type: "cpu" or "cuda"
         world_size: over how many processes engine=fsdp shards; by default those of this job
     """
     num_shards = count_shards(config, world_size or machine.world_size())
-    num_parameters = count_parameters(config.model, model_config)
+    num_parameters = model.num_parameters()
+    model_config = model.config
     return MemoryEstimate(
         weights=4 * num_parameters // num_shards,
         gradients=4 * num_parameters // num_shards,
-        optimizer_state=count_optimizer_state(config, model_config) // num_shards,
+        optimizer_state=count_optimizer_state(config, model) // num_shards,
         averaged_weights=count_averages(config, num_parameters) // num_shards,
         gathered=estimate_gathered(config, model_config) if num_shards > 1 else 0,
         logits=estimate_logits(config, model_config, device_type),
@@ -116,11 +97,12 @@ def count_shards(config: TrainConfig, world_size: int) -> int:
     return min(config.shard_size or world_size, world_size)
 
 
-def count_optimizer_state(config: TrainConfig, model_config: GPTConfig) -> int:
+def count_optimizer_state(config: TrainConfig, model: GPT) -> int:
     """Return the bytes of the moments: two of AdamW, one of Muon, in float32."""
-    num_moments = 2 * count_parameters(config.model, model_config)
+    num_moments = 2 * model.num_parameters()
     if config.optimizer == "muon":
-        num_moments -= count_parameters(config.model, model_config, muon_only=True)
+        rules = collect_rules(model)
+        num_moments -= sum(p.numel() for name, p in model.named_parameters() if rules[name].muon)
     return 4 * num_moments
 
 
@@ -234,13 +216,13 @@ def describe_run(
     num_parameters = model.num_parameters()
     checkpoint_bytes = (
         4 * num_parameters
-        + count_optimizer_state(config, model_config)
+        + count_optimizer_state(config, model)
         + count_averages(config, num_parameters)
     )
     lines = [
-        f"{config.model}: {model.num_parameters():,} parameters",
+        f"{config.model}: {num_parameters:,} parameters",
         describe_embedding(model),
-        describe_memory(config, model_config, run_device),
+        describe_memory(config, model, run_device),
         tokens,
         f"{num_tokens * cost.flops_per_token(model):.3g} FLOPs, "
         f"{cost.state_bytes_per_token(model, state_dtype)} bytes of "
@@ -279,9 +261,9 @@ def describe_embedding(model: GPT) -> str:
     )
 
 
-def describe_memory(config: TrainConfig, model_config: GPTConfig, device: torch.device) -> str:
+def describe_memory(config: TrainConfig, model: GPT, device: torch.device) -> str:
     """Return a line on the memory of one process on a device, term by term."""
-    estimate = estimate_memory(config, model_config, device.type)
+    estimate = estimate_memory(config, model, device.type)
     terms = [
         f"{name.replace('_', ' ')} {format_bytes(size)}"
         for name, size in dataclasses.asdict(estimate).items()

@@ -16,7 +16,7 @@ from model import cost
 from model.gpt import GPT
 from training.checkpoint import TrainState
 from training.config import TrainConfig
-from utils import errors, files
+from utils import files
 from utils.processes import World
 from utils.units import format_duration
 
@@ -124,22 +124,16 @@ def parse_record(line: bytes) -> dict:
     return files.restore_nan(record) if b"null" in line else record
 
 
-def find_last_evaluation(path: Path) -> dict | None:
-    """Return the last record of an evaluation in a metrics.jsonl, or None without one."""
+def find_evaluation(path: Path, step: int | None = None, key: str = "val_loss") -> dict | None:
+    """Return the last record of an evaluation that has a key, after a step if one is given.
+
+    Returns:
+        None if there is no such record, or no metrics.jsonl.
+    """
     if not path.is_file():
         return None
     for record in reversed(read(path)):
-        if "val_loss" in record:
-            return record
-    return None
-
-
-def find_evaluation(path: Path, step: int, key: str = "val_loss") -> dict | None:
-    """Return the record of the evaluation after a step that has a key, None if there is none."""
-    if not path.is_file():
-        return None
-    for record in read(path):
-        if record["step"] == step and key in record:
+        if key in record and step in (None, record["step"]):
             return record
     return None
 
@@ -182,7 +176,6 @@ def start_tracker(
         ValueError: the package is not installed, or it cannot start the run
     """
     start = {"wandb": start_wandb, "trackio": start_trackio, "tensorboard": start_tensorboard}
-    errors.import_optional(config.tracker, f"tracker={config.tracker}")
     try:
         return start[config.tracker](run_folder, config, settings, state)
     except Exception as error:  # no login, no connection, or a project that does not exist

@@ -125,7 +125,7 @@ def resolve(
 
 
 def read_layer(
-    from_file: dict, from_command_line: dict[str, str], options: dict[str, Option]
+    from_file: dict, from_command_line: dict[str, str | None], options: dict[str, Option]
 ) -> dict[str, object]:
     """Return the settings of a config file, or of a command line."""
     layer = configurator.read_settings(from_file, from_command_line, options)
@@ -160,7 +160,7 @@ def configure(
     return settings.config, settings.model_config
 
 
-def known_options(from_file: dict, from_command_line: dict[str, str]) -> dict[str, Option]:
+def known_options(from_file: dict, from_command_line: dict[str, str | None]) -> dict[str, Option]:
     """Return the options of the run and of the models that are named.
 
     A sweep names several models, separated by commas. Only their files are imported, unless a key
@@ -231,7 +231,7 @@ def check_model_keys(
     model: str,
     run_options: dict[str, Option],
     model_options: dict[str, Option],
-    from_command_line: dict[str, str],
+    from_command_line: dict[str, str | None],
 ) -> None:
     """Raise ValueError if a key of the model is also one of the run, or an option is of neither."""
     for key in sorted(run_options.keys() & model_options.keys()):

@@ -102,7 +102,7 @@ def main() -> None:
     args = preparation.read_options(__doc__, Path(__file__).parent, Options, hub.SourceOptions)
     with errors.one_line_errors():
         packing = make_packing(args)
-        if args.pretokenized and not args.verify:
+        if args.pretokenized:
             existing_shards.adopt(args, Options)
             return
         source = hub.choose_source(args, Options, args.sample, num_tokens=SAMPLES[args.sample])

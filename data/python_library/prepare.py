@@ -125,9 +125,6 @@ def main() -> None:
         fixed={"val_tokens": None, "tokenizer_bytes": 30_000_000, "max_tokens": None},
     )
     with errors.one_line_errors():
-        if args.verify:
-            preparation.prepare(args, "python_library", [])
-            return
         library = Path(sysconfig.get_path("stdlib"))
         documents = read_documents(library)
         splits = split_documents(documents, args.val_share)

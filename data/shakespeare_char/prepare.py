@@ -76,9 +76,6 @@ def main() -> None:
         },
     )
     with errors.one_line_errors():
-        if args.verify:
-            preparation.prepare(args, "shakespeare_char", [])
-            return
         text = read_text(None if args.source is None else Path(args.source))
         train_length = int(0.9 * len(text))
         val = Texts([text[train_length:]], "tiny Shakespeare")

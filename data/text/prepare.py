@@ -68,9 +68,6 @@ class Options(PreparationOptions):
 def main() -> None:
     args = preparation.read_options(__doc__, Path(__file__).parent, Options)
     with errors.one_line_errors():
-        if args.verify:
-            preparation.prepare(args, "text", [])
-            return
         if not args.source:
             raise ValueError("--source is missing: give files, glob patterns or folders of text")
         source = Files(

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from configurator import option
-from data import preparation
+from data import preparation, shards
 from data.preparation import PreparationOptions, Stage
 from data.sources import Texts
 from utils import errors
@@ -42,6 +42,8 @@ class Options(PreparationOptions):
         2048,
         "vocabulary size of --tokenizer=bpe, including the end-of-text token",
         low=257,
+        high=shards.MAX_UINT16_VOCAB,
+        counts_with=("tokenizer", "bpe"),
     )
 
 

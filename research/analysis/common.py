@@ -149,9 +149,7 @@ def select_sequences(batches: ValidationBatches, count: int) -> list[int]:
     Raises:
         ValueError: there is no sequence of full length
     """
-    num_full_sequences = batches.num_sequences
-    if batches.stride == batches.seq_len:
-        num_full_sequences = (len(batches.tokens) - 1) // batches.seq_len
+    num_full_sequences = batches.num_full_sequences
     if num_full_sequences < 1:
         raise ValueError(
             f"the validation split has no sequence of block_size={batches.seq_len} tokens; prepare "
