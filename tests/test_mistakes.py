@@ -301,7 +301,7 @@ CHANGED_RUNS = [
     (
         lambda state: state["run_config"].update(dataset="/nowhere"),
         "--max_steps=7",
-        "step_00000006 was trained on this dataset",
+        "dataset=/nowhere: /nowhere does not hold",
     ),
     *(
         (

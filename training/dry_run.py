@@ -13,7 +13,6 @@ from training.setup import (
     check_machine,
     describe_complete,
     describe_pitfalls,
-    explain_missing_corpus,
     find_resume_checkpoint,
     load_initial_weights,
 )
@@ -35,7 +34,7 @@ def print_dry_run(arguments: Arguments, resolved: Settings) -> None:
     try:
         data = open_data(config, resolved.model_config, resume_checkpoint)
     except MissingCorpus as error:
-        missing_data = explain_missing_corpus(error, resolved, resume_checkpoint)
+        missing_data = str(error)
     if resume_checkpoint is not None and data is not None:
         saved_corpus = resolved.saved_state["corpus"]
         resume.check_corpus(saved_corpus, data.corpus.identity, config.dataset, resume_checkpoint)
