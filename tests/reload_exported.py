@@ -55,7 +55,12 @@ def pad_second_row(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Ten
     return padded, mask
 
 
-def generation(model: PreTrainedModel, ids: torch.Tensor, methods: list[str]) -> dict:
+def generation(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    methods: list[str],
+    caches: tuple[bool, ...] = (True, False),
+) -> dict:
     """Generate from a padded batch by several methods, with the cache and without."""
     padded, mask = pad_second_row(model, ids[:2, :7])
     return {
@@ -63,7 +68,7 @@ def generation(model: PreTrainedModel, ids: torch.Tensor, methods: list[str]) ->
             model, padded, attention_mask=mask, use_cache=use_cache, **METHODS[method]
         )
         for method in methods
-        for use_cache in (True, False)
+        for use_cache in caches
     }
 
 
@@ -136,7 +141,7 @@ def examine(folder: str, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], di
             "cached": cached_logits(model, ids),
             **padded_logits(model, ids),
             "last": model(ids, logits_to_keep=1).logits,
-            **generation(model, ids, ["greedy"]),
+            **generation(model, ids, ["greedy"], (True,)),
         }
     return {**tensors, **gradients(model, ids)}, summary
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from broken_streams import additive
 from contract import TINY, tiny, tokens
-from models import build_tiny
 from torch import nn
 
 from model.block import Add, Direct
@@ -50,10 +49,6 @@ def test_a_direction_averaged_over_the_sequence_is_a_leak():
     assert (leak.layer, leak.site, leak.position) == (1, "mlp", 0)
     assert leak.output == "the state that the write returns"
     assert str(leak).startswith("block 1, mlp: the state that the write returns changes by ")
-
-
-def test_the_same_layer_token_by_token_is_none():
-    assert find_leak(build_tiny("DDL-vdim1-gpt-mha-rope"), tokens(1, 9)) is None
 
 
 class OnePositionSeesNext(Direct):

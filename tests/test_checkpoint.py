@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import model_folder
 from data import tokenizer
-from model import build, weights
+from model import build
 from training import checkpoint
 
 TINY = {
@@ -279,16 +279,3 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path):
     (path / "model.safetensors").symlink_to("/proc/self/mem")  # opens, and fails to read
     with pytest.raises(ValueError, match=r"is damaged: .* unreadable \(Input/output error\)"):
         checkpoint.verify(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_hidden_layers": 2}, "does not fit the model"),
-        ({"vocab_size": 300}, r"does not fit the model: transformer\.wte\.weight"),
-    ],
-)
-def test_weights_of_another_shape_are_refused(tmp_path, change, message):
-    _, path = save(tmp_path, 1)
-    with pytest.raises(ValueError, match=message):
-        weights.load_into(build(MODEL_NAME, **{**TINY, **change}), path)

@@ -28,11 +28,10 @@ def gradients_of(
     return torch.autograd.grad(output, leaves, gradient)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (2, 5)], ids=str)
-def test_the_operator_is_registered_correctly(dtype, bias, shape):
-    torch.library.opcheck(exact_linear, random_factors(dtype, bias, *shape))
+def test_the_operator_is_registered_correctly(bias, shape):
+    torch.library.opcheck(exact_linear, random_factors(torch.float32, bias, *shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -244,10 +244,6 @@ def check_texts_without_a_cache(texts: dict[str, torch.Tensor], num_methods: int
         assert texts[f"{name}_True"].max() < 257
 
 
-def test_the_cache_changes_no_greedy_text(case):
-    check_texts_without_a_cache(case.tensors, 1)
-
-
 @pytest.mark.parametrize("name", EXAMINED_FURTHER)
 def test_every_method_of_generation_is_served(reloaded, name):
     case = reloaded.cases[name]

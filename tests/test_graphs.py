@@ -73,8 +73,9 @@ def recordings(monkeypatch) -> list[weakref.ref]:
     graphs.capture_stream.cache_clear()
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("model", ["gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC"])
+@pytest.mark.parametrize(
+    ("model", "num_processes"), [("gpt-mha-rope", 1), ("DDL-gpt-mha-rope-CC-EC", 2)]
+)
 def test_a_captured_step_changes_no_bits(
     corpus, tmp_path, monkeypatch, recordings, model, num_processes
 ):

@@ -109,8 +109,15 @@ def test_the_trap_is_executed_by_unpickling(tmp_path):
     assert (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("to_pickle", [pickle.dumps, pickle_with_torch])
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize(
+    ("name", "to_pickle"),
+    [
+        ("model.safetensors", pickle.dumps),
+        ("model.safetensors", pickle_with_torch),
+        ("tokenizer.json", pickle.dumps),
+        ("config.json", pickle.dumps),
+    ],
+)
 def test_pickles_are_not_executed(folder, name, to_pickle, tmp_path):
     trap = tmp_path / "executed"
     if name == "config.json":
