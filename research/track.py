@@ -22,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ from research.track_plan import (
 )
 from research.track_statistics import (
     Noise,
+    compute_error_with_own_sigma,
     estimate_tau,
     fit_curvature,
     judge,
@@ -540,8 +542,33 @@ def list_rows(tier: Tier) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: math.inf if row["loss"] is None else row["loss"])
 
 
+def describe_spread(tier: Tier, rows: list[dict[str, Any]]) -> str:
+    """Return in words what the spread of the entries' own seeds means for the rule, "" without any."""
+    variances = [
+        row["seed_deviation"] ** 2
+        for row in rows
+        if row["difference"] is not None and row["seed_deviation"] is not None
+    ]
+    if not variances:
+        return ""
+    pooled = math.sqrt(statistics.fmean(variances))
+    degrees = len(variances) * (tier.num_seeds - 1)
+    smallest_decided = tier.quantile * tier.noise.get_standard_error(tier.num_seeds)
+    error = compute_error_with_own_sigma(tier.noise, pooled, tier.num_seeds, smallest_decided)
+    return textwrap.fill(
+        f"The seeds of the entries other than additive have a pooled standard deviation of "
+        f"{pooled:.4f} nats ({degrees} degrees of freedom), those of additive of "
+        f"{tier.noise.sigma:.4f}. If these are the true values, the rule decides on {error:.1%} of "
+        "entries that equal additive.",
+        width=120,
+    )
+
+
 def format_table(tier: Tier) -> str:
-    """Return the table of a tier in Markdown, with the listed entries that were not run."""
+    """Return the table of a tier in Markdown, with the listed entries that were not run.
+
+    Below it stands what the spread of the entries' own seeds means for the rule.
+    """
     lines = [
         "| place | entry | loss | standard deviation of seeds | difference from additive, 95% interval "
         "| verdict | loss at 0.8M (tuning part, lowest try) | parameters | FLOPs | speed |",
@@ -569,7 +596,8 @@ def format_table(tier: Tier) -> str:
             lines.append(
                 f"|  | {entry.name} |  |  |  | not run: at least {seconds / 3600:.1f} hours |  |  |  |  |"
             )
-    return "\n".join(lines)
+    spread = describe_spread(tier, rows)
+    return "\n".join([*lines, "", spread] if spread else lines)
 
 
 def plot_differences(tier: Tier) -> "Figure":

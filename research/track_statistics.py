@@ -64,6 +64,21 @@ def judge(difference: float, standard_error: float, quantile: float) -> str:
     return "better" if difference < 0 else "worse"
 
 
+def compute_error_with_own_sigma(
+    noise: Noise, entry_sigma: float, num_seeds: int, smallest_decided: float
+) -> float:
+    """Return the probability of a verdict on an entry that equals the baseline.
+
+    Args:
+        entry_sigma: the true standard deviation of the entry's seeds; the noise is that of the
+            baseline's
+        smallest_decided: the smallest difference that the rule decides, in nats
+    """
+    variance = entry_sigma**2 / num_seeds + noise.sigma**2 / noise.num_baseline_seeds
+    standard_error = math.sqrt(variance + 2 * noise.tau**2)
+    return 2 * float(import_special_functions().ndtr(-smallest_decided / standard_error))
+
+
 def fit_curvature(losses: dict[float, float]) -> float:
     """Return c of the least-squares parabola c * x**2 + ... through losses at powers x of two."""
     return float(np.polyfit(list(losses), list(losses.values()), deg=2)[0])

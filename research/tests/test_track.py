@@ -441,6 +441,7 @@ def test_the_page_is_what_scipy_computes_from_the_stored_rows():
     seed_variance = np.var(reference, ddof=1)
     rate_variance = CPU_1.noise.tau**2
     means = {}
+    variances = []
     for path in sorted(folder.glob("*.json")):
         losses = read_seed_losses(path)
         cells = [cell.strip() for cell in rows[path.stem]]
@@ -452,6 +453,7 @@ def test_the_page_is_what_scipy_computes_from_the_stored_rows():
         error = math.sqrt(sum(parts))
         difference = np.mean(losses) - np.mean(reference)
         means[path.stem] = np.mean(losses)
+        variances.append(np.var(losses, ddof=1))
         half_width = stats.t.interval(0.95, degrees, scale=error)[1]
         p_value = 2 * stats.t.sf(abs(difference) / error, degrees)
         verdict = "better" if difference < 0 else "worse"
@@ -466,6 +468,13 @@ def test_the_page_is_what_scipy_computes_from_the_stored_rows():
         assert cells[2:6] == expected
     order = [name for name in rows if name in means]
     assert order == sorted(means, key=means.get)
+
+    pooled = np.mean(variances)
+    own_error = math.sqrt(pooled / 4 + seed_variance / 12 + 2 * rate_variance)
+    text = " ".join(page.split())
+    assert f"of {math.sqrt(pooled):.4f} nats ({3 * len(variances)} degrees of freedom)" in text
+    p_value = 2 * stats.norm.sf(stats.t.ppf(0.999, degrees) * error / own_error)
+    assert f"the rule decides on {p_value:.1%} of entries that equal additive" in text
 
 
 def test_the_page_has_the_table_and_the_frozen_numbers():
