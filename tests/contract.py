@@ -324,14 +324,14 @@ def check_fused(cls: type[GPT]) -> None:
     """Check the fused kernels against float64, or that they say why there are none."""
     pytest.importorskip("fused")  # its interpreter is faster
     model = tiny(cls, num_hidden_layers=2).float()
-    ids = tokens(1, 3)
-    exact = loss_and_gradients(tiny(cls, num_hidden_layers=2), ids)
     reason = kernels.reason_not_fused(model)
     if reason is not None:
         with pytest.raises(ValueError, match="kernels=on: "):
             kernels.use(model, "on", "cpu")
         assert "no fused kernel" in reason, reason
         return
+    ids = tokens(1, 3)
+    exact = loss_and_gradients(tiny(cls, num_hidden_layers=2), ids)
     kernels.use(model, "on", "cpu")
     fused = loss_and_gradients(model, ids)
     names = ["loss", *(name for name, p in model.named_parameters() if p.grad is not None)]

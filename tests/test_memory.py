@@ -1,7 +1,6 @@
 """The memory of a run: exact terms, an estimate against torch's allocator, and what is refused."""
 
 import dataclasses
-import functools
 import gc
 import sys
 import types
@@ -56,7 +55,6 @@ def estimate(
 # ---- against torch's allocator ----
 
 
-@functools.cache
 def measure_allocated(name: str, is_bfloat16: bool) -> int:
     """Return the peak of what a forward and backward pass allocates, gradients among it."""
     model = build(name, **SIZE)

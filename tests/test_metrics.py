@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -318,13 +319,6 @@ def test_wandb_takes_the_rest_from_its_environment_variables(open_log, offline, 
     wait_for(lambda: all(word in logged.read_bytes() for word in words))
 
 
-def test_wandb_needs_no_group_and_no_tags(open_log, offline):
-    log = open_log(tracker="wandb")
-    assert not sys.modules["wandb"].run.group
-    assert not sys.modules["wandb"].run.tags
-    log.close()
-
-
 def test_a_failing_wandb_ends_in_one_line_with_the_fix(open_log, monkeypatch):
     wandb = pytest.importorskip("wandb")
 
@@ -359,32 +353,22 @@ def train(arguments: list[str]) -> str:
 WANDB = {**CONSTANT_RATE, "tracker": "wandb", "wandb_run_name": "named"}
 
 
-@pytest.fixture
-def wandb_run(corpus, tmp_path, monkeypatch) -> Path:
-    """Train a run of two steps that logs to an offline run of Weights & Biases."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_CONSOLE", "off")
-    run = tmp_path / "first"
-    train(small_run(corpus, run, **WANDB, max_steps=2))
-    return run
-
-
 def read_wandb_ids(run: Path) -> list[str]:
     return [checkpoint.read_state(path)["wandb_id"] for path in checkpoint.list_checkpoints(run)]
 
 
-def test_metrics_are_logged_to_wandb(wandb_run):
-    [logged] = wandb_run.glob("wandb/offline-run-*/*.wandb")
+def test_metrics_are_logged_to_wandb_in_one_run_if_resumed_and_in_another_for_a_branch(
+    offline, corpus, tmp_path
+):
+    run = tmp_path / "first"
+    branch = tmp_path / "branch"
+    train(small_run(corpus, run, **WANDB, max_steps=2))
+    [logged] = run.glob("wandb/offline-run-*/*.wandb")
     # wandb's own process may write the file a moment after the run has finished
     wait_for(lambda: all(key in logged.read_bytes() for key in (b"grad_norm", b"val_loss")))
-
-
-def test_a_resumed_run_is_the_same_for_wandb_and_a_branch_is_another(wandb_run, corpus, tmp_path):
-    branch = tmp_path / "branch"
-    train(small_run(corpus, wandb_run, **WANDB, max_steps=3))
-    train(small_run(corpus, branch, **{**WANDB, "resume": wandb_run}, max_steps=4))
-    [first_id, resumed_id] = read_wandb_ids(wandb_run)
+    assert "twice" not in train(small_run(corpus, run, **WANDB, max_steps=3))  # no step is repeated
+    train(small_run(corpus, branch, **{**WANDB, "resume": run}, max_steps=4))
+    [first_id, resumed_id] = read_wandb_ids(run)
     [branch_id] = read_wandb_ids(branch)
     assert first_id == resumed_id
     assert branch_id != first_id
@@ -401,19 +385,26 @@ def trackio(tmp_path_factory) -> Iterator[ModuleType]:
         yield pytest.importorskip("trackio")
 
 
-def train_interrupted(corpus: Path, run: Path, **keys) -> dict[int, float]:
-    """Train four steps, lose the last checkpoint, resume to six, and return the losses by step."""
+class InterruptedRun(NamedTuple):
+    losses: dict[int, float]  # by step
+    first_output: str
+    resumed_output: str
+
+
+def train_interrupted(corpus: Path, run: Path, **keys) -> InterruptedRun:
+    """Train four steps, lose the last checkpoint, and resume to six."""
     keys = {**CONSTANT_RATE, "checkpoint_interval": 2, **keys}
-    train(small_run(corpus, run, **keys, max_steps=4))
+    first_output = train(small_run(corpus, run, **keys, max_steps=4))
     shutil.rmtree(checkpoint.find(run))
-    train(small_run(corpus, run, **keys, max_steps=6))
+    resumed_output = train(small_run(corpus, run, **keys, max_steps=6))
     records = metrics.read(run / "metrics.jsonl")
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    return InterruptedRun(losses, first_output, resumed_output)
 
 
 def test_a_resumed_run_is_one_run_of_trackio_and_a_branch_is_another(corpus, tmp_path, trackio):
     keys = {"tracker": "trackio", "wandb_project": "small"}
-    losses = train_interrupted(corpus, tmp_path / "first", **keys)
+    interrupted = train_interrupted(corpus, tmp_path / "first", **keys)
     branch = {**CONSTANT_RATE, **keys, "resume": tmp_path / "first", "max_steps": 8}
     train(small_run(corpus, tmp_path / "branch", **branch))
     [first_id] = set(read_wandb_ids(tmp_path / "first"))
@@ -423,19 +414,22 @@ def test_a_resumed_run_is_one_run_of_trackio_and_a_branch_is_another(corpus, tmp
     logged = storage.get_logs("small", first_id)
     # steps 3 and 4 are repeated, and have the same losses
     assert [log["step"] for log in logged if "loss" in log] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert {log["step"]: log["loss"] for log in logged if "loss" in log} == losses
+    assert {log["step"]: log["loss"] for log in logged if "loss" in log} == interrupted.losses
     assert any("val_loss" in log for log in logged)
+    assert "twice" not in interrupted.first_output
+    assert "note: trackio will show steps 3 to 4 twice" in interrupted.resumed_output
 
 
 def test_a_resumed_run_has_each_step_once_in_tensorboard(corpus, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    losses = train_interrupted(corpus, tmp_path, tracker="tensorboard", statistics_interval=2)
+    interrupted = train_interrupted(corpus, tmp_path, tracker="tensorboard", statistics_interval=2)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     logged = {event.step: event.value for event in events.Scalars("loss")}
-    assert logged == pytest.approx(losses, rel=1e-6)  # its numbers are float32
+    assert logged == pytest.approx(interrupted.losses, rel=1e-6)  # its numbers are float32
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert "residual/attn.state_rms/01" in events.Tags()["scalars"]
+    assert "twice" not in interrupted.resumed_output
 
 
 def read_tensorboard_steps(run: Path) -> list[int]:
@@ -466,17 +460,6 @@ def test_a_branch_has_no_steps_of_an_earlier_start_in_its_folder(open_log, tmp_p
     branch.write(loss=1.0)
     branch.close()
     assert read_tensorboard_steps(tmp_path) == [3]
-
-
-def test_steps_that_a_tracker_shows_twice_are_named(corpus, tmp_path, trackio):
-    keys = {**CONSTANT_RATE, "checkpoint_interval": 2, "tracker": "trackio"}
-    assert "twice" not in train(small_run(corpus, tmp_path, **keys, max_steps=4))
-    assert "twice" not in train(small_run(corpus, tmp_path, **keys, max_steps=6))
-    shutil.rmtree(checkpoint.find(tmp_path))
-    output = train(small_run(corpus, tmp_path, **keys, max_steps=6))
-    assert "note: trackio will show steps 5 to 6 twice" in output
-    keys["tracker"] = "tensorboard"
-    assert "twice" not in train(small_run(corpus, tmp_path, **keys, max_steps=8))
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,11 @@ MISTAKES = [
     ({"out_dir": "CORPUS/meta.json/run"}, "this is a file, but a folder is needed"),
     ({"out_dir": "RUN"}, "is not empty; resume that run with --resume=auto"),
     ({"resume": "TMP/missing"}, "TMP/missing does not exist"),
-    ({"init_from": "TMP/missing"}, "init_from=TMP/missing: TMP/missing does not exist"),
-    ({"init_from": "TMP/missing"}, "a folder of exported or released weights"),
+    (
+        {"init_from": "TMP/missing"},
+        "init_from=TMP/missing: TMP/missing does not exist; give a run folder made by train.py, one "
+        "of its checkpoints/step_*, or a folder of exported or released weights",
+    ),
     (
         {"out_dir": "RUN", "resume": "RUN/checkpoints/step_00000003"},
         "has another latest checkpoint, step_00000006",
@@ -185,17 +188,12 @@ def test_mistakes_end_in_one_line_with_nothing_written(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("settings", "value"),
-    [
-        ("learning_rate = 0.0\nweight_decay_rate = 0.1\n", "weight_decay_rate=None"),
-    ],
-)
-def test_the_fix_for_a_key_of_a_config_file_is_another_value(tmp_path, settings, value):
-    (tmp_path / "mine.py").write_text(f"model = 'gpt-mha-rope'\n{settings}")
-    with pytest.raises(ValueError, match=f"give .*--{value}"):
-        configure([str(tmp_path / "mine.py")])
-    configure([str(tmp_path / "mine.py"), f"--{value}"])
+def test_the_fix_for_a_key_of_a_config_file_is_another_value(tmp_path):
+    config_file = tmp_path / "mine.py"
+    config_file.write_text("model = 'gpt-mha-rope'\nlearning_rate = 0.0\nweight_decay_rate = 0.1\n")
+    with pytest.raises(ValueError, match=r"give .*--weight_decay_rate=None"):
+        configure([str(config_file)])
+    configure([str(config_file), "--weight_decay_rate=None"])
 
 
 # ---- arguments without an effect ----

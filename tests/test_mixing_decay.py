@@ -167,14 +167,20 @@ def full_names(in_blocks: tuple[str, ...], outside: tuple[str, ...]) -> set[str]
     return names
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize(
     ("model_name", "keys", "in_blocks", "outside"), MIXING, ids=case_ids(MIXING)
 )
-def test_decayed_parameters_are_the_listed_ones(model_name, keys, in_blocks, outside, kind):
+def test_decayed_parameters_are_the_listed_ones(model_name, keys, in_blocks, outside):
     mixing = full_names(in_blocks, outside)
-    assert list_decayed_parameters(model_name, keys, True, kind) == BACKBONE | mixing
-    assert list_decayed_parameters(model_name, keys, False, kind) == BACKBONE
+    assert list_decayed_parameters(model_name, keys, True) == BACKBONE | mixing
+    assert list_decayed_parameters(model_name, keys, False) == BACKBONE
+
+
+def test_muon_decays_the_same_parameters_as_adamw():
+    mixing = full_names(CC_NAMES, (CHANNEL_READOUT, EC))
+    model_name = "DDL-gpt-mha-rope-CC-EC"
+    assert list_decayed_parameters(model_name, {}, True, "muon") == BACKBONE | mixing
+    assert list_decayed_parameters(model_name, {}, False, "muon") == BACKBONE
 
 
 @pytest.mark.parametrize("mixing_decay", [True, False])

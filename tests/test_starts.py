@@ -6,11 +6,9 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import TINY
 
 from model import build
-from model.ddl import fold_channel_conv
 from model.gpt import GPT
 
 SIZES = {
@@ -314,32 +312,6 @@ def test_a_folded_read_starts_as_the_mean_of_the_value_channels(keys, value):
     weight = model.readout.weight
     assert weight.shape == (TINY["hidden_size"], 4)
     assert weight.unique().tolist() == [value]
-
-
-@pytest.mark.parametrize(
-    ("num_channels", "size", "causal"),
-    [
-        *((4, size, False) for size in (1, 2, 4)),
-        (4, 3, True),
-        (4, 4, True),
-        # by default the convolution is as long as there are value channels
-        *((num_channels, num_channels, False) for num_channels in (1, 2, 3, 8)),
-    ],
-)
-def test_folding_and_its_gradients_are_those_of_the_two_steps(num_channels, size, causal):
-    """Compare with torch's convolution over value channels, padded with zeros, then the vector."""
-    weight = torch.randn(7, size, requires_grad=True)
-    read = torch.randn(num_channels, requires_grad=True)
-    state = torch.randn(5, 7, num_channels)
-    num_left = size - 1 if causal else (size - 1) // 2
-    padded = F.pad(state, (num_left, size - 1 - num_left))
-    expected = F.conv1d(padded, weight[:, None], groups=7) @ read
-    output = (state * fold_channel_conv(weight, read, causal)).sum(-1)
-    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
-    factors = torch.randn(5, 7)
-    gradients = torch.autograd.grad((output * factors).sum(), (weight, read))
-    expected_gradients = torch.autograd.grad((expected * factors).sum(), (weight, read))
-    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)
 
 
 def measure_contexts(model) -> list[float]:

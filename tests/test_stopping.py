@@ -84,7 +84,7 @@ def train_until_signal(arguments: list[str], condition, number=signal.SIGTERM) -
     return result.stdout.decode()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number):
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_DFL)  # the tests may have been started with nohup
@@ -235,13 +235,12 @@ def endless_run(corpus, tmp_path) -> Iterator[multiprocessing.Process]:
     process.join()
 
 
-def test_a_second_process_in_a_run_folder_is_refused(endless_run, corpus, tmp_path):
+def test_a_second_process_is_refused_while_a_run_trains_which_has_no_status_once_killed(
+    endless_run, corpus, tmp_path
+):
     arguments = small_run(corpus, tmp_path / "run", **CONSTANT_RATE, max_steps=100_000)
     line = one_line_error(call("train.py", *arguments))
     assert "another process is training in this folder" in line
-
-
-def test_a_killed_run_has_no_status_of_its_end(endless_run, tmp_path):
     endless_run.kill()
     endless_run.join()
     assert stopping.read_status(tmp_path / "run").ended is None
