@@ -68,9 +68,8 @@ def test_an_entry_keeps_to_its_numbers_of_tries(entry):
 def test_the_search_moves_to_the_lower_loss(entry):
     losses = finish(entry, bowl, 1)
     rates = track.make_plan(entry, losses).rates
-    assert (
-        rates["muon_learning_rate"] < 0.003
-    )  # half the start's, the first common factor, is 0.0035
+    # the start's rate times the first common factor is 0.0035
+    assert rates["muon_learning_rate"] < 0.003
     assert rates["learning_rate"] > 0.02
 
 
