@@ -511,9 +511,11 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
         "relative_speed": stored.get("speed", {}).get("relative"),
     }
     if len(reported) < len(entry.seeds):
-        return row | {"verdict": f"not complete: {len(losses)} runs"}
+        row["verdict"] = f"not complete: {len(losses)} runs"
+        return row
     if math.inf in reported:
-        return row | {"verdict": "a seed diverged"}
+        row["verdict"] = "a seed diverged"
+        return row
     row["loss"] = statistics.fmean(reported)
     if len(reported) > 1:
         row["seed_deviation"] = statistics.stdev(reported)
@@ -523,7 +525,8 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
         return row
     first_losses, others = (item["code"]["first_losses"]["baseline"] for item in (stored, baseline))
     if not have_same_losses(first_losses, others):
-        return row | {"verdict": "not compared: other code"}
+        row["verdict"] = "not compared: other code"
+        return row
     baseline_losses = [loss for run, loss in read_losses(baseline).items() if run.part == "seed"]
     row["difference"] = row["loss"] - statistics.fmean(baseline_losses)
     row["half_width"] = tier.noise.get_half_width(len(reported))
@@ -662,9 +665,11 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
         options = Options(**configurator.read_settings({}, texts, own_options))
         check_options(options, texts)
         without_effect = texts.keys() - {"mode", "out"}
-        if options.mode == "show" or without_effect:
-            what = "mode=show" if options.mode == "show" else min(without_effect)
-            raise ValueError(f"--{what} needs a variant, as in track.py my-gpt-mha-rope")
+        if options.mode == "show":
+            without_effect = {"mode=show"}
+        if without_effect:
+            key = min(without_effect)
+            raise ValueError(f"--{key} needs a variant, as in track.py my-gpt-mha-rope --{key}")
         return None, options
     if len(words) > 1:
         raise ValueError(f"give one variant, not {len(words)}: {' '.join(words)}")
