@@ -27,9 +27,6 @@ BATCH_CHARACTERS = 1_000_000
 PIECE_BYTES = 8 << 20  # text files are read in pieces of at most this size
 ROWS = 256  # rows of a parquet file that are read at once
 
-# the value of a row of JSON that is nested more deeply than Python's parser allows
-TOO_DEEP = object()
-
 # the csv module refuses fields of more than 128 KB otherwise
 csv.field_size_limit(2**31 - 1)
 
@@ -164,7 +161,6 @@ class Files(Source):
         # what the last reading skipped
         self.not_text: set[Path] = set()
         self.rows_without_text: Counter[Path] = Counter()
-        self.deep_rows: Counter[Path] = Counter()
         self.num_copies = 0
         self.copied_bytes = 0
 
@@ -217,13 +213,8 @@ class Files(Source):
             lines.append(f"files skipped because they are not UTF-8 text: {len(self.not_text):,}")
         if self.rows_without_text:
             lines.append(
-                f"rows skipped because they have no text in column {self.column}: "
+                f"rows skipped because they have no readable text in column {self.column}: "
                 f"{self.rows_without_text.total():,}"
-            )
-        if self.deep_rows:
-            lines.append(
-                "rows skipped because their JSON is nested too deeply for Python: "
-                f"{self.deep_rows.total():,}"
             )
         return lines
 
@@ -232,7 +223,6 @@ class Files(Source):
         cursor = cursor or {"file": 0, "at": 0}
         self.not_text.clear()
         self.rows_without_text.clear()
-        self.deep_rows.clear()
         yield from batch_pieces(
             self.read_unique_pieces(cursor) if self.unique else self.read_pieces(cursor)
         )
@@ -266,9 +256,7 @@ class Files(Source):
             try:
                 if get_kind(path) in READERS:
                     for row, text in read_table(path, self.column, start):
-                        if text is TOO_DEEP:
-                            self.deep_rows[path] += 1
-                        elif text is None:
+                        if text is None:
                             self.rows_without_text[path] += 1
                         else:
                             yield Piece(number, row, text, starts_document=True)
@@ -280,7 +268,6 @@ class Files(Source):
                     raise
                 self.not_text.add(path)
                 del self.rows_without_text[path]
-                del self.deep_rows[path]
             start = 0
 
 
@@ -427,8 +414,8 @@ def find_cut(data: bytes) -> int:
 # ---- tables ----
 
 
-def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[int, object]]:
-    """Yield the number and text of each row of a table; None for a row without text, or TOO_DEEP.
+def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[int, str | None]]:
+    """Yield the number and text of each row of a table; None for a row without text.
 
     An empty string, such as that of an empty cell in a .csv file, is no text.
 
@@ -442,8 +429,7 @@ def read_table(path: Path, column: str, first_row: int = 0) -> Iterator[tuple[in
     row = None
     try:
         for row, value in READERS[get_kind(path)](path, column, first_row):
-            has_text = isinstance(value, str) and value != ""
-            yield row, value if has_text or value is TOO_DEEP else None
+            yield row, value if isinstance(value, str) and value != "" else None
     except PermanentSourceError:
         raise
     # of json, csv and pyarrow, or text that is not UTF-8
@@ -511,19 +497,17 @@ def count_parquet_bytes(path: Path, column: str) -> int:
 
 
 def parse_json(content: bytes) -> object:
-    """Return the value of JSON, or TOO_DEEP.
+    """Return the value of JSON.
 
     Raises:
         ValueError: it is not valid JSON
+        RecursionError: it is nested more deeply than Python's parser allows
     """
     try:
-        try:
-            return json.loads(content)
-        except ValueError:
-            # Python refuses integers of thousands of digits, but not as float
-            return json.loads(content, parse_int=float)
-    except RecursionError:
-        return TOO_DEEP
+        return json.loads(content)
+    except ValueError:
+        # Python refuses integers of thousands of digits, but not as float
+        return json.loads(content, parse_int=float)
 
 
 def read_json(path: Path, column: str, first_row: int) -> Iterator[tuple[int, object]]:
@@ -532,21 +516,14 @@ def read_json(path: Path, column: str, first_row: int) -> Iterator[tuple[int, ob
     with open_file(path) as file:
         is_array = file.read(1000).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         file.seek(0)
-        entries = parse_json(file.read()) if is_array else file
-        if entries is TOO_DEEP:
-            raise NotTextError(
-                f"{path} is nested too deeply for Python; write a JSON object per line to a .jsonl "
-                "file, of which only such rows are skipped"
-            )
-        rows = enumerate(entries)
+        rows = enumerate(parse_json(file.read()) if is_array else file)
         for row, entry in itertools.islice(rows, first_row, None):
             if not is_array:
                 if not entry.strip():
                     continue
-                entry = parse_json(entry)
-            if entry is TOO_DEEP:
-                yield row, TOO_DEEP
-                continue
+                # valid JSON may be nested too deeply for Python's parser
+                with contextlib.suppress(RecursionError):
+                    entry = parse_json(entry)
             entry = entry if isinstance(entry, dict) else {}
             columns |= entry.keys()
             value = entry.get(column)

@@ -342,7 +342,9 @@ def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, pre
     assert corpus.meta["val"]["documents"] + corpus.meta["train"]["documents"] == 20
 
 
-NO_TEXT = "the source holds no text; rows skipped because they have no text in column text: 2"
+NO_TEXT = (
+    "the source holds no text; rows skipped because they have no readable text in column text: 2"
+)
 MISTAKES = [
     ("text", "", "--source is missing: give files, glob patterns or folders"),
     ("text", "--source a.txt --val_share=0", "--val_share=0.0: give a number above 0 and below 1"),
