@@ -319,26 +319,6 @@ def check_cell_folder(cell: Cell) -> None:
         resume.check_unchanged(settings, saved, cell.folder, "give another --out")
 
 
-def check_no_cell_is_running(cells: list[Cell]) -> None:
-    """Raise ValueError if a process trains in a cell's folder, as after a kill of a sweep."""
-    cell_by_folder = {cell.folder.resolve(): cell for cell in cells}
-    title_by_process = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has ended, or is of another user
-            for argument in (process / "cmdline").read_text(errors="replace").split("\0"):
-                if argument.startswith("--out_dir="):
-                    working_folder = (process / "cwd").readlink()
-                    folder = (working_folder / argument.removeprefix("--out_dir=")).resolve()
-                    if folder in cell_by_folder:
-                        title_by_process[process.name] = cell_by_folder[folder].title
-    if title_by_process:
-        processes = ", ".join(f"{pid} ({title})" for pid, title in title_by_process.items())
-        raise ValueError(
-            f"cells of this sweep are running already, as processes {processes}: wait "
-            "for them, or end them with kill"
-        )
-
-
 def find_saved_step(cell: Cell) -> int:
     """Return the step of the newest checkpoint, or 0 if there is none."""
     return max(map(checkpoint.get_step, checkpoint.list_checkpoints(cell.folder)), default=0)
@@ -518,7 +498,6 @@ class CellRunner:
 
 def run_cells(cells: list[Cell], sweep: SweepConfig) -> int:
     """Run every unfinished cell, `jobs` at the same time, and return the exit code."""
-    check_no_cell_is_running(cells)
     num_unfinished = sum(read_final_evaluation(cell) is None for cell in cells)
     runner = CellRunner(len(cells), num_unfinished, sweep)
     with ThreadPoolExecutor(sweep.jobs) as pool:
@@ -646,7 +625,6 @@ def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> i
             if loss is not None:
                 runner.num_unfinished -= 1
             elif sweep.mode == "local":
-                check_no_cell_is_running([cell])
                 runner.run(cell)
                 loss = read_loss(cell)
                 if loss is not None:

@@ -340,7 +340,6 @@ class Runner:
         sweep.check_cell_folder(cell)
         last_line = ""
         if sweep.read_loss(cell) is None:
-            sweep.check_no_cell_is_running([cell])
             _, last_line = sweep.run_cell(cell, 1, self.signals, self.environment)
         loss = sweep.read_loss(cell)
         if loss is None:
