@@ -46,8 +46,10 @@ def save_run(
     }
     checkpoint.save(
         folder,
-        checkpoint.get_model_tensors(model),
-        {"a:m": torch.ones(1)},
+        {
+            "model.safetensors": checkpoint.get_model_tensors(model),
+            "optimizer.safetensors": {"a:m": torch.ones(1)},
+        },
         state,
         (encoding or tokenizer.byte_tokenizer()).to_json(),
     )

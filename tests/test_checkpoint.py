@@ -42,8 +42,10 @@ def save(run, step):
     }
     path = checkpoint.save(
         run,
-        checkpoint.get_model_tensors(model),
-        {"a:m": torch.arange(3.0)},
+        {
+            "model.safetensors": checkpoint.get_model_tensors(model),
+            "optimizer.safetensors": {"a:m": torch.arange(3.0)},
+        },
         state,
         tokenizer.byte_tokenizer().to_json(),
     )

@@ -87,12 +87,11 @@ def begin_save(saver, run_folder: Path, step: int, model, optimizers) -> None:
         "run_config": {},
         "corpus": {},
     }
-    saver.save(
-        run_folder,
-        checkpoint.get_model_tensors(model),
-        optimizer.state_by_parameter_name(optimizers),
-        state,
-    )
+    tensors_by_file = {
+        "model.safetensors": checkpoint.get_model_tensors(model),
+        "optimizer.safetensors": optimizer.state_by_parameter_name(optimizers),
+    }
+    saver.save(run_folder, tensors_by_file, state)
 
 
 # ---- engines ----

@@ -108,16 +108,14 @@ def evaluates_same_sequences(saved_state: dict, config: TrainConfig) -> bool:
 
 def save(
     run_folder: Path,
-    model_tensors: dict[str, torch.Tensor],
-    optimizer_tensors: dict[str, torch.Tensor],
+    tensors_by_file: dict[str, dict[str, torch.Tensor]],
     state: dict,
     tokenizer_json: dict,
-    ema_tensors: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write the checkpoint of `state["step"]` from one process and return its path.
 
     Args:
-        ema_tensors: the averaged weights, if the run has them
+        tensors_by_file: complete tensors by name, for each .safetensors file
 
     Raises:
         OSError: it cannot be written, for example because the disk is full. Partially written files
@@ -129,18 +127,15 @@ def save(
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_tensors(temporary / "model.safetensors", model_tensors)
-        save_tensors(temporary / "optimizer.safetensors", optimizer_tensors)
-        names = FILES
-        if ema_tensors:
-            save_tensors(temporary / EMA_FILE, ema_tensors)
-            names = (*FILES, EMA_FILE)
+        for name, tensors in tensors_by_file.items():
+            save_tensors(temporary / name, tensors)
         texts = {
             "state.json": json.dumps(state, indent=1),
             "tokenizer.json": json.dumps(tokenizer_json),
         }
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
+        names = (*FILES, EMA_FILE) if EMA_FILE in tensors_by_file else FILES
         sums = "".join(compute_checksum_line(temporary / name) for name in names)
         (temporary / CHECKSUMS).write_text(sums, encoding="utf-8")
         # flushed before the folder is renamed, so that a power cut cannot leave partial files
@@ -423,29 +418,26 @@ class CheckpointSaver:
     def save(
         self,
         run_folder: Path,
-        model_tensors: dict[str, torch.Tensor],
-        optimizer_tensors: dict[str, torch.Tensor],
+        tensors_by_file: dict[str, dict[str, torch.Tensor]],
         state: dict,
-        ema_tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Save a checkpoint, or start to. `wait` returns whether it was saved.
 
         Args:
-            model_tensors, optimizer_tensors: of this rank, as DTensors if they are sharded
+            tensors_by_file: the tensors of this rank by name, as DTensors if they are sharded, for
+                each .safetensors file
             state: for state.json; only that of the main process is used
-            ema_tensors: the averaged weights, as the others, if the run has them
         """
         # the copies of two checkpoints might not fit into memory
         self.wait()
         start_time = time.perf_counter()
-        model_tensors = gather_tensors(model_tensors, self.is_main, copy=self.in_background)
-        optimizer_tensors = gather_tensors(optimizer_tensors, self.is_main, self.in_background)
-        ema_tensors = gather_tensors(ema_tensors or {}, self.is_main, self.in_background)
+        complete_by_file = {
+            name: gather_tensors(tensors, self.is_main, copy=self.in_background)
+            for name, tensors in tensors_by_file.items()
+        }
         if not self.is_main:
             return
-        write = functools.partial(
-            self.write, run_folder, model_tensors, optimizer_tensors, state, ema_tensors, start_time
-        )
+        write = functools.partial(self.write, run_folder, complete_by_file, state, start_time)
         if not self.in_background:
             write()
             return
@@ -478,23 +470,14 @@ class CheckpointSaver:
     def write(
         self,
         run_folder: Path,
-        model_tensors: dict[str, torch.Tensor],
-        optimizer_tensors: dict[str, torch.Tensor],
+        tensors_by_file: dict[str, dict[str, torch.Tensor]],
         state: dict,
-        ema_tensors: dict[str, torch.Tensor],
         start_time: float,
     ) -> None:
         """Write a checkpoint, report it, and remove old ones."""
         failure = None
         try:
-            path = save(
-                run_folder,
-                model_tensors,
-                optimizer_tensors,
-                state,
-                self.tokenizer_json,
-                ema_tensors,
-            )
+            path = save(run_folder, tensors_by_file, state, self.tokenizer_json)
         except OSError as error:
             failure = error
         # how early a run with max_seconds must stop
