@@ -15,7 +15,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configurator import Command, read_command
 from research.analysis import (
     causality,
     coordinates,
@@ -23,6 +22,7 @@ from research.analysis import (
     lens,
     rank,
 )
+from research.commands import Command, read_command
 from utils import errors
 
 # Each module has a docstring, which begins with the name of its command, a dataclass Options, and run().

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configurator import Command, read_command
 from research.benchmarks import costs, decode, kernel_bandwidth, profile_step, step
+from research.commands import Command, read_command
 from utils import errors
 
 COMMANDS = {

@@ -21,8 +21,9 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configurator import Command, argument, option, read_command
+from configurator import argument, option
 from research import compare, paper, plots, runs, tables
+from research.commands import Command, read_command
 from training import metrics
 from utils import errors
 from utils.provenance import store_figures

@@ -623,20 +623,3 @@ def test_two_writers_of_a_file_do_not_share_their_temporary_files(tmp_path):
         assert path.read_text() == "second"
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Options of another command."""
-
-    widths: str = option("64", "widths to measure")
-
-
-def test_a_key_that_another_command_has_is_suggested_with_the_command(capsys):
-    commands = {
-        "step": configurator.Command("measure steps", Script, print),
-        "kernels": configurator.Command("measure kernels", Kernels, print),
-    }
-    with pytest.raises(SystemExit):
-        configurator.read_command("usage", commands, default="step", argv=["--widht=3"])
-    assert "--widht, did you mean widths of the command kernels?" in capsys.readouterr().err

@@ -9,9 +9,10 @@ import pytest
 from helpers import ROOT, one_line_error
 from in_process import call
 
-from configurator import Command, argument, option, read_command, read_command_line
+from configurator import argument, option, read_command_line
 from research import analyze, bench, gpu, report
 from research.benchmarks import turns
+from research.commands import Command, read_command
 
 # ---- reading a command line ----
 
@@ -63,6 +64,10 @@ def test_a_command_line_without_a_command_is_that_of_the_default(argv, rounds):
         (["--band"], "no command --band; give one of draw, count"),
         (["drew"], "no command drew, did you mean draw?"),
         (["count", "--round=1"], "unknown key --round, did you mean rounds?"),
+        (
+            ["draw", "a", "--roudns=1"],
+            "unknown key --roudns, did you mean rounds of the command count?",
+        ),
         (["count", "--rounds=0"], "--rounds=0: give 1 or more"),
         (["draw"], "runs is missing: run folders"),
     ],
