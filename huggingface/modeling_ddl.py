@@ -52,13 +52,6 @@ class GenerationCache:
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.cache = self.cache.select(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.cache = self.cache.select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(len(self.cache.start), device=self.cache.start.device)
-        self.cache = self.cache.select(rows.repeat_interleave(repeats))
-
 
 class DDLForCausalLM(PreTrainedModel, GenerationMixin):
     """A language model whose logits (B, T, vocab_size) have at least float32 precision."""

@@ -677,11 +677,6 @@ def quaternion_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     )
 
 
-def bias_of_sigmoid(value: float, magnitude: float = 1.0, eps: float = 0.0) -> float:
-    """Return the number b with magnitude * sigmoid(b) + eps = value."""
-    return -math.log(magnitude / (value - eps) - 1)
-
-
 def manifold_write(config: ManifoldConfig) -> MixAndAdd:
     """Return the write of mHC, rounded as mhc_write_dtype says."""
     return MixAndAdd(config, rounded=config.mhc_write_dtype == "state")
