@@ -63,7 +63,7 @@ from research.track_statistics import (
     judge,
     simulate_false_decisions,
 )
-from training import metrics
+from training import metrics, resume
 from training.config import Arguments, TrainConfig
 from utils import errors, files, provenance, units
 
@@ -290,6 +290,21 @@ def have_same_losses(losses: list[float], others: list[float]) -> bool:
     )
 
 
+def check_same_code(cell: sweep.Cell, code: dict) -> None:
+    """Raise ValueError if a run was trained by other code than its entry names."""
+    state = resume.read_saved_state("auto", str(cell.folder))
+    # a run that diverges in its first steps has no checkpoint
+    trained_by = {
+        "code_sha256": state.get("code_digest"),
+        "model_sha256": state.get("model_digest"),
+    }
+    if state and any(code[key] != digest for key, digest in trained_by.items()):
+        raise ValueError(
+            f"files of the code changed while the runs of this entry were trained; delete {cell.folder} "
+            "and run the command again"
+        )
+
+
 # ---- running ----
 
 
@@ -334,7 +349,7 @@ class Runner:
         """Train a run and return its row, or None if a signal stopped it.
 
         Raises:
-            ValueError: train.py failed, but not because the run diverged
+            ValueError: train.py failed, but not because the run diverged, or the code has changed
         """
         cell = make_cell(self.entry, run, self.entry.folder)
         sweep.check_cell_folder(cell)
@@ -346,6 +361,7 @@ class Runner:
             if self.signals:
                 return None
             raise ValueError(f"{cell.log}: {last_line}")
+        check_same_code(cell, self.stored["code"])
         records = metrics.read(cell.folder / "metrics.jsonl")
         return {
             **run._asdict(),

@@ -1,5 +1,6 @@
 """Tests of the track: its plan, its frozen noise, and its table against scipy."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT, SMALL, change_default, run_script, wait_for
+from report_helpers import write_checkpoint
 from scipy import stats
 
 import model as models
@@ -194,8 +196,24 @@ def test_a_run_that_diverges_in_its_first_step_is_stored(tmp_path):
     (folder / "nonfinite").mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
     stopping.write_status(folder, 0, run.steps, "failed", "step 1 has a non-finite loss")
-    row = track.Runner(entry, {"runs": []}, jobs=1).train(run)
+    runner = track.Runner(entry, {"runs": [], "code": {}}, jobs=1)
+    row = runner.train(run)
     assert (row["val_loss"], row["seconds"]) == (math.inf, 0.0)
+
+
+@pytest.mark.parametrize("edited", [None, "code_digest", "model_digest"])
+def test_code_that_changes_between_runs_is_noticed(tmp_path, edited):
+    entry = Entry(dataclasses.replace(CPU_1, root=tmp_path), "wide-gpt-mha-rope", {})
+    cell = track.make_cell(entry, track.make_plan(entry, {}).missing[0], entry.folder)
+    digests = {"code_digest": "of the code", "model_digest": "of the model"}
+    if edited is not None:
+        digests[edited] = "of an edited file"
+    state = {"model": entry.model, "model_config": {}, "run_config": {}, "corpus": {}, **digests}
+    write_checkpoint(cell.folder, 800, **state)
+    code = {"code_sha256": "of the code", "model_sha256": "of the model"}
+    message = "files of the code changed .*; delete .* and run the command again"
+    with pytest.raises(ValueError, match=message) if edited else contextlib.nullcontext():
+        track.check_same_code(cell, code)
 
 
 def test_judge_decides_beyond_the_quantile_alone():
