@@ -90,7 +90,7 @@ def test_uncommitted_changes_are_reported_once_per_file(tmp_path, capsys):
     for value in (1, 2):
         provenance.store_figures(figures, {"rows": [value]}, {"commit": "0123456789ab-dirty"})
     assert capsys.readouterr().err == (
-        f"note: {figures} names commit 0123456789ab-dirty, because the code has uncommitted changes, "
+        f"note: {figures.name} names commit 0123456789ab-dirty, because the code has uncommitted changes, "
         "such as a new variant; commit them before you measure figures that others should reproduce\n"
     )
 

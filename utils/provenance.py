@@ -132,7 +132,7 @@ def report_uncommitted(path: Path, commit: str) -> None:
     """Print once per file that its figures were measured with uncommitted changes."""
     # on stderr, because the output may be a table that is written to a file
     print(
-        f"note: {path} names commit {commit}, because the code has uncommitted changes, such as a "
+        f"note: {path.name} names commit {commit}, because the code has uncommitted changes, such as a "
         "new variant; commit them before you measure figures that others should reproduce",
         file=sys.stderr,
         flush=True,
