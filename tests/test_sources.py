@@ -13,6 +13,7 @@ import pytest
 from helpers import write_parquet
 
 from data import sources
+from data.hub import HubDataset
 from data.sources import Batch, Files, NotTextError, Texts
 
 TEXTS = [
@@ -102,6 +103,8 @@ def test_json_that_pythons_parser_cannot_hold_is_skipped_and_counted(tmp_path):
     assert [text for batch in source.read() for text in batch.texts] == ["long", "last"]
     [line] = source.describe_skipped()
     assert line == "rows skipped because they have no readable text in column text: 2"
+    clone = HubDataset(str(tmp_path))
+    assert [text for batch in clone.read() for text in batch.texts] == ["long", "last"]
 
 
 def test_an_array_that_is_nested_too_deeply_is_called_so(tmp_path):

@@ -267,6 +267,18 @@ def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_cell_that_trains_already_fails(corpus, tmp_path, run, capsys):
+    """As after a kill of the sweep alone, whose train.py continues."""
+    arguments = grid(corpus, tmp_path / "out", seed="0..1")
+    training_cell, finished_cell = make_cells(*arguments)
+    finish(finished_cell, val_loss=2.0)
+    training_cell.folder.mkdir(parents=True)
+    with files.lock_file(training_cell.folder / "lock"):
+        assert run(*arguments) == 1
+    assert "another process is training in this folder" in capsys.readouterr().err
+    assert are_finished([training_cell, finished_cell]) == [False, True]
+
+
 def is_locked(folder) -> bool:
     """Return whether a run trains in a folder."""
     try:
