@@ -72,6 +72,7 @@ class Entry:
     model: str  # as in bench.py --models, or the name of a peer
     cuda_graphs: bool = False
     size: str = "small"
+    variable: str = ""  # of the environment, which is set to 1: a switch of torch.compile
 
     def name(self) -> str:
         """Return its name among the figures."""
@@ -80,6 +81,8 @@ class Entry:
             words.append("CUDA graphs")
         if self.size != "small":
             words.append(self.size)
+        if self.variable:
+            words.append(self.variable)
         return " ".join(words)
 
 
@@ -299,6 +302,7 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
                 time_training(args, "gpt_small", 60, "--cuda_graphs=step"),
                 time_training(args, "gpt_small", 30, "--profile_steps=3"),
                 time_training(args, "gpt_small", 30, "--cuda_graphs=off"),
+                time_training(args, "gpt_small", 30, "--cuda_graphs=step", "--profile_steps=3"),
             ],
         ),
         "kernels": Pack(
@@ -317,6 +321,16 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
             entries=[
                 Entry(f"{model}+kernels=off", cuda_graphs=True)
                 for model in (ADDITIVE, DV1, CC_EC, TC)
+            ],
+        ),
+        "compiler": Pack(
+            "what switches of torch.compile save",
+            seconds=240,
+            entries=[
+                Entry(model, cuda_graphs=True, variable=variable)
+                for model in (ADDITIVE, CC_EC)
+                # dependent launches that overlap; the products tried with several tilings
+                for variable in ("", "TORCHINDUCTOR_ENABLE_PDL", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM")
             ],
         ),
         "medium": Pack(
@@ -409,14 +423,14 @@ class Session:
             (self.out / "figures.json").write_text(text + "\n", encoding="utf-8")
         print(f"[{time.monotonic() - self.start:4.0f} s] {name}: {summarize(value)}", flush=True)
 
-    def launch(self, arguments: list[str], **pipes: int) -> subprocess.Popen:
+    def launch(self, arguments: list[str], variable: str = "", **pipes: int) -> subprocess.Popen:
         """Start a program, whose output goes to the log unless `pipes` says otherwise."""
         self.log.write(f"\n+ {' '.join(arguments)}\n".encode())
         streams = {"stdout": self.log, "stderr": self.log, **pipes}
         return subprocess.Popen(
             arguments if arguments[0] == "cmp" else [sys.executable, *arguments],
             cwd=ROOT,
-            env=self.environment,
+            env={**self.environment, variable: "1"} if variable else self.environment,
             start_new_session=True,
             **streams,
         )
@@ -442,7 +456,7 @@ class Session:
                 break
         if task.run is not None:
             for trace in task.run.glob("profile/*.json.gz"):
-                shutil.copy(trace, self.out)
+                shutil.copy(trace, self.out / f"{task.run.name}_{trace.name}")
         figures = {"seconds": round(time.monotonic() - start, 1), "exit_codes": str(exit_codes)}
         if task.run is not None:
             figures.update(summarize_run(task.run))
@@ -505,7 +519,9 @@ class Competitor:
         arguments.append(f"--size={'tiny' if session.device == 'cpu' else entry.size}")
         if entry.cuda_graphs:
             arguments.append("--cuda_graphs")
-        self.process = session.launch(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = session.launch(
+            arguments, entry.variable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self.answers: queue.Queue = queue.Queue()
         threading.Thread(target=self._read_answers, daemon=True).start()
 
