@@ -65,7 +65,8 @@ def read_command(
         if suggestion := suggest_replacement(key, names):
             return suggestion
         for other, command in commands.items():
-            suggestion = errors.suggest(key, collect_options(command.options))
+            declared = collect_options(command.options)
+            suggestion = errors.suggest(key, [n for n in declared if not declared[n].is_argument])
             if suggestion and other != name:
                 return f"{suggestion.removesuffix('?')} of the command {other}?"
         return ""

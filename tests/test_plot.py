@@ -79,6 +79,13 @@ def test_a_run_without_evaluations_has_one_curve(tmp_path, saved_figures):
     assert figure.axes[0].get_title() == f"Training loss of {tmp_path.name}"
 
 
+def test_ticks_are_at_whole_steps(tmp_path, saved_figures):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    plot.draw(tmp_path)
+    [(figure, _)] = saved_figures
+    assert all(tick.is_integer() for tick in figure.axes[0].get_xticks())
+
+
 def test_a_folder_without_metrics_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no metrics\.jsonl; give a run folder"):
         plot.draw(tmp_path)

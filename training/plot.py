@@ -58,6 +58,7 @@ def draw(run_folder: Path) -> Path:
     ]
     if averaged:
         axes.plot(*zip(*averaged), marker="o", markersize=4, label="validation, averaged weights")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
     draw_tasks(figure, records)

@@ -21,7 +21,7 @@ from research.commands import Command, read_command
 class DrawOptions:
     """What is drawn."""
 
-    runs: tuple[str, ...] = argument("run folders")
+    folders: tuple[str, ...] = argument("run folders")
     band: bool = option(False, "draw a band")
     where: tuple[str, ...] = option((), "conditions")
 
@@ -43,7 +43,7 @@ def test_a_command_has_options_of_its_own():
     args = read_command("", COMMANDS, argv=["draw", "a", "--where=x=1", "b", "--band", "c"])
     assert vars(args) == {
         "command": "draw",
-        "runs": ("a", "b", "c"),
+        "folders": ("a", "b", "c"),
         "band": True,
         "where": ("x=1",),
     }
@@ -68,8 +68,10 @@ def test_a_command_line_without_a_command_is_that_of_the_default(argv, rounds):
             ["draw", "a", "--roudns=1"],
             "unknown key --roudns, did you mean rounds of the command count?",
         ),
+        # folders are given without a name
+        (["count", "--folder=1"], "unknown key --folder"),
         (["count", "--rounds=0"], "--rounds=0: give 1 or more"),
-        (["draw"], "runs is missing: run folders"),
+        (["draw"], "folders is missing: run folders"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, capsys):
