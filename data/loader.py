@@ -247,16 +247,14 @@ class TrainBatches(Batches):
         has none. A model's auxiliary loss, which has no targets, is weighted like the rest.
 
         Returns:
-            float32 (global_batch_size / micro_batch_size,); None if all weights are 1, as they
-            always are if targets are the next tokens
+            float32 (global_batch_size / micro_batch_size,); None if all sequences of the corpus have
+            the same number of targets, as they have if these are the next tokens
         """
         if self.layout is None or self.layout.same_num_targets:
             return None
         _, targets = self.get(step, 0, self.global_batch_size)
         is_target = targets != IGNORED_TARGET
         counts = is_target.view(-1, micro_batch_size * self.seq_len).sum(1)
-        if counts[0] > 0 and (counts == counts[0]).all():
-            return None
         return (counts / counts.double().mean().clamp_min(1e-9)).float()
 
 

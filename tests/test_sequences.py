@@ -157,11 +157,8 @@ def test_a_micro_batch_counts_by_its_targets(micro_batch_size):
             _, targets = batches.get(step, first, micro_batch_size)
             counts.append(int((targets != -1).sum()))
         weights = batches.loss_weights(step, micro_batch_size)
-        if len(set(counts)) == 1 and counts[0] > 0:
-            assert weights is None
-        else:
-            np.testing.assert_allclose(weights, counts / np.mean(counts), rtol=1e-6)
-            assert weights.dtype == torch.float32
+        np.testing.assert_allclose(weights, counts / np.mean(counts), rtol=1e-6)
+        assert weights.dtype == torch.float32
 
 
 @pytest.mark.parametrize("layout", [SequenceLayout(10), SequenceLayout(10, trained=[[2, 4]]), None])
@@ -171,9 +168,10 @@ def test_next_tokens_need_no_weights(layout):
     assert batches.loss_weights(0, 2) is None
 
 
-def test_documents_with_all_labels_need_no_weights():
+def test_micro_batches_with_as_many_labels_have_weight_1():
+    """A weight in every step or in none, because the graph of a step has it or not."""
     batches = TrainBatches([np.maximum(LABELED.ravel(), 1)], 5, 4, 0, layout=WITH_LABELS)
-    assert batches.loss_weights(0, 2) is None
+    assert batches.loss_weights(0, 2).tolist() == [1, 1]
 
 
 def test_documents_without_labels_have_weight_0():

@@ -108,6 +108,7 @@ def test_entries_take_turns_and_every_figure_is_stored(session, tmp_path):
         assert row["tokens_per_second"] == pytest.approx(num_tokens / row["step_ms"] * 1e3)
         turns_of_cc_ec.append(figures[f"{gpu.CC_EC}, turn {number}"]["step_ms"])
         ratios.append(row["step_ms"] / turns_of_cc_ec[-1])
+    assert figures[gpu.CC_EC]["seconds_to_compile"] > 0
     summary = figures[f"{gpu.CC_EC} relative to {gpu.ADDITIVE}"]
     assert summary["turns"] == gpu.NUM_ROUNDS
     assert summary["step_ms"] == pytest.approx(statistics.median(turns_of_cc_ec))
@@ -129,11 +130,17 @@ class FailingCompetitor(NamedTuple):
         return {"step_ms": 2.0} if self.asked.count(self.name) <= self.num_turns else None
 
 
+def test_a_figure_that_is_measured_again_replaces_none(session):
+    for value in (1, 2, 3):
+        session.add("speed", value)
+    assert session.figures == {"speed": 1, "speed again": 2, "speed again again": 3}
+
+
 def test_a_switch_of_an_entry_is_set_for_its_process_alone(session):
     program = "import os; print([name for name in ('FIRST', 'SECOND') if name in os.environ])"
     outputs = [
-        session.launch(["-c", program], variable, stdout=subprocess.PIPE).communicate()[0]
-        for variable in ("FIRST", "")
+        session.launch(["-c", program], switches, stdout=subprocess.PIPE).communicate()[0]
+        for switches in (("FIRST",), ())
     ]
     assert outputs == [b"['FIRST']\n", b"[]\n"]
 
@@ -262,6 +269,14 @@ def test_mistakes_end_in_one_line(tmp_path, words, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_figures_of_an_earlier_call_are_kept(tmp_path):
+    (tmp_path / "figures.json").write_text("{}")
+    result = run_gpu("kernels", "--device=cpu", f"--out={tmp_path}", folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.endswith("has the figures of an earlier call; give another --out\n")
+    assert (tmp_path / "figures.json").read_text() == "{}"
+
+
 @pytest.mark.slow
 def test_packs_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path):
     packs = ["tests", "speed", "kernels", "compiler", "decoding", "memory", "learning"]
@@ -276,7 +291,7 @@ def test_packs_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path):
     assert len({row["val_loss"] for row in rows}) == 2
     # a CPU has no graph of a step
     traces = [path.name for path in (tmp_path / "out").glob("*.json.gz")]
-    assert traces == ["gpt_small_profile_steps=3_step_00000006.json.gz"]
+    assert traces == ["gpt_small_profile_steps_3_step_00000006.json.gz"]
     assert figures["packages"]["shards"]
 
 
