@@ -34,11 +34,6 @@ RULE = "-" * 80
 # each other: on an idle machine, a step with 12M parameters took 14 ms with one thread and 21 with two,
 # one with 88M 55 and 54. Beside other work, two threads are up to 10 times slower.
 WORK_PER_THREAD = 30_000_000
-LABELS_NOTE = (
-    "note: this model was trained on labels, not on text; its first new token is the answer to the "
-    "last token of the prompt, and later tokens are meaningless, so give --max_new_tokens=1 "
-    "--temperature=0"
-)
 
 
 @dataclass(frozen=True)
@@ -278,10 +273,6 @@ def main() -> None:
         device = pick_device(args.device)
         prompts = [files.read_text_argument(text) for text in args.prompt or [""]]
         model, tokenizer, state = model_folder.load_model(args.run, device, args.weights)
-        if state.get("corpus", {}).get("labels"):
-            for prompt in prompts:
-                encode_prompt(tokenizer, prompt)  # an error in a prompt comes before the note
-            print(LABELS_NOTE, file=sys.stderr)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # --serve has one prompt and one sample
             batch_size = min(len(prompts) * args.num_samples, args.batch_size)

@@ -10,7 +10,7 @@ sequence, as in nanoGPT and llm.c.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -256,21 +256,6 @@ class TrainBatches(Batches):
         is_target = targets != IGNORED_TARGET
         counts = is_target.view(-1, micro_batch_size * self.seq_len).sum(1)
         return (counts / counts.double().mean().clamp_min(1e-9)).float()
-
-
-def has_targets(tokens: JoinedShards, layout: SequenceLayout, documents: Sequence[int]) -> bool:
-    """Return whether one of these documents has a target.
-
-    Reading ends with the first documents that have one.
-    """
-    chunk_size = 256
-    for first in range(0, len(documents), chunk_size):
-        numbers = np.array(documents[first : first + chunk_size], dtype=np.int64)
-        chunk = tokens.read(numbers * layout.window_tokens, layout.window_tokens)
-        _, targets = layout.ids_and_targets(chunk)
-        if (targets != IGNORED_TARGET).any():
-            return True
-    return False
 
 
 class ValidationBatches(Batches):

@@ -978,16 +978,3 @@ def test_a_batch_without_labels_adds_nothing(corpus_with_one_label, tmp_path):
     run = read_run(tmp_path / "run")
     assert [loss > 0 for loss in run.losses].count(True) == 1
     assert [norm > 0 for norm in run.grad_norms] == [loss > 0 for loss in run.losses]
-
-
-def test_a_training_split_without_labels_is_refused(tmp_path):
-    corpus = write_labeled_corpus(tmp_path / "corpus", lambda i: np.zeros(17, dtype=bool))
-    line = training_error(*small_run(corpus, tmp_path / "run", **LABELED, max_steps=4))
-    assert f"the training split of {corpus} has no label in the 64 documents" in line
-
-
-def test_a_validation_split_without_labels_is_refused(corpus_with_one_label, tmp_path):
-    documents = np.tile(np.repeat([1, 0], 17), 6)
-    shards.write_shard(corpus_with_one_label / "x_val_000000.bin", documents)
-    arguments = small_run(corpus_with_one_label, tmp_path / "run", **LABELED, max_steps=4)
-    assert "the validation split of " in training_error(*arguments)

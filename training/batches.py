@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from data import tokenizer
-from data.loader import TrainBatches, ValidationBatches, has_targets, prefetched
+from data.loader import TrainBatches, ValidationBatches, prefetched
 from data.sequences import SequenceLayout
 from data.shards import Corpus, open_corpus
 from model.gpt import GPTConfig
@@ -85,27 +85,7 @@ def open_data(
             f"eval_part={config.eval_part}: the validation split of {corpus.path} has fewer than "
             f"two sequences of block_size={seq_len}; give a smaller block_size, or eval_part=all"
         )
-    if layout is not None and layout.labels:
-        check_labels(config, corpus, train_batches, val_batches)
     return Data(corpus, train_batches, val_batches)
-
-
-def check_labels(
-    config: TrainConfig,
-    corpus: Corpus,
-    train_batches: TrainBatches,
-    val_batches: ValidationBatches,
-) -> None:
-    """Raise ValueError if none of the documents that the run reads from a split has a label."""
-    num_val_sequences = config.eval_batches * config.global_batch_size
-    val_sequences = val_batches.spread(num_val_sequences, config.eval_part)
-    train_sequences = range(train_batches.num_sequences)
-    for batches, sequences in ((train_batches, train_sequences), (val_batches, val_sequences)):
-        if not has_targets(batches.tokens, batches.layout, sequences):
-            raise ValueError(
-                f"the {batches.split} split of {corpus.path} has no label in the {len(sequences)} "
-                "documents that the run reads; prepare the corpus again"
-            )
 
 
 class MicroBatch(NamedTuple):

@@ -21,7 +21,7 @@ def start_profiler(
         first_step: the first step of this process, counted from 1
 
     Returns:
-        None if a resumed run has too few steps left to record one.
+        None if the run has too few steps left to record one.
     """
     first_recorded_step = first_step + PROFILE_WARMUP_STEPS
     if first_recorded_step > config.max_steps:
