@@ -46,7 +46,7 @@ from research import compare, plots, runs, tables, tuning
 from training import checkpoint, metrics, resume, stopping
 from training.config import Arguments
 from training.config import read_arguments as read_train_arguments
-from training.settings import every_option, known_options, resolve
+from training.settings import every_option, known_options, locate_run, resolve
 from training.stopping import EXIT_CODE as STOPPED
 from utils import errors, files, machine, units
 from utils.provenance import store_figures
@@ -272,7 +272,10 @@ def make_cell(index: int, swept_texts: dict[str, str], train: Arguments, out: Pa
         texts["out_dir"] = str(folder)
         # These are the settings that the sweep asks for, whatever run is in the folder. The notes
         # go to the cell's log when train.py runs.
-        resolved = resolve(train._replace(from_command_line=texts), note=lambda line: None)
+        arguments = train._replace(from_command_line=texts)
+        resolved = resolve(
+            arguments, locate_run(arguments), resume_checkpoint=None, note=lambda line: None
+        )
     except ValueError as error:
         raise ValueError(
             f"cell {index} ({' '.join(format_options(swept_texts))}): {error}"
@@ -310,8 +313,9 @@ def check_cell_folder(cell: Cell) -> None:
             f"max_steps={max_steps}, but {cell.folder} already has {saved_step} steps: give "
             "another --out"
         )
-    state = resume.read_saved_state("auto", str(cell.folder))
-    if state:
+    latest = checkpoint.find_latest(cell.folder)
+    if latest is not None:
+        state = checkpoint.read_state(latest)
         # keys that are newer than the run keep the value that it had without them
         stored_keys = state["run_config"].keys() | state["model_config"].keys() | {"model"}
         settings = {key: cell.settings[key] for key in cell.settings if key in stored_keys}

@@ -63,7 +63,7 @@ from research.track_statistics import (
     judge,
     simulate_false_decisions,
 )
-from training import metrics, resume
+from training import checkpoint, metrics
 from training.config import Arguments, TrainConfig
 from utils import errors, files, provenance, units
 
@@ -292,13 +292,15 @@ def have_same_losses(losses: list[float], others: list[float]) -> bool:
 
 def check_same_code(cell: sweep.Cell, code: dict) -> None:
     """Raise ValueError if a run was trained by other code than its entry names."""
-    state = resume.read_saved_state("auto", str(cell.folder))
-    # a run that diverges in its first steps has no checkpoint
+    latest = checkpoint.find_latest(cell.folder)
+    if latest is None:  # a run that diverged in its first steps
+        return
+    state = checkpoint.read_state(latest)
     trained_by = {
         "code_sha256": state.get("code_digest"),
         "model_sha256": state.get("model_digest"),
     }
-    if state and any(code[key] != digest for key, digest in trained_by.items()):
+    if any(code[key] != digest for key, digest in trained_by.items()):
         raise ValueError(
             f"files of the code changed while the runs of this entry were trained; delete {cell.folder} "
             "and run the command again"

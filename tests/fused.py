@@ -357,10 +357,12 @@ def gradient_scale(case: Step, name: str, expected_gradients: dict) -> float | N
     if name.endswith("_bias"):
         result = f"next_{name}".replace("bias", "logit")
         return cotangents(case)[result].double().abs().sum().item()
-    # the gate's is a sum over value channels of what the value's are made of, and cancels too
-    if name == "gate_logit" and "value_logit" in expected_gradients and not case.logits:
-        value_norm = expected_gradients["value_logit"].norm().item()
-        return max(expected_gradients[name].norm().item(), 0.1 * value_norm)
+    # The gate's is a sum over value channels of what the value's are made of, or over features of what
+    # the direction's are made of, and cancels too.
+    if name == "gate_logit" and not case.logits:
+        terms = "value_logit" if "value_logit" in expected_gradients else "direction"
+        norm_of_terms = expected_gradients[terms].norm().item()
+        return max(expected_gradients[name].norm().item(), 0.1 * norm_of_terms)
     return None
 
 

@@ -139,7 +139,8 @@ def test_cuda_graphs_of_an_older_run_are_on_or_off(tmp_path, saved, value):
     state["run_config"]["cuda_graphs"] = saved
     (tmp_path / "state.json").write_text(json.dumps(state))
     arguments = read_arguments([f"--resume={tmp_path}", "--out_dir=resumed", "--dataset=corpus"])
-    config = settings.resolve(arguments).config
+    location = settings.locate_run(arguments)
+    config = settings.resolve(arguments, location, resume_checkpoint=tmp_path).config
     assert config.cuda_graphs == value
     (changes,) = resume.describe_changed_settings(state, config)
     assert "cuda_graphs" not in changes

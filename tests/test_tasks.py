@@ -543,8 +543,6 @@ def test_samples_are_numbers(run):
     tokens = result.stdout.decode().split()
     assert tokens[:5] == ["3", "14", "5", "17", "3"]
     assert all(token.isdecimal() or token == "<|endoftext|>" for token in tokens)
-    note = "its first new token is the answer to the last token of the prompt"
-    assert note in result.stderr.decode()
 
 
 @pytest.mark.parametrize("prompt", ["def", "3 21", "-1"])

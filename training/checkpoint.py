@@ -18,16 +18,14 @@ folder stays as `step_00001000.old` until the new one is in its place.
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -411,8 +409,9 @@ class CheckpointSaver:
         if self.in_background is None:
             self.in_background = device.type == "cuda"
         self.is_main = machine.rank() == 0
-        self.thread: threading.Thread | None = None
-        self.thread_error: Exception | None = None  # a bug
+        # its thread is no daemon: the process does not exit before the checkpoint is complete
+        self.executor = ThreadPoolExecutor(max_workers=1)
+        self.pending: Future | None = None  # the save in the background
         self.last_save_succeeded = True  # only the main process knows
 
     def save(
@@ -437,15 +436,14 @@ class CheckpointSaver:
         }
         if not self.is_main:
             return
-        write = functools.partial(self.write, run_folder, complete_by_file, state, start_time)
         if not self.in_background:
-            write()
+            self.write(run_folder, complete_by_file, state, start_time)
             return
         # a stop would first have to wait for this save, and then save again
         self.stop.save_seconds *= 2
-        # not a daemon, so that the process does not exit before the checkpoint is complete
-        self.thread = threading.Thread(target=self.call_in_thread, args=(write,))
-        self.thread.start()
+        self.pending = self.executor.submit(
+            self.write, run_folder, complete_by_file, state, start_time
+        )
 
     def wait(self) -> bool:
         """Wait for the save in the background.
@@ -453,19 +451,10 @@ class CheckpointSaver:
         Returns:
             On the main process, whether the last checkpoint was saved; True on the other ranks.
         """
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        if self.thread_error is not None:
-            raise self.thread_error
+        if self.pending is not None:
+            self.pending.result()  # raises an error of the thread, which is a bug
+            self.pending = None
         return self.last_save_succeeded
-
-    def call_in_thread(self, write: Callable[[], None]) -> None:
-        """Write, and keep an error, which `wait` raises."""
-        try:
-            write()
-        except Exception as error:
-            self.thread_error = error
 
     def write(
         self,

@@ -6,29 +6,26 @@ from data.shards import MissingCorpus
 from model import kernels
 from training import memory, resume
 from training.batches import open_data
-from training.config import Arguments
 from training.settings import Settings
 from training.setup import (
     build_model,
     check_machine,
     describe_complete,
     describe_pitfalls,
-    find_resume_checkpoint,
     load_initial_weights,
 )
 from utils import machine, processes
 
 
-def print_dry_run(arguments: Arguments, resolved: Settings) -> None:
+def print_dry_run(resolved: Settings, resume_checkpoint: Path | None) -> None:
     """Print the size of a run, and what is missing to start it.
 
     Raises:
         ValueError: as `setup.plan_run` does
     """
-    device = processes.pick_device(resolved.config.device)
-    check_machine(resolved.config, device)
-    resume_checkpoint, resolved = find_resume_checkpoint(arguments, resolved)
     config = resolved.config
+    device = processes.pick_device(config.device)
+    check_machine(config, device)
     data = None
     missing_data = None
     try:

@@ -12,7 +12,7 @@ import model_folder
 from configurator import Option
 from data import tokenizer
 from huggingface import released
-from model import weights
+from model import make_config, weights
 from model.gpt import GPT
 
 # A config file's recipe may be applied to weights of any size.
@@ -36,18 +36,10 @@ def read_init_settings(folder: str, weights_kind: str = "trained") -> dict[str, 
         raise ValueError(f"init_from={folder}: {NANOGPT_VALUES[folder]}")
     try:
         described = model_folder.describe(Path(folder), weights_kind)
+        config = make_config(described.model, described.config)
     except ValueError as error:
         raise ValueError(f"init_from={folder}: {error}") from error
-    # shapes and names are checked now, the weights are read when the model has been built
-    examined = weights.build_and_check(
-        described.path,
-        described.model,
-        described.config,
-        released.convert_weights,
-        described.file_kind,
-    )
-    init_settings = dict(vars(examined.config))
-    return {"model": described.model, **init_settings}
+    return {"model": described.model, **vars(config)}
 
 
 def find_ignored_keys(

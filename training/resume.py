@@ -3,6 +3,7 @@
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -17,39 +18,12 @@ from utils.provenance import compute_code_digest, current_model_digest
 KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")
 
 
-def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
-    """Return state.json of the run that is resumed.
+class Location(NamedTuple):
+    """Which folder a run writes, and what it resumes: known before its settings."""
 
-    It is not verified: the settings are needed, and checked, before the files are hashed
-    (`find_checkpoint`).
-
-    Args:
-        resume: the key of the run: None, "auto", a run folder or a checkpoint folder
-        out_dir: the run folder; None if it is not known yet
-
-    Returns:
-        {} if nothing is resumed.
-
-    Raises:
-        ValueError: `resume` names a folder without a checkpoint
-    """
-    if resume is None:
-        return {}
-    # a checkpoint folder itself
-    if resume != "auto" and (Path(resume) / "state.json").is_file():
-        return checkpoint.read_state(Path(resume))
-    run_folder = out_dir if resume == "auto" else resume
-    if run_folder is not None:
-        for path in reversed(checkpoint.list_checkpoints(Path(run_folder))):
-            # skip a damaged checkpoint and try the previous one
-            with contextlib.suppress(ValueError):
-                return checkpoint.read_state(path)
-    if resume != "auto":
-        try:
-            checkpoint.find(resume, also_accepted=", or auto")  # raises, and says why
-        except ValueError as error:
-            raise ValueError(f"resume={resume}: {error}") from error
-    return {}
+    out_dir: str
+    resume: str | None  # as the key, but "auto" for a branch that is restarted
+    dry_run: bool
 
 
 def is_restarted_branch(resume: str | None, out_dir: str) -> bool:
@@ -129,31 +103,34 @@ def check_unchanged(
         )
 
 
-def find_checkpoint(config: TrainConfig) -> Path | None:
-    """Return the checkpoint to resume from, None for a new run.
+def find_checkpoint(location: Location) -> Path | None:
+    """Return the checkpoint to resume from, which is verified; None for a new run.
 
     Raises:
         ValueError: the run folder is not empty, has no valid checkpoint, or has a later one
     """
-    out_dir = Path(config.out_dir)
-    if config.resume is None:
+    out_dir = Path(location.out_dir)
+    if location.resume is None:
         if out_dir.is_file():
             raise ValueError(f"out_dir={out_dir} is a file; give a folder")
-        if out_dir.exists() and any(out_dir.iterdir()) and not config.dry_run:
+        if out_dir.exists() and any(out_dir.iterdir()) and not location.dry_run:
             raise ValueError(
                 f"out_dir={out_dir} is not empty; resume that run with --resume=auto, or give "
                 "another --out_dir"
             )
         return None
     chosen = None
-    if config.resume != "auto":
-        chosen = checkpoint.find(config.resume, to_resume=True)
+    if location.resume != "auto":
+        try:
+            chosen = checkpoint.find(location.resume, also_accepted=", or auto", to_resume=True)
+        except ValueError as error:
+            raise ValueError(f"resume={location.resume}: {error}") from error
         newest = checkpoint.list_checkpoints(out_dir)[-1:]
         if not newest or newest[0].resolve() == chosen.resolve():
             return chosen
     # a damaged checkpoint is skipped for the one before it
     latest = checkpoint.find_latest(out_dir, to_resume=True)
-    if config.resume == "auto":
+    if location.resume == "auto":
         chosen = latest
     if chosen is None and checkpoint.list_checkpoints(out_dir):
         raise ValueError(
@@ -162,7 +139,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     # otherwise training would overwrite later checkpoints of the same folder one by one
     if latest is not None and latest.resolve() != chosen.resolve():
         raise ValueError(
-            f"resume={config.resume}, but out_dir={out_dir} has another latest checkpoint, "
+            f"resume={location.resume}, but out_dir={out_dir} has another latest checkpoint, "
             f"{latest.name}; to continue that run, give --resume=auto; to branch off from {chosen}, "
             "give another --out_dir"
         )

@@ -12,8 +12,9 @@ from data.sequences import SequenceLayout
 from data.shards import find_folder, make_location_absolute, read_meta, read_vocab_size
 from model import MODEL_NAMES, every_config, model_class
 from model.gpt import GPTConfig
-from training import init_from, resume
+from training import checkpoint, init_from, resume
 from training.config import Arguments, TrainConfig, check_run, read_arguments
+from training.resume import Location
 from utils import errors, machine
 
 # the variant that has all keys of DDL
@@ -28,10 +29,37 @@ class Settings(NamedTuple):
     saved_state: dict  # state.json of the run that is resumed; {} for a new run
 
 
+def locate_run(arguments: Arguments) -> Location:
+    """Return which folder a run writes, and what it resumes, which may determine its settings.
+
+    Raises:
+        ValueError: a key is unknown, a value of a key of the run is wrong, or a checkpoint is resumed
+            that does not lie in a run folder
+    """
+    # unknown keys come first: their suggestions explain most other mistakes
+    declared_options = known_options(arguments.from_file, arguments.from_command_line)
+    configurator.check_names(arguments.from_file, declared_options)
+    configurator.check_names(arguments.from_command_line, declared_options, prefix="--")
+    run_settings = read_run_settings(arguments)
+    out_dir = run_settings.get("out_dir") or default_out_dir(arguments.file, run_settings)
+    resumed = run_settings.get("resume")
+    if resume.is_restarted_branch(resumed, out_dir):
+        resumed = "auto"
+    return Location(out_dir, resumed, run_settings.get("dry_run", TrainConfig.dry_run))
+
+
+def read_run_settings(arguments: Arguments) -> dict[str, object]:
+    """Return the settings of the run, without those of its model, that a user gives."""
+    return configurator.read_settings(
+        arguments.from_file, arguments.from_command_line, collect_options(TrainConfig)
+    )
+
+
 def resolve(
     arguments: Arguments,
+    location: Location,
+    resume_checkpoint: Path | None,
     note: Callable[[str], object] = print,
-    saved_state: dict | None = None,
 ) -> Settings:
     """Return the settings of a run.
 
@@ -39,26 +67,20 @@ def resolve(
     in what may not, the run overrides the config file.
 
     Args:
+        location: what `locate_run` returned
+        resume_checkpoint: from which the run is resumed; None for a new run
         note: called with each line that a user may want to read
-        saved_state: state.json of the run that is resumed, {} for a new run. By default it is read
-            from the latest checkpoint, without verifying that.
 
     Raises:
         ValueError: a key or a value is wrong, or differs from the run that is resumed
     """
     from_file = arguments.from_file
     typed = arguments.from_command_line
-    # unknown keys come first: their suggestions explain most other mistakes
-    declared_options = known_options(from_file, typed)
-    configurator.check_names(from_file, declared_options)
-    configurator.check_names(typed, declared_options, prefix="--")
-
-    # The keys of the run determine what is resumed, and that may determine the model.
     run_options = collect_options(TrainConfig)
-    run_settings = configurator.read_settings(from_file, typed, run_options)
-    run_settings |= locate_run(arguments.file, run_settings)
-    if saved_state is None:
-        saved_state = resume.read_saved_state(run_settings["resume"], run_settings["out_dir"])
+    run_settings = read_run_settings(arguments)
+    saved_state = {}
+    if resume_checkpoint is not None:
+        saved_state = checkpoint.read_state(resume_checkpoint)
     saved = resume.saved_settings(saved_state)
     init_settings = {}
     # a resumed run no longer needs the folder
@@ -99,10 +121,10 @@ def resolve(
         # the first command line may have changed what the config file says
         ("run", {key: saved[key] for key in kept_keys if key not in changeable_keys}),
         ("command line", on_command_line),
-        ("location", {key: run_settings[key] for key in ("out_dir", "resume")}),
+        ("location", {"out_dir": location.out_dir, "resume": location.resume}),
     )
     if saved:
-        resume.check_unchanged(on_command_line, saved, describe_location(run_settings))
+        resume.check_unchanged(on_command_line, saved, resume_checkpoint)
     overruled = [
         f"{key}={settings[key]} (not {value})"
         for key, value in sorted(in_file.items())
@@ -156,7 +178,9 @@ def configure(
     Args:
         argv: at most one config file, and options `--key=value`
     """
-    settings = resolve(read_arguments(argv), note)
+    arguments = read_arguments(argv)
+    location = locate_run(arguments)
+    settings = resolve(arguments, location, resume.find_checkpoint(location), note)
     return settings.config, settings.model_config
 
 
@@ -179,26 +203,6 @@ def known_options(from_file: dict, from_command_line: dict[str, str | None]) -> 
 def every_option() -> dict[str, Option]:
     """Return the options of the run and of every model whose file can be imported."""
     return collect_options(TrainConfig, *every_config())
-
-
-def locate_run(config_file: Path | None, run_settings: dict) -> dict[str, str | None]:
-    """Return the values of `out_dir` and `resume`.
-
-    Raises:
-        ValueError: a checkpoint is resumed that does not lie in a run folder
-    """
-    out_dir = run_settings.get("out_dir") or default_out_dir(config_file, run_settings)
-    resumed = run_settings.get("resume")
-    if resume.is_restarted_branch(resumed, out_dir):
-        resumed = "auto"
-    return {"out_dir": out_dir, "resume": resumed}
-
-
-def describe_location(settings: dict) -> str:
-    """Return what is resumed, for a message."""
-    if settings["resume"] == "auto":
-        return f"the run in {settings['out_dir']}"
-    return settings["resume"]
 
 
 def default_out_dir(config_file: Path | None, run_settings: dict) -> str:
