@@ -10,6 +10,7 @@ import csv
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -542,7 +543,7 @@ def read_csv(path: Path, column: str, first_row: int) -> Iterator[tuple[int, obj
     """
     delimiter = "\t" if get_kind(path) == ".tsv" else ","
     with open_file(path) as file:
-        lines = (line.decode("utf-8-sig") for line in file)
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         rows = csv.DictReader(lines, delimiter=delimiter)
         if rows.fieldnames:
             check_column(path, column, rows.fieldnames)
