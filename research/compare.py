@@ -250,6 +250,10 @@ class Group:
             )
         if len(commits) > 1:
             cautions.append(f"its runs were trained at several commits: {', '.join(commits)}")
+        elif len({run.code_digests for run in self.runs if run.code_digests}) > len(
+            {run.model_name for run in self.runs}
+        ):
+            cautions.append("its runs were trained by different code, which was not committed")
         if len(corpora) > 1:
             cautions.append(f"its runs were trained on several corpora: {', '.join(corpora)}")
         return cautions
@@ -732,11 +736,17 @@ def read_sequence_losses(run: Run) -> tuple[int, dict[int, float]]:
     """Return the step of losses.npz, and its validation losses by the number of their sequence.
 
     Raises:
-        ValueError: the file is missing
+        ValueError: the file is missing, or of an earlier step than the run's last evaluation
     """
     path = run.path / "losses.npz"
     if not path.is_file():
         raise ValueError(f"{path} is missing: the last evaluation of train.py writes it")
     with np.load(path) as stored:
+        step = int(stored["step"])
         losses = dict(zip(stored["window"].tolist(), stored["loss"].tolist()))
-        return int(stored["step"]), losses
+    if step != get_evaluated_step(run):
+        raise ValueError(
+            f"{path} is of step {step:,}, and {run.name} was last evaluated at step "
+            f"{get_evaluated_step(run):,.0f}, with eval_full=False"
+        )
+    return step, losses

@@ -16,16 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from configurator import collect_options
 from data import shards
 from evaluation.published import Published
 from evaluation.published import find as find_published
 from model import build, make_config, model_class
 from training import checkpoint, metrics, resume
+from training.config import TrainConfig
+from training.optimizer import get_learning_rate
 from utils import errors, files
 
 if TYPE_CHECKING:
@@ -122,6 +125,7 @@ class Run:
     first_seconds: float | None = None
     step: int = 0
     totals: dict[str, float] = field(default_factory=dict)
+    code_digests: tuple[str, str] | None = None  # of the shared code, and of the model's file
 
     @property
     def final_evaluation(self) -> dict[str, Any] | None:
@@ -300,6 +304,10 @@ def read_run(folder: Path) -> Run:
     settings = read_settings(state)
     machine = state.get("trained_on")
     steps = make_frame(training_records, (*COMMON_COLUMNS, *TRAINING_COLUMNS))
+    notes += describe_other_schedule(training_records, settings)
+    code_digests = None
+    if "code_digest" in state and "model_digest" in state:
+        code_digests = (state["code_digest"], state["model_digest"])
     return Run(
         name=folder.resolve().name,
         path=folder,
@@ -320,7 +328,32 @@ def read_run(folder: Path) -> Run:
         first_seconds=first_seconds,
         step=records[-1]["step"],
         totals=compute_totals(steps),
+        code_digests=code_digests,
     )
+
+
+def describe_other_schedule(records: list[dict], settings: dict[str, object]) -> list[str]:
+    """Return a note if learning rates are not those of the settings, which were changed during the run.
+
+    Args:
+        records: of training steps
+        settings: those of the run, {} if they are not known
+    """
+    if "learning_rate" not in settings:
+        return []
+    config = SimpleNamespace(**settings)
+    other_steps = [
+        record["step"]
+        for record in records
+        if "lr" in record
+        and not math.isclose(record["lr"], get_learning_rate(record["step"] - 1, config))
+    ]
+    if not other_steps:
+        return []
+    return [
+        f"its learning rate followed another schedule until step {other_steps[-1]}; max_steps or "
+        "decay_steps was changed later"
+    ]
 
 
 def read_settings(state: dict) -> dict[str, object]:
@@ -539,23 +572,26 @@ def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
         the number of rows added and of rows replaced
 
     Raises:
-        ValueError: the existing file is no runs.csv, or has a run of the same name and another
-            model
+        ValueError: the existing file is no runs.csv, or has another run of the same name
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     old_rows = {}
     if path.exists():
         old_rows = {parse_cell(row["name"]): row for row in read_rows(path)}
     new_rows = {run.name: make_row(run) for run in runs}
+    # a run that goes on may have other values of changeable keys
+    options = collect_options(TrainConfig)
+    fixed_keys = ["model", *(key for key in options if not options[key].changeable)]
     for name in new_rows.keys() & old_rows.keys():
-        # it is missing for a run without a checkpoint
-        old_model = old_rows[name].get("model")
-        new_model = new_rows[name].get("model")
-        if old_model != new_model:
-            raise ValueError(
-                f"{path} has a run {name} of the model {old_model}, and this run {name} is of "
-                f"{new_model}; give another --out, or all runs in one command"
-            )
+        old_row = old_rows[name]
+        new_row = new_rows[name]
+        for key in fixed_keys:
+            # a run without a checkpoint has no settings
+            if old_row.get(key) != new_row.get(key) and (key == "model" or key in old_row):
+                raise ValueError(
+                    f"{path} has a run {name} with {key}={old_row.get(key)}, and this run {name} has "
+                    f"{new_row.get(key)}; give another --out, or all runs in one command"
+                )
     rows = list({**old_rows, **new_rows}.values())
     columns = sorted({key for row in rows for key in row}, key=make_column_sort_key)
     text = io.StringIO()

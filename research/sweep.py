@@ -49,11 +49,21 @@ from training.config import read_arguments as read_train_arguments
 from training.settings import every_option, known_options, locate_run, resolve
 from training.stopping import EXIT_CODE as STOPPED
 from utils import errors, files, machine, units
-from utils.provenance import store_figures
+from utils.provenance import current_model_digest, store_figures
 from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
+# A run may be resumed with other values of these, but its result is then another one.
+DECIDING_KEYS = (
+    "max_steps",
+    "decay_steps",
+    "skip_nonfinite",
+    "ema_half_life",
+    "eval_batches",
+    "eval_full",
+    "eval_part",
+)
 KEYS_OF_CELLS = ("out_dir", "resume", "dry_run")  # keys of train.py that the sweep sets itself
 MAX_CELLS = 10_000
 TUNING_SEED = "1000"  # no seed of the runs that are reported
@@ -305,22 +315,25 @@ def make_cell_name(values: dict[str, Any]) -> str:
 
 
 def check_cell_folder(cell: Cell) -> None:
-    """Raise ValueError if the cell's folder has a run with other settings."""
-    saved_step = find_saved_step(cell)
-    max_steps = cell.settings["max_steps"]
-    if saved_step > max_steps:
-        raise ValueError(
-            f"max_steps={max_steps}, but {cell.folder} already has {saved_step} steps: give "
-            "another --out"
-        )
+    """Raise ValueError if the cell's folder has a run with other settings, or of another model's code."""
     latest = checkpoint.find_latest(cell.folder)
-    if latest is not None:
-        state = checkpoint.read_state(latest)
-        # keys that are newer than the run keep the value that it had without them
-        stored_keys = state["run_config"].keys() | state["model_config"].keys() | {"model"}
-        settings = {key: cell.settings[key] for key in cell.settings if key in stored_keys}
-        saved = resume.saved_settings(state)
-        resume.check_unchanged(settings, saved, cell.folder, "give another --out")
+    if latest is None:
+        return
+    state = checkpoint.read_state(latest)
+    # keys that are newer than the run keep the value that it had without them
+    stored_keys = state["run_config"].keys() | state["model_config"].keys() | {"model"}
+    resume.check_unchanged(
+        {key: cell.settings[key] for key in cell.settings if key in stored_keys},
+        resume.saved_settings(state),
+        cell.folder,
+        "give another --out",
+        also_fixed=DECIDING_KEYS,
+    )
+    if state.get("model_digest") not in (None, current_model_digest(state["model"])):
+        raise ValueError(
+            f"model/{state['model']}.py has changed since {cell.folder} was trained; give another "
+            "--out"
+        )
 
 
 def find_saved_step(cell: Cell) -> int:
@@ -717,9 +730,13 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     groups = compare.group_runs(loaded)
     table = tables.make_loss_table(groups)
     grid = format_markdown(table.header, table.rows)
-    text = "\n".join([grid, "", *unfinished_lines]).rstrip() + "\n"
+    cautions = tables.list_cautions(groups)
+    text = "\n".join([grid, "", *unfinished_lines, *cautions]).rstrip() + "\n"
     print(text, end="")
-    store_figures(out / "table.json", {"groups": table.numbers, "unfinished": unfinished_lines})
+    store_figures(
+        out / "table.json",
+        {"groups": table.numbers, "unfinished": unfinished_lines, "cautions": cautions},
+    )
     files.write_text(out / "table.md", text)
     if groups:
         values_by_folder = {cell.folder.resolve(): cell.values for cell in finished}

@@ -1,6 +1,7 @@
 """Where a run is resumed: its checkpoint, and the settings that it was trained with."""
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -70,6 +71,7 @@ def check_unchanged(
     saved: dict[str, object],
     location: Path | str,
     alternative: str = "start a new run with another --out_dir and without --resume",
+    also_fixed: Collection[str] = (),
 ) -> None:
     """Raise ValueError if settings differ from those of a saved run; the message lists all of them.
 
@@ -78,6 +80,7 @@ def check_unchanged(
         saved: all settings of the saved run; the keys that are changeable may differ
         location: where that run is saved
         alternative: what else to do, as the end of the message
+        also_fixed: changeable keys that may not differ either
     """
     options = collect_options(TrainConfig, model_class(saved["model"]).Config)
     # a run of a later version may have keys that this one cannot honor
@@ -91,10 +94,11 @@ def check_unchanged(
             f"{location} was trained by another version of this code, with keys that this one does "
             f"not have: {', '.join(unknown_keys)}; resume it with that version, or {alternative}"
         )
+    may_differ = {name for name in options if options[name].changeable} - set(also_fixed)
     differences = [
         f"{name}={saved.get(name)!r} (not {value!r})"
         for name, value in sorted(settings.items())
-        if value != saved.get(name) and not (name in options and options[name].changeable)
+        if value != saved.get(name) and name not in may_differ
     ]
     if differences:
         raise ValueError(

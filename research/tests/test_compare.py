@@ -239,6 +239,23 @@ def test_runs_that_are_no_repetitions_are_told_apart_or_named(tmp_path):
     assert commits in ended.stderr.decode()
 
 
+@pytest.mark.parametrize(
+    ("model_digests", "cautions"),
+    [
+        (("a", "a"), []),
+        (("a", "b"), ["its runs were trained by different code, which was not committed"]),
+    ],
+)
+def test_a_model_that_was_edited_between_the_runs_of_a_row_is_said(
+    tmp_path, model_digests, cautions
+):
+    for seed, digest in enumerate(model_digests):
+        folder = write_run(tmp_path / f"{seed}", seed=seed)
+        edit_state(folder, commit="abc-dirty", code_digest="shared", model_digest=digest)
+    [group] = compare.group_runs(load(tmp_path))
+    assert group.cautions == cautions
+
+
 def test_groups_by_any_key_and_filters(tmp_path):
     for rate in (0.001, 0.01):
         for seed in (0, 1):
@@ -339,6 +356,9 @@ def test_pairs_over_validation_sequences_are_of_the_same_sequences(tmp_path):
     with pytest.raises(ValueError, match="different sequences"):
         compare.compare_by_sequence(c, a)
     np.savez(tmp_path / "c" / "losses.npz", window=sequences, loss=values, step=2)
+    with pytest.raises(ValueError, match="is of step 2, and c was last evaluated at step 4"):
+        compare.compare_by_sequence(c, a)
+    [c] = load(write_run(tmp_path / "c", steps=2))
     with pytest.raises(ValueError, match="c was evaluated at step 2, and a at step 4"):
         compare.compare_by_sequence(c, a)
     result = call(

@@ -8,16 +8,19 @@ import os
 import random
 import shutil
 import statistics
+from dataclasses import replace
 
 import pytest
 from helpers import ROOT, one_line_error
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import call
-from report_helpers import edit_state, load, write_checkpoint, write_lines, write_run
+from report_helpers import BASE, edit_state, load, write_checkpoint, write_lines, write_run
 
 from research import runs
 from training import checkpoint
+from training.config import TrainConfig
+from training.optimizer import get_learning_rate
 
 
 def lines_of_a_run(steps):
@@ -267,16 +270,46 @@ def test_a_row_says_what_the_folder_says(tmp_path):
     assert os.listdir(out.parent) == ["runs.csv"]
 
 
-def test_a_run_of_the_same_name_and_another_model_is_not_replaced(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"model_name": "DDL-gpt-mha-rope"},
+            "with model=gpt-mha-rope, and this run seed=0 has DDL-",
+        ),
+        ({"schedule": "wsd"}, "with schedule=cosine, and this run seed=0 has wsd"),
+    ],
+)
+def test_another_run_of_the_same_name_is_not_replaced(tmp_path, other, message):
     first = write_run(tmp_path / "first" / "seed=0")
-    second = write_run(tmp_path / "second" / "seed=0", "DDL-gpt-mha-rope")
+    second = write_run(tmp_path / "second" / "seed=0", **other)
     out = tmp_path / "runs.csv"
     runs.write_csv(load(first), out)
     stored = out.read_text()
-    with pytest.raises(ValueError, match="has a run seed=0 of the model"):
+    with pytest.raises(ValueError, match=message):
         runs.write_csv(load(second), out)
     assert out.read_text() == stored
     assert runs.write_csv(load(first), out) == (0, 1)
+
+
+def test_a_run_that_was_extended_says_that_its_schedule_changed(tmp_path):
+    """The first four of eight steps had the learning rates of a run of four steps."""
+    config = TrainConfig(learning_rate=1e-2, warmup_steps=1, max_steps=4)
+    keys = {"learning_rate": 1e-2, "warmup_steps": 1, "schedule": "cosine", "min_lr": None}
+    folders = [tmp_path / "straight", tmp_path / "extended"]
+    for folder, num_steps_before in zip(folders, (0, 4)):
+        write_run(folder, steps=8, **keys)
+        edit_state(folder, run_config={**keys, "model": BASE, "seed": 0, "max_steps": 8})
+        lines = []
+        for step in range(1, 9):
+            max_steps = 4 if step <= num_steps_before else 8
+            rate = get_learning_rate(step - 1, replace(config, max_steps=max_steps))
+            lines.append({"step": step, "loss": 1.0, "lr": rate})
+        write_lines(folder, lines)
+    straight, extended = load(*folders)
+    assert straight.notes == []
+    [note] = extended.notes
+    assert note.startswith("its learning rate followed another schedule until step 4")
 
 
 @pytest.mark.parametrize("name", ["20260117", "1e-3", "true", "run"])

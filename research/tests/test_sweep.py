@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import ROOT, small_run, wait_for
 from in_process import call
-from report_helpers import by_hand, write_checkpoint
+from report_helpers import by_hand, edit_state, write_checkpoint
 
 import configurator
 from configurator import collect_options
@@ -22,6 +22,7 @@ from training import checkpoint, metrics, stopping
 from training.config import TrainConfig
 from training.settings import configure
 from utils import files
+from utils.provenance import current_model_digest
 
 
 def grid(corpus, out, **changes) -> list[str]:
@@ -462,8 +463,29 @@ def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
     other = r"seed=0 was trained with learning_rate=0\.01 \(not 0\.5\)"
     with pytest.raises(ValueError, match=other):
         run(*arguments, "--learning_rate=0.5")
-    with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 already has 6 steps"):
+    with pytest.raises(ValueError, match=r"seed=0 was trained with max_steps=6 \(not 3\)"):
         run(*arguments, "--max_steps=3", "--mode=table")
+
+
+@pytest.mark.parametrize("key", ["max_steps=9", "eval_part=second", "skip_nonfinite=2"])
+def test_a_finished_cell_is_not_shown_with_other_settings(corpus, tmp_path, key):
+    """A run may go on with another value, but that of the cell has another result."""
+    arguments = grid(corpus, tmp_path, seed="0,1")
+    finish(make_cells(*arguments)[0], val_loss=2.0)
+    with pytest.raises(ValueError, match=r"seed=0 was trained with .* give another --out"):
+        make_cells(*arguments, f"--{key}")
+
+
+def test_a_cell_of_another_file_of_its_model_is_refused(corpus, tmp_path):
+    arguments = grid(corpus, tmp_path, seed="0,1")
+    cell, _ = make_cells(*arguments)
+    finish(cell, val_loss=2.0)
+    model = cell.settings["model"]
+    edit_state(cell.folder, model_digest=current_model_digest(model))
+    assert are_finished(make_cells(*arguments)) == [True, False]
+    edit_state(cell.folder, model_digest="of an earlier file")
+    with pytest.raises(ValueError, match=f"model/{model}.py has changed since .* was trained"):
+        make_cells(*arguments)
 
 
 # ---- the table ----
@@ -501,6 +523,18 @@ def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
     assert "`ddl_value_channels=4,optimizer=muon,seed=2`, 0 of 6 steps saved" in text
     with pytest.raises(ValueError, match=r"--metric=val_accuracy: no final evaluation has it"):
         run(*partly_finished, "--mode=table", "--metric=val_accuracy")
+
+
+def test_the_table_names_runs_that_are_no_repetitions(corpus, tmp_path, run):
+    arguments = grid(corpus, tmp_path, seed="0,1")
+    for cell in make_cells(*arguments):
+        finish(cell, val_loss=2.0)
+        edit_state(cell.folder, commit=f"commit{cell.index}")
+    assert run(*arguments, "--mode=table") == 0
+    caution = "its runs were trained at several commits: commit0, commit1."
+    assert caution in (tmp_path / "table.md").read_text()
+    [stored] = json.loads((tmp_path / "table.json").read_text())["cautions"]
+    assert stored.endswith(caution)
 
 
 def test_a_diverged_cell_is_named_and_in_no_mean(partly_finished, tmp_path, run):
