@@ -240,6 +240,9 @@ class Group:
         ]
         commits = sorted({run.commit or "unknown" for run in self.runs})
         corpora = sorted({get_corpus_digest(run) or "unknown" for run in self.runs})
+        # each model has a file of its own
+        codes = {run.code_digests for run in self.runs if run.code_digests}
+        is_edited = len(codes) > len({run.model_name for run in self.runs})
         cautions = []
         if self.mixed_keys:
             cautions.append(f"its runs also differ in {', '.join(self.mixed_keys)}")
@@ -250,9 +253,7 @@ class Group:
             )
         if len(commits) > 1:
             cautions.append(f"its runs were trained at several commits: {', '.join(commits)}")
-        elif len({run.code_digests for run in self.runs if run.code_digests}) > len(
-            {run.model_name for run in self.runs}
-        ):
+        elif is_edited:
             cautions.append("its runs were trained by different code, which was not committed")
         if len(corpora) > 1:
             cautions.append(f"its runs were trained on several corpora: {', '.join(corpora)}")

@@ -226,9 +226,10 @@ def run_gpu_tests(args: SimpleNamespace) -> list[Task]:
     process on the capture stream, so that later tests fail too.
     """
     tasks = []
-    for name, selection in (
-        ("GPU tests", "not graph_of_a_step"),
-        ("GPU tests of the graph of a step", "graph_of_a_step"),
+    # one process would need nine minutes for all
+    for name, selection, num_workers in (
+        ("GPU tests", "not graph_of_a_step", 8),
+        ("GPU tests of the graph of a step", "graph_of_a_step", 1),
     ):
         command = ["-m", "pytest", "tests", "research/tests", "-m", "gpu", "-k", selection]
         command += [
@@ -238,9 +239,7 @@ def run_gpu_tests(args: SimpleNamespace) -> list[Task]:
             f"--junitxml={args.out / name.replace(' ', '_')}.xml",
         ]
         if args.device == "cuda" and importlib.util.find_spec("xdist") is not None:
-            # one process would need nine minutes
-            num_workers = 1 if selection == "graph_of_a_step" else 8
-            command += ["-n", f"{num_workers}", "--dist=worksteal"]
+            command += ["-n", str(num_workers), "--dist=worksteal"]
         tasks.append(Task(name, [command], seconds=290))
     return tasks
 
