@@ -26,6 +26,9 @@ from models import TINY
 import model
 from configurator import option
 from data import shards, tokenizer
+from model.gpt import GPTConfig
+from training import resume, settings
+from training.config import TrainConfig, read_arguments
 
 # Without a GPU the tests of the kernels run under Triton's interpreter. It must be chosen before
 # triton is imported. Scripts use the plain operations on a CPU all the same, unless `kernels=on` is
@@ -141,6 +144,19 @@ def corpus(tmp_path_factory) -> Path:
 
 # the tiny model, with a vocabulary for byte tokens
 SMALL = {**TINY, "vocab_size": 260, "head_dim": 8, "hidden_size": 12}
+
+
+def configure(
+    argv: list[str], note: Callable[[str], object] = print
+) -> tuple[TrainConfig, GPTConfig]:
+    """Return the configurations of the run, and of its model, that a command line of train.py starts.
+
+    note: called with each line that a user may want to read
+    """
+    arguments = read_arguments(argv)
+    location = settings.locate_run(arguments)
+    resolved = settings.resolve(arguments, location, resume.find_checkpoint(location), note)
+    return resolved.config, resolved.model_config
 
 
 def small_run(corpus: Path, out: Path, **changes) -> list[str]:

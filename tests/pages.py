@@ -6,12 +6,12 @@ import shlex
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, configure
 from in_process import call
 
 import sample
 from configurator import read_command_line
-from training.settings import configure, every_option
+from training.settings import every_option
 
 
 def commands_of(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SMALL, one_line_error, small_run
+from helpers import SMALL, configure, one_line_error, small_run
 from in_process import call
 from training_runs import CONSTANT_RATE, read_final_tensors, read_records
 
@@ -20,7 +20,6 @@ from data.loader import ValidationBatches
 from model import build
 from training import checkpoint, setup, stopping, validation
 from training.ema import AveragedWeights
-from training.settings import configure
 
 HALF_LIFE = 2
 AVERAGED = {

@@ -9,14 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from export_helpers import export_run, save_released, save_run
-from helpers import SMALL, one_line_error, small_run
+from helpers import SMALL, configure, one_line_error, small_run
 from in_process import call
 from safetensors.torch import load_file, save_file
 
 from data import tokenizer
 from model import build
 from training import checkpoint
-from training.settings import configure
 
 MODEL_NAME = "DDL-gpt-mha-rope-CC-EC"
 SETTINGS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 import fused
 from fused import INTERPRETED
+from helpers import configure
 
 from model import build, kernels
 from model.block import Block, Stream
@@ -27,7 +28,6 @@ from model.kernels.rope import fused_heads
 from model.kernels.stream import DeltaStream
 from model.layers import RMSNorm
 from model.products import JoinedAttention
-from training.settings import configure
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="test_gpu_kernels.py tests the compiled kernels"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_run
+from helpers import configure, small_run
 from in_process import call, train_in_processes
 from training_runs import CONSTANT_RATE, change_saved_state, read_final_tensors, read_records
 
@@ -15,7 +15,6 @@ from training.checkpoint import TrainState
 from training.config import TrainConfig
 from training.distributed import StepStats
 from training.loss_scale import LossScaler
-from training.settings import configure
 
 # so large an embedding that the first steps overflow
 OVERFLOWING = {"dtype": "float16", "embedding_init_std": 1}

@@ -8,7 +8,7 @@ import types
 import broken_streams
 import pytest
 import torch
-from helpers import one_line_error, run_script, small_run
+from helpers import configure, one_line_error, run_script, small_run
 from in_process import call
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,7 +17,6 @@ from model.gpt import GPTConfig
 from training import memory
 from training.config import TrainConfig
 from training.memory import MemoryEstimate
-from training.settings import configure
 
 CPU = torch.device("cpu")
 BATCH_SIZE = 4

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import encode_shard, one_line_error, small_run
+from helpers import configure, encode_shard, one_line_error, small_run
 from in_process import call
 from training_runs import change_saved_state
 
 from training import checkpoint
-from training.settings import configure
 
 
 def training_error(*arguments) -> str:

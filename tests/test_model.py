@@ -11,7 +11,7 @@ from functools import partial
 import naive
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, configure
 from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, build_tiny
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +20,6 @@ from model import build, cost, model_class, products
 from model.ddl import DeltaRewrite, read_value_channels
 from model.gpt import GPTConfig
 from model.products import JoinedMLP
-from training.settings import configure
 
 SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
 MEDIUM = {"num_hidden_layers": 24, "num_attention_heads": 8, "head_dim": 128, "hidden_size": 1024}

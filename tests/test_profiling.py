@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import small_run
+from helpers import configure, small_run
 from in_process import call, train_in_processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training import metrics, stopping
 from training.config import PROFILE_WARMUP_STEPS
 from training.profiling import name_attention_backend
-from training.settings import configure
 from utils.machine import can_compile
 
 NUM_STEPS = 3

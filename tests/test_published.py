@@ -1,10 +1,10 @@
 """The paper's results: what results/published.csv holds, and what is shown beside a model."""
 
 import pytest
+from helpers import configure
 from models import PAPER
 
 from evaluation import comparison, published, tasks
-from training.settings import configure
 
 CORPUS = {"source": "HuggingFaceFW/fineweb-edu", "sha256": "1"}
 

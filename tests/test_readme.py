@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, SMALL
+from helpers import ROOT, SMALL, configure
 from models import PAPER
 from pages import check_command, commands_of
 
@@ -20,7 +20,7 @@ from model.ddl import DeltaRewrite
 from model.ddl_config import ExpandedConfig
 from model.gpt import GPTConfig
 from training.config import TrainConfig
-from training.settings import configure, every_option
+from training.settings import every_option
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

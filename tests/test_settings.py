@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_run
+from helpers import configure, small_run
 from in_process import call
 
 from model import MODEL_NAMES, build
 from training import resume, settings, setup
 from training.checkpoint import TrainState
 from training.config import TrainConfig, read_arguments
-from training.settings import configure, default_out_dir
+from training.settings import default_out_dir
 
 
 def run_train(*arguments) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, one_line_error, small_run
+from helpers import ROOT, configure, one_line_error, small_run
 from in_process import call
 
 from data import tasks
@@ -24,7 +24,6 @@ from data.sequences import SequenceLayout
 from data.shards import Corpus, open_corpus
 from training import metrics
 from training.batches import open_data
-from training.settings import configure
 from training.validation import evaluate
 from utils.processes import World
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, SMALL, encode_shard, one_line_error, small_run
+from helpers import ROOT, SMALL, configure, encode_shard, one_line_error, small_run
 from in_process import call, train_in_processes
 from training_runs import CONSTANT_RATE, change_saved_state, completed_steps
 
@@ -37,7 +37,6 @@ from training import (
     setup,
     stopping,
 )
-from training.settings import configure
 from training.validation import evaluate
 from utils.machine import can_compile
 from utils.processes import World

@@ -13,7 +13,7 @@ from data.shards import find_folder, make_location_absolute, read_meta, read_voc
 from model import MODEL_NAMES, every_config, model_class
 from model.gpt import GPTConfig
 from training import checkpoint, init_from, resume
-from training.config import Arguments, TrainConfig, check_run, read_arguments
+from training.config import Arguments, TrainConfig, check_run
 from training.resume import Location
 from utils import errors, machine
 
@@ -168,20 +168,6 @@ def merge(*layers: tuple[str, dict[str, object]]) -> tuple[dict[str, object], di
         settings.update(layer)
         origin_of.update(dict.fromkeys(layer, name))
     return settings, origin_of
-
-
-def configure(
-    argv: list[str], note: Callable[[str], object] = print
-) -> tuple[TrainConfig, GPTConfig]:
-    """Return the configurations of a run and of its model, as `resolve` does.
-
-    Args:
-        argv: at most one config file, and options `--key=value`
-    """
-    arguments = read_arguments(argv)
-    location = locate_run(arguments)
-    settings = resolve(arguments, location, resume.find_checkpoint(location), note)
-    return settings.config, settings.model_config
 
 
 def known_options(from_file: dict, from_command_line: dict[str, str | None]) -> dict[str, Option]:

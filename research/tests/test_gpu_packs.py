@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, configure
 from in_process import call
 
 from data.python_library.prepare import Document
@@ -22,7 +22,6 @@ from model.kernels import launch
 from research import bench, gpu
 from research.benchmarks import packages, peers, suites, turns
 from research.benchmarks.figures import Figures
-from training.settings import configure
 
 # packages that a machine with a GPU need not have
 ABSENT = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, small_run, wait_for
+from helpers import ROOT, configure, small_run, wait_for
 from in_process import call
 from report_helpers import by_hand, edit_state, write_checkpoint
 
@@ -20,7 +20,6 @@ from configurator import collect_options
 from research import plots, sweep
 from training import checkpoint, metrics, stopping
 from training.config import TrainConfig
-from training.settings import configure
 from utils import files
 from utils.provenance import current_model_digest
 
