@@ -49,7 +49,7 @@ from training.config import read_arguments as read_train_arguments
 from training.settings import every_option, known_options, locate_run, resolve
 from training.stopping import EXIT_CODE as STOPPED
 from utils import errors, files, machine, units
-from utils.provenance import current_model_digest, store_figures
+from utils.provenance import compute_code_digest, current_model_digest, store_figures
 from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -731,6 +731,14 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     table = tables.make_loss_table(groups)
     grid = format_markdown(table.header, table.rows)
     cautions = tables.list_cautions(groups)
+    code_digest = compute_code_digest()
+    other_runs = [run for run in loaded if run.code_digests and run.code_digests[0] != code_digest]
+    if other_runs:
+        print(
+            f"note: {len(other_runs)} of {len(loaded)} finished cells were trained by other code than "
+            "today's; to train them by this code, give another --out",
+            file=sys.stderr,
+        )
     text = "\n".join([grid, "", *unfinished_lines, *cautions]).rstrip() + "\n"
     print(text, end="")
     store_figures(

@@ -21,7 +21,7 @@ from research import plots, sweep
 from training import checkpoint, metrics, stopping
 from training.config import TrainConfig
 from utils import files
-from utils.provenance import current_model_digest
+from utils.provenance import compute_code_digest, current_model_digest
 
 
 def grid(corpus, out, **changes) -> list[str]:
@@ -534,6 +534,15 @@ def test_the_table_names_runs_that_are_no_repetitions(corpus, tmp_path, run):
     assert caution in (tmp_path / "table.md").read_text()
     [stored] = json.loads((tmp_path / "table.json").read_text())["cautions"]
     assert stored.endswith(caution)
+
+
+def test_finished_cells_of_other_code_are_said(corpus, tmp_path, run, capsys):
+    arguments = grid(corpus, tmp_path, seed="0,1")
+    for cell, digest in zip(make_cells(*arguments), (compute_code_digest(), "of earlier code")):
+        finish(cell, val_loss=2.0)
+        edit_state(cell.folder, code_digest=digest, model_digest=None)
+    assert run(*arguments, "--mode=table") == 0
+    assert "note: 1 of 2 finished cells were trained by other code" in capsys.readouterr().err
 
 
 def test_a_diverged_cell_is_named_and_in_no_mean(partly_finished, tmp_path, run):
