@@ -268,7 +268,7 @@ def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
 
 
 def test_a_cell_that_trains_already_fails(corpus, tmp_path, run, capsys):
-    """As after a kill of the sweep alone, whose train.py continues."""
+    """This happens if the sweep alone was killed, because its train.py continues."""
     arguments = grid(corpus, tmp_path / "out", seed="0..1")
     training_cell, finished_cell = make_cells(*arguments)
     finish(finished_cell, val_loss=2.0)
