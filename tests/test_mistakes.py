@@ -103,12 +103,6 @@ MISTAKES = [
         {"tracker": "tensorboard", "wandb_run_name": "mine"},
         "wandb_run_name=mine has no effect with tracker=tensorboard; omit wandb_run_name",
     ),
-    ({"eval_tasks_limit": 3}, "eval_tasks_limit=3 has no effect with eval_tasks=None; omit eval"),
-    (
-        {"eval_tasks": "mine", "eval_tasks_path": "TMP/no"},
-        "eval_tasks_path=TMP/no: there is no such",
-    ),
-    ({"eval_tasks": ","}, "eval_tasks=, names no task; omit it"),
     ({"tracker": "mlflow"}, "tracker='mlflow': give 'wandb' or 'trackio' or 'tensorboard' or None"),
     # the corpus
     ({"dataset": "nowhere"}, "nowhere does not hold *train_*.bin"),

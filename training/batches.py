@@ -56,11 +56,6 @@ def open_data(
             f"{encoding.n_vocab} tokens; rerun prepare.py"
         )
 
-    if config.eval_tasks is not None and encoding.name == "ids":
-        raise ValueError(
-            f"eval_tasks={config.eval_tasks}: the tokens of {corpus.path} are ids, not text; omit it"
-        )
-
     # a corpus whose documents all have one length is read document by document
     seq_len = model_config.block_size
     layout = SequenceLayout.from_meta(corpus.meta)

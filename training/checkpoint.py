@@ -59,7 +59,6 @@ class TrainState:
     # evaluation and saving
     seconds: float = 0.0
     evaluated: bool = True  # False: the evaluation of `step` is still to come
-    tasks_evaluated: bool = True  # the same of the evaluation on eval_tasks
     best_val_loss: float | None = None
     skipped: int = 0  # steps skipped because a loss or gradient was not finite
     # with dtype=float16 (training/loss_scale.py)
@@ -91,8 +90,7 @@ class TrainState:
 
     def is_complete(self, max_steps: int) -> bool:
         """Return whether all steps are done, and the last one is evaluated."""
-        is_evaluated = self.evaluated and self.tasks_evaluated
-        return self.step > max_steps or (self.step == max_steps and is_evaluated)
+        return self.step > max_steps or (self.step == max_steps and self.evaluated)
 
 
 def evaluates_same_sequences(saved_state: dict, config: TrainConfig) -> bool:

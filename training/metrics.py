@@ -124,8 +124,8 @@ def parse_record(line: bytes) -> dict:
     return files.restore_nan(record) if b"null" in line else record
 
 
-def find_evaluation(path: Path, step: int | None = None, key: str = "val_loss") -> dict | None:
-    """Return the last record of an evaluation that has a key, after a step if one is given.
+def find_evaluation(path: Path, step: int | None = None) -> dict | None:
+    """Return the last record of an evaluation, of a step if one is given.
 
     Returns:
         None if there is no such record, or no metrics.jsonl.
@@ -133,7 +133,7 @@ def find_evaluation(path: Path, step: int | None = None, key: str = "val_loss") 
     if not path.is_file():
         return None
     for record in reversed(read(path)):
-        if key in record and step in (None, record["step"]):
+        if "val_loss" in record and step in (None, record["step"]):
             return record
     return None
 
@@ -464,14 +464,6 @@ class RunLog:
             columns.append(f"all {split_size} sequences")
         else:
             columns.append(f"{num_sequences} of {split_size} sequences")
-        print(" | ".join(columns), flush=True)
-
-    def log_tasks(self, values: dict[str, dict[str, float]]) -> None:
-        """Log and print an evaluation on tasks (`downstream.evaluate_tasks`)."""
-        self.write(tasks=values)
-        columns = [f"step {self.state.step}"]
-        for task, metrics in values.items():
-            columns.extend(f"{task} {name} {value:.2f}" for name, value in metrics.items())
         print(" | ".join(columns), flush=True)
 
     def compute_speed(self, start: Progress, end: Progress) -> Speed:

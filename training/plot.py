@@ -9,7 +9,6 @@ x-axes.
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from training import metrics
 from utils import errors
@@ -61,30 +60,9 @@ def draw(run_folder: Path) -> Path:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
-    draw_tasks(figure, records)
     loss_file = run_folder / "loss.png"
     figure.savefig(loss_file, dpi=150)
     return loss_file
-
-
-def draw_tasks(figure: Any, records: list[dict]) -> None:
-    """Draw the evaluations on tasks, if there are any, below the losses of a figure of matplotlib."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for record in records:
-        for task, values in record.get("tasks", {}).items():
-            for name, value in values.items():
-                curves.setdefault(f"{task} {name}", []).append((record["step"], value))
-    if not curves:
-        return
-    [loss_axes] = figure.axes
-    figure.set_size_inches(7, 8)
-    rows = figure.add_gridspec(2, 1)
-    loss_axes.set_subplotspec(rows[0])
-    axes = figure.add_subplot(rows[1], xlabel="step", ylabel="tasks")
-    for label, points in curves.items():
-        axes.plot(*zip(*points), marker="o", markersize=4, label=label)
-    axes.grid(alpha=0.3)
-    axes.legend()
 
 
 def average_chunks(points: list[tuple[float, float]], chunk_size: int) -> list[tuple[float, float]]:

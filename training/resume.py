@@ -181,20 +181,16 @@ def load_state(
 ) -> TrainState:
     """Return the counters of a run; an evaluation is done if metrics.jsonl has it."""
     state = TrainState.load(saved_state, resume_checkpoint, config)
-    if state.evaluated and state.tasks_evaluated:
+    if state.evaluated:
         return state
     # <run>/checkpoints/step_00001000 belongs to <run>
     metrics_file = resume_checkpoint.absolute().parents[1] / "metrics.jsonl"
     # a run that branches off does not repeat the evaluations of its first step
     is_branch = not checkpoint.belongs_to(resume_checkpoint, config.out_dir)
-    if not state.evaluated:
-        evaluation = metrics.find_evaluation(metrics_file, state.step)
-        if evaluation is not None and checkpoint.evaluates_same_sequences(saved_state, config):
-            state.best_val_loss = evaluation.get("best_val_loss")
-        state.evaluated = is_branch or evaluation is not None
-    if not state.tasks_evaluated:
-        was_evaluated = metrics.find_evaluation(metrics_file, state.step, "tasks") is not None
-        state.tasks_evaluated = is_branch or was_evaluated or config.eval_tasks is None
+    evaluation = metrics.find_evaluation(metrics_file, state.step)
+    if evaluation is not None and checkpoint.evaluates_same_sequences(saved_state, config):
+        state.best_val_loss = evaluation.get("best_val_loss")
+    state.evaluated = is_branch or evaluation is not None
     return state
 
 
