@@ -240,9 +240,6 @@ class Group:
         ]
         commits = sorted({run.commit or "unknown" for run in self.runs})
         corpora = sorted({get_corpus_digest(run) or "unknown" for run in self.runs})
-        # each model has a file of its own
-        codes = {run.code_digests for run in self.runs if run.code_digests}
-        is_edited = len(codes) > len({run.model_name for run in self.runs})
         cautions = []
         if self.mixed_keys:
             cautions.append(f"its runs also differ in {', '.join(self.mixed_keys)}")
@@ -253,8 +250,6 @@ class Group:
             )
         if len(commits) > 1:
             cautions.append(f"its runs were trained at several commits: {', '.join(commits)}")
-        elif is_edited:
-            cautions.append("its runs were trained by different code, which was not committed")
         if len(corpora) > 1:
             cautions.append(f"its runs were trained on several corpora: {', '.join(corpora)}")
         return cautions
@@ -704,50 +699,3 @@ def explain_unpaired(group: Group, baseline: Group) -> str:
     if len(shared_seeds) == 1 and min(len(group.runs), len(baseline.runs)) > 1:
         return "one seed in common"  # a single pair has no interval
     return "" if shared_seeds else "no seed in common"
-
-
-def compare_by_sequence(run: Run, baseline: Run) -> Estimate:
-    """Estimate a run's loss minus the baseline's over validation sequences, in nats per token.
-
-    The losses are those of losses.npz in the folders of the runs. The interval is over sequences: it
-    says what other sequences would give, and nothing about other seeds.
-
-    Raises:
-        ValueError: a file is missing, or the sequences or tokens are not the same
-    """
-    step, losses = read_sequence_losses(run)
-    baseline_step, baseline_losses = read_sequence_losses(baseline)
-    if step != baseline_step:
-        raise ValueError(
-            f"{run.name} was evaluated at step {step:,}, and {baseline.name} at step "
-            f"{baseline_step:,}: compare runs of equal length"
-        )
-    same_data = describe_validation_data(run) == describe_validation_data(baseline)
-    if losses.keys() != baseline_losses.keys() or not same_data:
-        raise ValueError(
-            f"{run.name} and {baseline.name} were validated on different sequences: evaluate both "
-            "in the same way"
-        )
-    return estimate_paired_difference(
-        [losses[sequence] for sequence in baseline_losses], list(baseline_losses.values())
-    )
-
-
-def read_sequence_losses(run: Run) -> tuple[int, dict[int, float]]:
-    """Return the step of losses.npz, and its validation losses by the number of their sequence.
-
-    Raises:
-        ValueError: the file is missing, or of an earlier step than the run's last evaluation
-    """
-    path = run.path / "losses.npz"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: the last evaluation of train.py writes it")
-    with np.load(path) as stored:
-        step = int(stored["step"])
-        losses = dict(zip(stored["window"].tolist(), stored["loss"].tolist()))
-    if step != get_evaluated_step(run):
-        raise ValueError(
-            f"{path} is of step {step:,}, and {run.name} was last evaluated at step "
-            f"{get_evaluated_step(run):,.0f}, with eval_full=False"
-        )
-    return step, losses

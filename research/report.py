@@ -190,37 +190,6 @@ def print_table(args: SimpleNamespace) -> None:
             )
         store_figures(Path(args.json), {"rows": rows, "groups": table.numbers})
     print(format_markdown(table.header, table.rows))
-    if args.by_sequence:
-        print_sequence_differences(groups, args)
-
-
-def print_sequence_differences(groups: list[compare.Group], args: SimpleNamespace) -> None:
-    """Print differences over the sequences of losses.npz, between runs of the same seed.
-
-    Runs without such a partner are named.
-    """
-    baseline_group = compare.find_baseline(groups, args.against)
-    baseline_by_seed = {run.seed: run for run in baseline_group.runs}
-    rows = []
-    notes = []
-    for group in groups:
-        if group is baseline_group:
-            continue
-        for run in group.runs:
-            if run.seed in baseline_by_seed:
-                baseline = baseline_by_seed[run.seed]
-                difference = compare.compare_by_sequence(run, baseline)
-                rows.append([run.name, baseline.name, difference.format("+.4f")])
-            else:
-                notes.append(f"{run.name}: no run of the baseline has its seed")
-    header = [
-        "run",
-        "baseline",
-        "loss minus the baseline's (nats per token), mean over sequences (their number)",
-    ]
-    print(f"\n{format_markdown(header, rows)}")
-    for note in notes:
-        print(note)
 
 
 def list_group_keys(args: SimpleNamespace) -> list[str]:
@@ -299,12 +268,6 @@ class TableOptions(RunOptions):
     against: str | None = option(
         None,
         "baseline of the paired differences: the name of a row, or one of its runs",
-    )
-    by_sequence: bool = option(
-        False,
-        "also print differences over validation sequences, from the losses.npz of the runs; only "
-        "with --against",
-        counts_with=lambda options: options.against,
     )
     json: str | None = option(
         None,

@@ -125,7 +125,6 @@ class Run:
     first_seconds: float | None = None
     step: int = 0
     totals: dict[str, float] = field(default_factory=dict)
-    code_digests: tuple[str, str] | None = None  # of the shared code, and of the model's file
 
     @property
     def final_evaluation(self) -> dict[str, Any] | None:
@@ -244,7 +243,7 @@ def make_readers(path: Path) -> dict[RunSource, Callable[[], Run]]:
 
 def find_run_folders(path: Path) -> list[Path]:
     """Return the folder itself if it is a run folder, otherwise all run folders in it, by name."""
-    if any((path / name).exists() for name in ("metrics.jsonl", "checkpoints", "status.json")):
+    if any((path / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         return [path]
     run_folders = []
     for folder in sorted(path.iterdir()):
@@ -305,9 +304,6 @@ def read_run(folder: Path) -> Run:
     machine = state.get("trained_on")
     steps = make_frame(training_records, (*COMMON_COLUMNS, *TRAINING_COLUMNS))
     notes += describe_other_schedule(training_records, settings)
-    code_digests = None
-    if "code_digest" in state and "model_digest" in state:
-        code_digests = (state["code_digest"], state["model_digest"])
     return Run(
         name=folder.resolve().name,
         path=folder,
@@ -328,7 +324,6 @@ def read_run(folder: Path) -> Run:
         first_seconds=first_seconds,
         step=records[-1]["step"],
         totals=compute_totals(steps),
-        code_digests=code_digests,
     )
 
 

@@ -43,13 +43,13 @@ import torch
 import configurator
 from configurator import Option, check_ranges, collect_options, option
 from research import compare, plots, runs, tables, tuning
-from training import checkpoint, metrics, resume, stopping
+from training import checkpoint, metrics, resume
 from training.config import Arguments
 from training.config import read_arguments as read_train_arguments
 from training.settings import every_option, known_options, locate_run, resolve
 from training.stopping import EXIT_CODE as STOPPED
 from utils import errors, files, machine, units
-from utils.provenance import compute_code_digest, current_model_digest, store_figures
+from utils.provenance import store_figures
 from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -315,7 +315,7 @@ def make_cell_name(values: dict[str, Any]) -> str:
 
 
 def check_cell_folder(cell: Cell) -> None:
-    """Raise ValueError if the cell's folder has a run with other settings, or of another model's code."""
+    """Raise ValueError if the cell's folder has a run with other settings."""
     latest = checkpoint.find_latest(cell.folder)
     if latest is None:
         return
@@ -329,11 +329,6 @@ def check_cell_folder(cell: Cell) -> None:
         "give another --out",
         also_fixed=DECIDING_KEYS,
     )
-    if state.get("model_digest") not in (None, current_model_digest(state["model"])):
-        raise ValueError(
-            f"model/{state['model']}.py has changed since {cell.folder} was trained; give another "
-            "--out"
-        )
 
 
 def find_saved_step(cell: Cell) -> int:
@@ -343,10 +338,9 @@ def find_saved_step(cell: Cell) -> int:
 
 def read_final_evaluation(cell: Cell) -> dict[str, Any] | None:
     """Return the evaluation after the last of max_steps, or None if the cell is not finished."""
-    status = stopping.read_status(cell.folder)
-    if status.ended != "finished" or status.step != cell.settings["max_steps"]:
+    if find_saved_step(cell) != cell.settings["max_steps"]:
         return None
-    return metrics.find_evaluation(cell.folder / "metrics.jsonl")
+    return metrics.find_evaluation(cell.folder / "metrics.jsonl", cell.settings["max_steps"])
 
 
 # ---- running ----
@@ -385,7 +379,6 @@ def run_cell(
         output_start = log.seek(0, os.SEEK_END)
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
-        (cell.folder / "status.json").unlink(missing_ok=True)
         process = subprocess.Popen(
             command,
             env=environment,
@@ -397,12 +390,12 @@ def run_cell(
         exit_code, num_signals_sent = wait_for_process(process, signals)
         log.seek(output_start)
         output = log.read().decode(errors="replace")
-    # The exit code does not tell whether the run was stopped: torchrun has exit codes of its own, and
-    # SIGTERM before the first step ends train.py without a status.
-    ended = stopping.read_status(cell.folder).ended
-    if ended == "stopped" or (num_signals_sent and ended is None):
+    is_finished = read_final_evaluation(cell) is not None
+    # under torchrun, which has exit codes of its own, a run that was stopped ends with 0
+    was_stopped = exit_code == STOPPED or num_signals_sent or (num_processes > 1 and exit_code == 0)
+    if was_stopped and not is_finished:
         return STOPPED, find_last_line(output)
-    if exit_code == 0 and read_final_evaluation(cell) is None:
+    if exit_code == 0 and not is_finished:
         return 1, "train.py ended without the final evaluation"
     if exit_code < 0:
         exit_code = 128 - exit_code  # as a shell reports the signal that ended a process
@@ -622,9 +615,8 @@ def read_loss(cell: Cell) -> float | None:
     if evaluation is not None:
         loss = evaluation["val_loss"]
         return loss if math.isfinite(loss) else math.inf
-    # train.py also fails if the disk is full, which says nothing about the rates
-    has_failed = stopping.read_status(cell.folder).ended == "failed"
-    if has_failed and (cell.folder / "nonfinite").is_dir():
+    # where train.py saves the state before a step that is not finite
+    if (cell.folder / "nonfinite").is_dir():
         return math.inf
     return None
 
@@ -731,14 +723,6 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     table = tables.make_loss_table(groups)
     grid = format_markdown(table.header, table.rows)
     cautions = tables.list_cautions(groups)
-    code_digest = compute_code_digest()
-    other_runs = [run for run in loaded if run.code_digests and run.code_digests[0] != code_digest]
-    if other_runs:
-        print(
-            f"note: {len(other_runs)} of {len(loaded)} finished cells were trained by other code than "
-            "today's; to train them by this code, give another --out",
-            file=sys.stderr,
-        )
     text = "\n".join([grid, "", *unfinished_lines, *cautions]).rstrip() + "\n"
     print(text, end="")
     store_figures(

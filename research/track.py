@@ -63,7 +63,7 @@ from research.track_statistics import (
     judge,
     simulate_false_decisions,
 )
-from training import checkpoint, metrics
+from training import metrics
 from training.config import Arguments, TrainConfig
 from utils import errors, files, provenance, units
 
@@ -259,10 +259,7 @@ def update_code(entry: Entry, stored: dict) -> None:
     Raises:
         ValueError: the code computes other losses than that of the stored runs
     """
-    digests = {
-        "code_sha256": provenance.compute_code_digest(),
-        "model_sha256": provenance.current_model_digest(entry.model),
-    }
+    digests = compute_digests(entry)
     old = stored.get("code", {})
     if all(old.get(key) == digest for key, digest in digests.items()):
         return
@@ -290,21 +287,56 @@ def have_same_losses(losses: list[float], others: list[float]) -> bool:
     )
 
 
-def check_same_code(cell: sweep.Cell, code: dict) -> None:
-    """Raise ValueError if a run was trained by other code than its entry names."""
-    latest = checkpoint.find_latest(cell.folder)
-    if latest is None:  # a run that diverged in its first steps
-        return
-    state = checkpoint.read_state(latest)
-    trained_by = {
-        "code_sha256": state.get("code_digest"),
-        "model_sha256": state.get("model_digest"),
-    }
-    if any(code[key] != digest for key, digest in trained_by.items()):
+def check_same_code(entry: Entry, cell: sweep.Cell, code: dict) -> None:
+    """Raise ValueError if the code has changed since its digests were stored in the entry."""
+    if any(code[key] != digest for key, digest in compute_digests(entry).items()):
         raise ValueError(
             f"files of the code changed while the runs of this entry were trained; delete {cell.folder} "
             "and run the command again"
         )
+
+
+def compute_digests(entry: Entry) -> dict[str, str]:
+    """Return the SHA-256 of the code that all models share, and of the file of the entry's model."""
+    # a model's file, such as gpt-mha-rope.py, has a hyphen in its name, and other modules have none
+    shared_modules = [
+        f"model/{path.name}"
+        for path in (provenance.ROOT / "model").glob("*.py")
+        if "-" not in path.stem
+    ]
+    code = compute_digest(
+        "train.py",
+        "configurator.py",
+        "model_folder.py",
+        "utils/*.py",
+        *shared_modules,
+        "model/kernels/*.py",
+        "data/*.py",
+        "training/*.py",
+        "huggingface/released.py",
+        exclude=("launch_table.py",),  # it may differ between machines
+    )
+    return {"code_sha256": code, "model_sha256": compute_digest(f"model/{entry.model}.py")}
+
+
+def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:
+    """Return the SHA-256 of the names and contents of files of this repository.
+
+    Args:
+        patterns: the files as glob patterns, relative to the repository
+        exclude: file names, without folders, that do not count
+    """
+    # a set, because a file may match several patterns
+    paths = {path for pattern in patterns for path in provenance.ROOT.glob(pattern)}
+    sha256 = hashlib.sha256()
+    # sorted, because the order of a folder's files depends on the file system
+    for path in sorted(paths):
+        if path.name in exclude:
+            continue
+        sha256.update(path.relative_to(provenance.ROOT).as_posix().encode())
+        sha256.update(b"\0")  # ends the name, which cannot contain it
+        sha256.update(path.read_bytes())
+    return sha256.hexdigest()
 
 
 # ---- running ----
@@ -363,7 +395,7 @@ class Runner:
             if self.signals:
                 return None
             raise ValueError(f"{cell.log}: {last_line}")
-        check_same_code(cell, self.stored["code"])
+        check_same_code(self.entry, cell, self.stored["code"])
         records = metrics.read(cell.folder / "metrics.jsonl")
         return {
             **run._asdict(),

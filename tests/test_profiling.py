@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from helpers import configure, small_run
 from in_process import call, train_in_processes
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training import metrics, stopping
 from training.config import PROFILE_WARMUP_STEPS
-from training.profiling import name_attention_backend
 from utils.machine import can_compile
 
 NUM_STEPS = 3
@@ -85,34 +82,6 @@ def test_the_trace_has_the_operators_of_both_passes(profiled_run, operator, call
     names = read_event_names(profiled_run.trace_path)
     num_micro_batches = 2 * NUM_STEPS
     assert names.count(operator) == calls_per_micro_batch * num_micro_batches
-
-
-def test_the_backend_that_the_run_names_is_that_of_the_trace(profiled_run):
-    [line] = [line for line in profiled_run.output.splitlines() if "attention backend" in line]
-    backend = line.removeprefix("note: attention backend: ")
-    operators = {
-        "flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "math": "aten::_scaled_dot_product_attention_math",
-    }
-    names = read_event_names(profiled_run.trace_path)
-    assert [name for name, operator in operators.items() if operator in names] == [backend]
-
-
-def test_a_backend_that_torch_does_not_say_is_unknown(corpus, tmp_path, monkeypatch):
-    monkeypatch.delattr(torch, "_fused_sdp_choice")
-    config, model_config = configure(small_run(corpus, tmp_path / "run"))
-    backend = name_attention_backend(config, model_config, torch.device("cpu"), torch.float32)
-    assert backend == "unknown"
-
-
-def test_the_choice_of_a_backend_draws_no_random_numbers(corpus, tmp_path):
-    arguments = small_run(corpus, tmp_path / "run")
-    config, model_config = configure(arguments, note=lambda _: None)
-    state = torch.random.get_rng_state()
-    with sdpa_kernel(SDPBackend.MATH):
-        backend = name_attention_backend(config, model_config, torch.device("cpu"), torch.float32)
-    assert backend == "math"
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_the_trace_has_the_optimizers_steps(profiled_run):

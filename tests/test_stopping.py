@@ -1,6 +1,5 @@
 """Runs that are stopped or starved: how they end, and what they leave behind."""
 
-import json
 import multiprocessing
 import os
 import resource
@@ -96,16 +95,9 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number
     steps = completed_steps(tmp_path)
     assert steps == list(range(1, len(steps) + 1))
     assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] == steps[-1]
-    assert json.loads((tmp_path / "status.json").read_text()) == {
-        "step": steps[-1],
-        "of": 10_000,
-        "ended": "stopped",
-        "reason": number.name,
-    }
 
     train_to_the_end([*arguments, f"--max_steps={steps[-1] + 2}"])
     assert completed_steps(tmp_path) == list(range(1, steps[-1] + 3))
-    assert stopping.read_status(tmp_path).ended == "finished"
 
 
 COMPILER = """#!/bin/sh
@@ -146,7 +138,6 @@ def test_a_signal_that_also_ends_the_compiler_loses_no_step(corpus, tmp_path):
     assert stopped.returncode == stopping.EXIT_CODE, stopped.stderr
     assert f"stopped after step {steps} (SIGINT); resume with --resume=auto" in stopped.stdout
     assert (tmp_path / "marker").exists()
-    assert stopping.read_status(run).ended == "stopped"
     assert checkpoint.read_state(checkpoint.find(run))["step"] == steps
     train_to_the_end([*arguments, "--resume=auto", f"--max_steps={steps + 2}"])
     assert completed_steps(run) == list(range(1, steps + 3))
@@ -235,15 +226,10 @@ def endless_run(corpus, tmp_path) -> Iterator[multiprocessing.Process]:
     process.join()
 
 
-def test_a_second_process_is_refused_while_a_run_trains_which_has_no_status_once_killed(
-    endless_run, corpus, tmp_path
-):
+def test_a_second_process_is_refused_while_a_run_trains(endless_run, corpus, tmp_path):
     arguments = small_run(corpus, tmp_path / "run", **CONSTANT_RATE, max_steps=100_000)
     line = one_line_error(call("train.py", *arguments))
     assert "another process is training in this folder" in line
-    endless_run.kill()
-    endless_run.join()
-    assert stopping.read_status(tmp_path / "run").ended is None
 
 
 def start_with_torchrun(corpus: Path, run: Path, max_restarts: int) -> subprocess.Popen:
@@ -286,7 +272,6 @@ def test_a_full_disk_keeps_the_run_training_and_the_last_checkpoint(corpus, tmp_
     process.join(timeout=20)
     assert process.exitcode == 1
     assert "was not saved; free disk space" in log.read_text()
-    assert stopping.read_status(run).ended == "failed"
     assert checkpoint.list_checkpoints(run) == [last_checkpoint]
     assert not list(run.glob("checkpoints/*.tmp"))
 
@@ -309,15 +294,6 @@ def test_a_run_folder_that_is_removed_is_created_again(corpus, tmp_path):
     )
     assert call("train.py", *arguments).returncode == 75
     assert checkpoint.read_state(checkpoint.find(run))["step"] == completed_steps(run)[-1]
-
-
-def test_output_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
-    with open("/dev/full", "w") as full_disk:
-        process = start_training(
-            small_run(corpus, tmp_path / "run", **CONSTANT_RATE), log=full_disk
-        )
-        assert process.wait(timeout=60) == 0
-    assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
 
 
 @pytest.mark.slow

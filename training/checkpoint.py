@@ -66,7 +66,6 @@ class TrainState:
     steps_at_loss_scale: int = 0  # steps taken since it last changed
     overflows: int = 0  # since the last step that was taken
     wandb_id: str | None = None  # of the tracker's run that a resumed run continues
-    branched_from: str | None = None  # the --resume that began the run, if it continues another one
 
     @classmethod
     def load(
@@ -82,7 +81,6 @@ class TrainState:
             state.best_val_loss = None
         if not belongs_to(resume_checkpoint, config.out_dir):
             state.wandb_id = None  # a run that branches off is a new run of the tracker
-            state.branched_from = config.resume
         saved_tracker = saved_state["run_config"].get("tracker")
         if config.tracker is not None and saved_tracker not in (None, config.tracker):
             state.wandb_id = None  # it is the name of another tracker's run

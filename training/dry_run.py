@@ -48,7 +48,7 @@ def print_dry_run(resolved: Settings, resume_checkpoint: Path | None) -> None:
     sequences_per_epoch = None if data is None else data.train.num_sequences
     print(memory.describe_run(config, model, sequences_per_epoch, device))
     pitfalls = describe_pitfalls(config, model, device, reason_not_fused)
-    for note in [*pitfalls, *resume.describe_changes(resolved.saved_state, config)]:
+    for note in [*pitfalls, *resume.describe_changed_settings(resolved.saved_state, config)]:
         print(f"note: {note}")
     out_dir = Path(config.out_dir)
     if state.is_complete(config.max_steps):

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend
 
-from model.gpt import GPTConfig
 from training.config import PROFILE_WARMUP_STEPS, TrainConfig
 
 
@@ -68,31 +66,3 @@ def write_trace(profiler: torch.profiler.profile, path: Path, description: str) 
         f"profile of {description} written to {path}; open it at https://ui.perfetto.dev",
         flush=True,
     )
-
-
-def name_attention_backend(
-    config: TrainConfig, model_config: GPTConfig, device: torch.device, dtype: torch.dtype
-) -> str:
-    """Return which of torch's backends computes attention in the training steps of a run.
-
-    It is "cuDNN", "flash", "efficient" or "math"; "unknown" if torch does not say.
-    """
-    shape = (
-        config.local_micro_batch_size,
-        model_config.block_size,
-        model_config.num_attention_heads,
-        model_config.head_dim,
-    )
-    x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True).transpose(1, 2)
-    # torch has no public function that chooses, so another version may lack this one
-    try:
-        backend = torch._fused_sdp_choice(x, x, x, is_causal=True)
-    except (AttributeError, TypeError, RuntimeError):
-        return "unknown"
-    names = {
-        SDPBackend.MATH.value: "math",
-        SDPBackend.FLASH_ATTENTION.value: "flash",
-        SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
-        SDPBackend.CUDNN_ATTENTION.value: "cuDNN",
-    }
-    return names.get(backend, "unknown")

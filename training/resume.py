@@ -1,19 +1,16 @@
 """Where a run is resumed: its checkpoint, and the settings that it was trained with."""
 
-import contextlib
 from collections.abc import Collection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
 from configurator import collect_options
 from model import model_class
-from training import checkpoint, metrics, optimizer
+from training import checkpoint, metrics
 from training.checkpoint import TrainState
 from training.config import TrainConfig
-from utils.provenance import compute_code_digest, current_model_digest
 
 # Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
 KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")
@@ -23,22 +20,8 @@ class Location(NamedTuple):
     """Which folder a run writes, and what it resumes: known before its settings."""
 
     out_dir: str
-    resume: str | None  # as the key, but "auto" for a branch that is restarted
+    resume: str | None  # as the key
     dry_run: bool
-
-
-def is_restarted_branch(resume: str | None, out_dir: str) -> bool:
-    """Return whether out_dir has a checkpoint of the branch that began with this `--resume`.
-
-    torchrun and Slurm restart a branch with the command that began it. It then resumes from its own
-    latest checkpoint, as with `--resume=auto`.
-    """
-    if resume in (None, "auto"):
-        return False
-    for path in reversed(checkpoint.list_checkpoints(Path(out_dir))):
-        with contextlib.suppress(ValueError):
-            return checkpoint.read_state(path).get("branched_from") == resume
-    return False
 
 
 def saved_settings(state: dict) -> dict[str, object]:
@@ -194,22 +177,13 @@ def load_state(
     return state
 
 
-def describe_changes(state: dict, config: TrainConfig) -> list[str]:
-    """Return notes on what differs from the run that is resumed: settings, learning rate and code.
+def describe_changed_settings(state: dict, config: TrainConfig) -> list[str]:
+    """Return a note that lists the keys whose values differ from those of the resumed run, if any.
 
     state: state.json of the run that is resumed; {} for a new run
     """
     if not state:
         return []
-    return [
-        *describe_changed_settings(state, config),
-        *describe_rate_jump(state, config),
-        *describe_changed_code(state),
-    ]
-
-
-def describe_changed_settings(state: dict, config: TrainConfig) -> list[str]:
-    """Return a note that lists the keys whose values differ from those of the resumed run, if any."""
     saved = saved_settings(state)
     changes = [
         f"{name}={getattr(config, name)} (was {saved[name]})"
@@ -222,57 +196,3 @@ def describe_changed_settings(state: dict, config: TrainConfig) -> list[str]:
         f"the command or its config file changes {', '.join(changes)}; to keep a value, give it on "
         "the command line"
     ]
-
-
-def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
-    """Return a note if a changed length makes the learning rate jump in the middle of the run."""
-    # the schedule counts steps from 0, so the next step has the number of the steps done
-    step = state["step"]
-    saved_config = SimpleNamespace(**saved_settings(state))
-    last_step = saved_config.max_steps - 1
-    saved_rate = optimizer.get_learning_rate(min(step, last_step), saved_config)
-    rate = optimizer.get_learning_rate(step, config)
-    # less than a percent is no jump
-    if abs(rate - saved_rate) <= 0.01 * saved_rate:
-        return []
-    changes = [
-        f"{key}={getattr(config, key)} (was {getattr(saved_config, key)})"
-        for key in ("max_steps", "decay_steps")
-        if getattr(config, key) != getattr(saved_config, key)
-    ]
-    if not changes:
-        return []
-    advice = "to extend a run, train it with --schedule=wsd and resume it before the decay begins"
-    if config.schedule == "wsd":
-        advice = (
-            "resume from a checkpoint before the decay began, with --resume=CHECKPOINT "
-            "--out_dir=NEW_RUN (--keep_every=N keeps such checkpoints)"
-        )
-    return [
-        f"with {', '.join(changes)} the learning rate jumps from {saved_rate:.3g} to {rate:.3g} "
-        f"after step {step}; {advice}, or start a new schedule from these weights with "
-        "--init_from=RUN --out_dir=NEW_RUN"
-    ]
-
-
-def describe_changed_code(state: dict) -> list[str]:
-    """Return notes if the code, or the version of torch, has changed since the checkpoint was saved."""
-    notes = []
-    # a checkpoint may lack digests, which were added later
-    if state.get("model_digest") not in (None, current_model_digest(state["model"])):
-        notes.append(
-            f"model/{state['model']}.py has changed since the checkpoint was saved; to train the new "
-            "code from the start, give another --out_dir"
-        )
-    elif state.get("code_digest") not in (None, compute_code_digest()):
-        notes.append(
-            "the code has changed since the checkpoint was saved (commit "
-            f"{state['commit'] or 'unknown'})"
-        )
-    saved_torch = state["trained_on"]["torch"]
-    if saved_torch != torch.__version__:
-        notes.append(
-            f"the checkpoint was trained with torch {saved_torch}, and this is torch "
-            f"{torch.__version__}"
-        )
-    return notes

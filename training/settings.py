@@ -43,8 +43,6 @@ def locate_run(arguments: Arguments) -> Location:
     run_settings = read_run_settings(arguments)
     out_dir = run_settings.get("out_dir") or default_out_dir(arguments.file, run_settings)
     resumed = run_settings.get("resume")
-    if resume.is_restarted_branch(resumed, out_dir):
-        resumed = "auto"
     return Location(out_dir, resumed, run_settings.get("dry_run", TrainConfig.dry_run))
 
 

@@ -1,20 +1,12 @@
-"""Stop a run before its last step, and tell other programs how it ended.
-
-A run stops early at a signal (a preempted job, Ctrl-C), or at the end of the time that it may take.
-"""
+"""Stop a run before its last step: at a signal (a preempted job, Ctrl-C), or when its time ends."""
 
 import contextlib
-import json
 import os
 import signal
-import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
-from utils import files, machine
+from utils import machine
 
 EXIT_CODE = 75  # EX_TEMPFAIL: the run was stopped and saved, and can be resumed
 # A launcher may pass on a signal that its whole process group has received already. A second signal
@@ -89,80 +81,3 @@ class Stop:
         if elapsed + (self.step_seconds or 0.0) + self.save_seconds >= self.max_seconds:
             self.is_out_of_time = True  # even if the last save takes less time than expected
         return f"max_seconds={self.max_seconds:g}" if self.is_out_of_time else None
-
-
-@dataclass(frozen=True)
-class Status:
-    """How far a run is and how it ended; status.json in the run folder."""
-
-    step: int = 0
-    max_steps: int | None = None  # "of" in the file; None without a file
-    ended: str | None = None  # "finished", "stopped" or "failed"; None while the run trains
-    reason: str = ""  # of a stop or failure
-
-
-def write_status(
-    run_folder: Path, step: int, max_steps: int, ended: str | None, reason: str = ""
-) -> None:
-    """Write status.json, for programs that start runs.
-
-    If the disk is full, a warning is printed and the file stays as it was.
-
-    Args:
-        ended: "finished", "stopped" or "failed"; None while the run trains
-        reason: of a stop or failure
-    """
-    status = {
-        "step": step,
-        "of": max_steps,
-        "ended": ended,
-        "reason": reason,
-    }
-    try:
-        files.write_text(run_folder / "status.json", json.dumps(status) + "\n")
-    except OSError as error:
-        print(
-            f"warning: {run_folder / 'status.json'} cannot be written ({error.strerror})",
-            file=sys.stderr,
-        )
-
-
-def read_status(run_folder: Path) -> Status:
-    """Read status.json of a run folder; without the file, return a status without an ending.
-
-    Raises:
-        ValueError: the file is damaged
-    """
-    file = run_folder / "status.json"
-    if not file.exists():
-        return Status()
-    # whatever another program has written there, a key that is missing has its default
-    content = files.read_json(file)
-    return Status(
-        step=content.get("step", 0),
-        max_steps=content.get("of"),
-        ended=content.get("ended"),
-        reason=content.get("reason", ""),
-    )
-
-
-class TolerantStream:
-    """A text stream that ignores failed writes, to a pipe that nobody reads or to a full disk."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        """Write the text if it can be written."""
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream if it can be flushed."""
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    # everything else, such as isatty and encoding, is that of the stream
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.stream, name)

@@ -149,15 +149,6 @@ def start(
     return World(machine.rank(), machine.world_size(), device, timeout)
 
 
-def may_meet_dead_ranks() -> bool:
-    """Return whether torchrun would restart a job of several machines with its old store."""
-    return (
-        machine.num_machines() > 1
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-    )
-
-
 def enable_flight_recorder(folder: Path | None) -> None:
     """Let NCCL's flight recorder write the last collectives after a time-out, unless the user has
     set its variables."""

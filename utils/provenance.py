@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -137,56 +136,3 @@ def report_uncommitted(path: Path, commit: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-# ---- digests of the code ----
-
-
-@functools.cache
-def compute_code_digest() -> str:
-    """Return the SHA-256 of the Python files that training runs, as they were at the first call.
-
-    The file of the model is not among them; it has a digest of its own.
-    """
-    # a model's file, such as gpt-mha-rope.py, has a hyphen in its name, and other modules have none
-    shared_modules = [
-        f"model/{path.name}" for path in (ROOT / "model").glob("*.py") if "-" not in path.stem
-    ]
-    return compute_digest(
-        "train.py",
-        "configurator.py",
-        "model_folder.py",
-        "utils/*.py",
-        *shared_modules,
-        "model/kernels/*.py",
-        "data/*.py",
-        "training/*.py",
-        "huggingface/released.py",
-        exclude=("launch_table.py",),  # it may differ between machines
-    )
-
-
-@functools.cache
-def current_model_digest(model_name: str) -> str:
-    """Return the SHA-256 of the file of a model, as it was when this was first called."""
-    return compute_digest(f"model/{model_name}.py")
-
-
-def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:
-    """Return the SHA-256 of the names and contents of files of this repository.
-
-    Args:
-        patterns: the files as glob patterns, relative to the repository
-        exclude: file names, without folders, that do not count
-    """
-    # a set, because a file may match several patterns
-    paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    sha256 = hashlib.sha256()
-    # sorted, because the order of a folder's files depends on the file system
-    for path in sorted(paths):
-        if path.name in exclude:
-            continue
-        sha256.update(path.relative_to(ROOT).as_posix().encode())
-        sha256.update(b"\0")  # ends the name, which cannot contain it
-        sha256.update(path.read_bytes())
-    return sha256.hexdigest()

@@ -239,23 +239,6 @@ def test_runs_that_are_no_repetitions_are_told_apart_or_named(tmp_path):
     assert commits in ended.stderr.decode()
 
 
-@pytest.mark.parametrize(
-    ("model_digests", "cautions"),
-    [
-        (("a", "a"), []),
-        (("a", "b"), ["its runs were trained by different code, which was not committed"]),
-    ],
-)
-def test_a_model_that_was_edited_between_the_runs_of_a_row_is_said(
-    tmp_path, model_digests, cautions
-):
-    for seed, digest in enumerate(model_digests):
-        folder = write_run(tmp_path / f"{seed}", seed=seed)
-        edit_state(folder, commit="abc-dirty", code_digest="shared", model_digest=digest)
-    [group] = compare.group_runs(load(tmp_path))
-    assert group.cautions == cautions
-
-
 def test_groups_by_any_key_and_filters(tmp_path):
     for rate in (0.001, 0.01):
         for seed in (0, 1):
@@ -335,41 +318,6 @@ def test_groups_are_named_by_width_and_depth_before_compile_and_max_steps(tmp_pa
     write_two_runs_that_differ_in_much(tmp_path)
     keys = [part.partition("=")[0] for part in compare.name_groups(load(tmp_path))[0].split()]
     assert keys == [BASE, "hidden_size", "num_hidden_layers", "beta1", "compile", "max_steps"]
-
-
-def test_pairs_over_validation_sequences_are_of_the_same_sequences(tmp_path):
-    losses = {}
-    generator = np.random.default_rng(0)
-    for name, model_name in (("a", BASE), ("b", "DDL-gpt-mha-rope"), ("c", "conv-gpt-mha-rope")):
-        write_run(tmp_path / name, model_name)
-        num_sequences = 49 if name == "c" else 50
-        sequences = generator.permutation(50)[:num_sequences]
-        values = generator.standard_normal(num_sequences)
-        losses[name] = dict(zip(sequences.tolist(), values))
-        np.savez(tmp_path / name / "losses.npz", window=sequences, loss=values, step=4)
-    a, b, c = load(tmp_path)
-    estimate = compare.compare_by_sequence(b, a)
-    b_losses = [losses["b"][sequence] for sequence in range(50)]
-    a_losses = [losses["a"][sequence] for sequence in range(50)]
-    expected = stats.ttest_rel(b_losses, a_losses)
-    assert estimate.compute_p_value() == pytest.approx(expected.pvalue, rel=1e-9)
-    with pytest.raises(ValueError, match="different sequences"):
-        compare.compare_by_sequence(c, a)
-    np.savez(tmp_path / "c" / "losses.npz", window=sequences, loss=values, step=2)
-    with pytest.raises(ValueError, match="is of step 2, and c was last evaluated at step 4"):
-        compare.compare_by_sequence(c, a)
-    [c] = load(write_run(tmp_path / "c", steps=2))
-    with pytest.raises(ValueError, match="c was evaluated at step 2, and a at step 4"):
-        compare.compare_by_sequence(c, a)
-    result = call(
-        "research/report.py",
-        "table",
-        tmp_path / "a",
-        tmp_path / "b",
-        f"--against={BASE}",
-        "--by_sequence",
-    )
-    assert estimate.format("+.4f") in result.stdout.decode()
 
 
 def test_a_run_without_a_partner_of_its_seed_is_named_below_the_sequences(tmp_path):

@@ -763,7 +763,6 @@ def test_mistakes_end_in_one_line(tmp_path):
         ),
         ("give key=value", "table", run, "--where=seed"),
         ("none of the rows", "table", run, "--against=nobody"),
-        ("by_sequence=True has no effect with against=None", "table", run, "--by_sequence"),
         ("it exists and is not a report", "paper", run, f"--out={mine}"),
         ("none of the rows", "paper", run, f"--out={out}", "--against=nobody"),
         ("sead", "paper", run, f"--out={out}", "--by=sead"),

@@ -18,10 +18,9 @@ from report_helpers import by_hand, edit_state, write_checkpoint
 import configurator
 from configurator import collect_options
 from research import plots, sweep
-from training import checkpoint, metrics, stopping
+from training import checkpoint, metrics
 from training.config import TrainConfig
 from utils import files
-from utils.provenance import compute_code_digest, current_model_digest
 
 
 def grid(corpus, out, **changes) -> list[str]:
@@ -54,15 +53,13 @@ keys = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
 steps, out = int(keys["max_steps"]), keys["out_dir"]
 os.makedirs(out, exist_ok=True)
 
-def end(ended, code=0):
-    step = steps if ended == "finished" else 1
-    status = {"step": step, "of": steps, "ended": ended, "reason": ""}
-    open(out + "/status.json", "w").write(json.dumps(status))
+def end(code, step=1):
+    os.makedirs(out + f"/checkpoints/step_{step:08d}", exist_ok=True)
     sys.exit(code)
 
 def finish(loss=2.0):
     open(out + "/metrics.jsonl", "w").write(json.dumps({"step": steps, "val_loss": loss}) + "\\n")
-    end("finished")
+    end(0, steps)
 """
 
 
@@ -70,7 +67,7 @@ def finish(loss=2.0):
 def fake(monkeypatch, tmp_path):
     """Return a function that replaces train.py by a script.
 
-    In the script, `keys` are the arguments, `finish()` ends a run and `end()` stops it.
+    In the script, `keys` are the arguments, `finish()` ends a run and `end(code)` stops it.
     """
 
     def replace_train(source: str) -> None:
@@ -109,7 +106,6 @@ def finish(cell, step=6, **evaluation) -> None:
     ]
     lines = [json.dumps(record) + "\n" for record in records]
     (cell.folder / "metrics.jsonl").write_text("".join(lines))
-    stopping.write_status(cell.folder, step, step, "finished")
 
 
 # ---- the grid ----
@@ -370,7 +366,7 @@ def test_gpus_are_divided_among_cells(jobs, gpus_per_cell, expected, monkeypatch
 STOP = """
 def stop(number, frame):
     open(out + '.saved', 'w').write(str(number))
-    end('stopped', 75)
+    end(75)
 signal.signal(signal.SIGTERM, stop)
 """
 
@@ -392,7 +388,7 @@ def test_cells_at_a_time_are_all_told_to_stop(corpus, tmp_path, run, fake, capsy
 
 
 def test_exit_codes(corpus, tmp_path, run, fake, capsys):
-    fake("end('stopped', 75) if keys['seed'] == '1' else finish()")
+    fake("end(75) if keys['seed'] == '1' else finish()")
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments) == 75
     assert "| stopped; to resume: python research/sweep.py --model=" in capsys.readouterr().out
@@ -429,7 +425,7 @@ def test_torchrun_says_what_train_said_and_is_stopped_with_it(corpus, tmp_path, 
     processes, group = (tmp_path / "train.py.place").read_text().split()
     assert processes == "2"
     assert int(group) != os.getpgrp()  # Ctrl-C must not reach torchrun beside our SIGTERM
-    fake("end('stopped')\n")  # with exit code 0, as torchrun would begin again at any other
+    fake("end(0)\n")  # with exit code 0, as torchrun would begin again at any other
     assert run(*arguments) == 75
     capsys.readouterr()
     fake("sys.exit('train.py: boom')")  # after an attempt that was stopped, in the same folder
@@ -449,9 +445,8 @@ def test_finished_is_what_train_says(corpus, tmp_path):
     assert are_finished([cell]) == [False]
     finish(other, val_loss=2.5)
     assert sweep.read_final_evaluation(other)["val_loss"] == 2.5
-    for ended in ("stopped", "failed", None):
-        stopping.write_status(other.folder, 6, 6, ended)
-        assert are_finished([other]) == [False]
+    (other.folder / "metrics.jsonl").unlink()  # saved, but not evaluated yet
+    assert are_finished([other]) == [False]
 
 
 def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
@@ -473,18 +468,6 @@ def test_a_finished_cell_is_not_shown_with_other_settings(corpus, tmp_path, key)
     finish(make_cells(*arguments)[0], val_loss=2.0)
     with pytest.raises(ValueError, match=r"seed=0 was trained with .* give another --out"):
         make_cells(*arguments, f"--{key}")
-
-
-def test_a_cell_of_another_file_of_its_model_is_refused(corpus, tmp_path):
-    arguments = grid(corpus, tmp_path, seed="0,1")
-    cell, _ = make_cells(*arguments)
-    finish(cell, val_loss=2.0)
-    model = cell.settings["model"]
-    edit_state(cell.folder, model_digest=current_model_digest(model))
-    assert are_finished(make_cells(*arguments)) == [True, False]
-    edit_state(cell.folder, model_digest="of an earlier file")
-    with pytest.raises(ValueError, match=f"model/{model}.py has changed since .* was trained"):
-        make_cells(*arguments)
 
 
 # ---- the table ----
@@ -534,15 +517,6 @@ def test_the_table_names_runs_that_are_no_repetitions(corpus, tmp_path, run):
     assert caution in (tmp_path / "table.md").read_text()
     [stored] = json.loads((tmp_path / "table.json").read_text())["cautions"]
     assert stored.endswith(caution)
-
-
-def test_finished_cells_of_other_code_are_said(corpus, tmp_path, run, capsys):
-    arguments = grid(corpus, tmp_path, seed="0,1")
-    for cell, digest in zip(make_cells(*arguments), (compute_code_digest(), "of earlier code")):
-        finish(cell, val_loss=2.0)
-        edit_state(cell.folder, code_digest=digest, model_digest=None)
-    assert run(*arguments, "--mode=table") == 0
-    assert "note: 1 of 2 finished cells were trained by other code" in capsys.readouterr().err
 
 
 def test_a_diverged_cell_is_named_and_in_no_mean(partly_finished, tmp_path, run):
@@ -602,7 +576,7 @@ import math
 powers = [math.log2(float(keys[key]) / 0.01) for key in ("learning_rate", "muon_learning_rate")]
 if keys["ddl_value_channels"] == "1" and powers[0] > 0:
     os.makedirs(out + "/nonfinite")
-    end("failed", 1)
+    end(1, 0)
 finish(sum((power - 1) ** 2 for power in powers))
 """
 SEARCH = {
@@ -647,7 +621,7 @@ def test_a_search_runs_only_what_is_missing(corpus, tmp_path, run, fake, capsys)
 
 
 def test_a_search_in_which_every_try_diverges_fails(corpus, tmp_path, run, fake, capsys):
-    fake('os.makedirs(out + "/nonfinite")\nend("failed", 1)')
+    fake('os.makedirs(out + "/nonfinite")\nend(1, 0)')
     out = tmp_path / "out"
     arguments = grid(corpus, out, tune="learning_rate", learning_rate=0.64)
     with pytest.raises(ValueError, match="all 4 of 4 tries diverged") as raised:

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT, SMALL, change_default, run_script, wait_for
-from report_helpers import write_checkpoint
 from scipy import stats
 
 import model as models
@@ -22,7 +21,6 @@ from data.torch_source.prepare import read_sources, split_by_package
 from research import track
 from research.track_plan import CPU_1, Entry, find_minimum
 from research.track_statistics import Noise, judge, simulate_false_decisions
-from training import stopping
 from training.config import TrainConfig
 from utils import files
 
@@ -195,25 +193,21 @@ def test_a_run_that_diverges_in_its_first_step_is_stored(tmp_path):
     folder = track.make_cell(entry, run, entry.folder).folder
     (folder / "nonfinite").mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
-    stopping.write_status(folder, 0, run.steps, "failed", "step 1 has a non-finite loss")
-    runner = track.Runner(entry, {"runs": [], "code": {}}, jobs=1)
+    runner = track.Runner(entry, {"runs": [], "code": track.compute_digests(entry)}, jobs=1)
     row = runner.train(run)
     assert (row["val_loss"], row["seconds"]) == (math.inf, 0.0)
 
 
-@pytest.mark.parametrize("edited", [None, "code_digest", "model_digest"])
+@pytest.mark.parametrize("edited", [None, "code_sha256", "model_sha256"])
 def test_code_that_changes_between_runs_is_noticed(tmp_path, edited):
     entry = Entry(dataclasses.replace(CPU_1, root=tmp_path), "wide-gpt-mha-rope", {})
     cell = track.make_cell(entry, track.make_plan(entry, {}).missing[0], entry.folder)
-    digests = {"code_digest": "of the code", "model_digest": "of the model"}
+    code = track.compute_digests(entry)
     if edited is not None:
-        digests[edited] = "of an edited file"
-    state = {"model": entry.model, "model_config": {}, "run_config": {}, "corpus": {}, **digests}
-    write_checkpoint(cell.folder, 800, **state)
-    code = {"code_sha256": "of the code", "model_sha256": "of the model"}
+        code[edited] = "of an earlier file"
     message = "files of the code changed .*; delete .* and run the command again"
     with pytest.raises(ValueError, match=message) if edited else contextlib.nullcontext():
-        track.check_same_code(cell, code)
+        track.check_same_code(entry, cell, code)
 
 
 def test_judge_decides_beyond_the_quantile_alone():
