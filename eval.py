@@ -67,13 +67,11 @@ class Options:
         "0",
         "comma-separated numbers of few-shot examples, such as 0,1; tasks that are defined as "
         "0-shot in their file stay 0-shot",
-        counts_with=evaluates_tasks,
     )
     include_path: str | None = option(
         None,
         "folder with task files (YAML) of your own, as in lm-eval (default: use lm-eval's tasks "
         "only)",
-        counts_with=evaluates_tasks,
     )
     val: bool | str = option(
         False,
@@ -97,25 +95,21 @@ class Options:
         False,
         "put the end-of-text token before every text, as in training; by default there is none, as "
         "with lm-eval's hf model",
-        counts_with=evaluates_tasks,
     )
     retry_minutes: float | None = option(
         None,
         "number of minutes to keep retrying for each task while the Hugging Face Hub does not respond "
         f"(default: {DEFAULT_RETRY_MINUTES:g}, but 0 if it cannot be reached at all)",
         low=0,
-        counts_with=evaluates_tasks,
     )
     limit: int | None = option(
         None,
         "evaluate only this many items of each task, for a quick test (default: all items)",
         low=1,
-        counts_with=evaluates_tasks,
     )
     log_samples: bool = option(
         False,
         "also write every item with its results to samples_TASK_DATE.jsonl, in lm-eval's format",
-        counts_with=evaluates_tasks,
     )
     out: str | None = option(
         None,

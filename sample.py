@@ -81,7 +81,6 @@ class TextOptions:
         1,
         "number of samples for each prompt",
         low=1,
-        counts_with=("serve", False),
     )
     max_new_tokens: int = option(
         300,
@@ -104,14 +103,12 @@ class TextOptions:
         16,
         "maximum number of sequences to generate together",
         low=1,
-        counts_with=("serve", False),
     )
     compile: Literal["auto", True, False] = option(
         "auto",
         "capture the decoding step as a CUDA graph on a GPU, or compile it with torch.compile on a "
         "CPU, which saves time in long texts; auto does so on a GPU only; the web page does not, "
         "because it records statistics of the residual stream",
-        counts_with=("serve", False),
     )
 
 
@@ -126,14 +123,12 @@ class PageOptions:
     host: str = option(
         "127.0.0.1",
         "address that the page is served on; the default can only be reached from this machine",
-        counts_with=("serve", True),
     )
     port: int = option(
         8000,
         "port that the page is served on; 0 chooses a free port",
         low=0,
         high=2**16 - 1,
-        counts_with=("serve", True),
     )
 
 

@@ -79,20 +79,17 @@ class PreparationOptions:
         None,
         "end-of-text token of your own tokenizer, such as </s> (default: eos_token of its "
         "tokenizer_config.json or special_tokens_map.json)",
-        counts_with=lambda options: is_own_tokenizer(options.tokenizer),
     )
     vocab_size: int = option(
         4096,
         "vocabulary size of --tokenizer=bpe, including the end-of-text token",
         low=257,
         high=shards.MAX_UINT16_VOCAB,
-        counts_with=("tokenizer", "bpe"),
     )
     tokenizer_bytes: int = option(
         100_000_000,
         "train --tokenizer=bpe on about this many bytes of the corpus, or on all if it has fewer",
         low=1,
-        counts_with=("tokenizer", "bpe"),
     )
     shard_tokens: int = option(
         100_000_000,

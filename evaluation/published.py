@@ -15,8 +15,8 @@ import configurator
 from configurator import Option, collect_options
 from model import model_class
 from model.gpt import GPTConfig
-from training import resume
 from training.config import TrainConfig
+from training.settings import saved_settings
 
 ROOT = Path(__file__).parents[1]
 RESULTS_FILE = ROOT / "results/published.csv"
@@ -146,7 +146,7 @@ def find(variant: str, model_config: GPTConfig, state: dict | None = None) -> Pu
     config_file = f"config/{CONFIG_NAMES[variant]}_{size}.py"
     options = collect_options(TrainConfig, model_class(variant).Config)
     recipe = read_recipe(config_file, options)
-    settings = asdict(model_config) if state is None else resume.saved_settings(state)
+    settings = asdict(model_config) if state is None else saved_settings(state)
     differences = find_differences(settings, recipe, options, "paper")
     if state is not None and state["step"] != settings["max_steps"]:
         differences.append(f"trained for {state['step']:,} of max_steps={settings['max_steps']}")

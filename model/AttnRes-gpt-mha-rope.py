@@ -49,15 +49,12 @@ class AttentionResidualsConfig(GPTConfig):
         1.0,
         "initial value of the learned factor on the attention of attn_res_form=delta; with 0 the "
         "model starts as the additive one",
-        only_initializes=True,
-        counts_with=("attn_res_form", "delta"),
     )
     attn_res_heads: int = option(
         1,
         "number of contiguous slices of the channels that attend over the sources separately, as in "
         "MHAR",
         low=1,
-        counts_with=("attn_res_form", "replace"),
     )
     attn_res_scale: float = option(
         1.0,
@@ -69,13 +66,11 @@ class AttentionResidualsConfig(GPTConfig):
         "inputs of each attention sublayer that attend over the sources separately; 1 is a single "
         "input; qk_v has one for queries and keys and one for values, as in RD-AttnRes; q_k_v has "
         "one each for queries, keys and values, with norms of their own, as in Inkling 2",
-        counts_with=("attn_res_form", "replace"),
     )
     attn_res_values: Literal["raw", "normed"] = option(
         "raw",
         "what the weights of the attention multiply; raw is the sources; normed is the normalized "
         "sources, as in Inkling 2",
-        counts_with=("attn_res_form", "replace"),
     )
     attn_res_norm_eps: float = option(
         1e-5,

@@ -33,7 +33,6 @@ class LAuReLConfig(GPTConfig):
         16,
         "rank of the low-rank map of laurel_form=lr",
         low=1,
-        counts_with=("laurel_form", "lr"),
     )
 
 

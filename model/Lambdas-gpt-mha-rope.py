@@ -37,7 +37,6 @@ class LambdasConfig(GPTConfig):
         False,
         "multiply the input of each block by a learned scalar, x = a x, that starts at a = 1, "
         "without the token embedding; a control for lambda_input, which also has this scalar",
-        counts_with=("lambda_input", False),
     )
     lambda_values: Literal["none", "layer", "head"] = option(
         "layer",

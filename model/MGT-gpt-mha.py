@@ -43,24 +43,18 @@ class MGTConfig(GPTConfig):
     mgt_lambda: float = option(
         1.0,
         "scale lambda of the gate beta = lambda * tanh(X W + b) + epsilon",
-        counts_with=lambda config: arm_has_beta(config.mgt_arm),
     )
     mgt_epsilon: float = option(
         0.0,
         "offset epsilon of the gate beta = lambda * tanh(X W + b) + epsilon",
-        counts_with=lambda config: arm_has_beta(config.mgt_arm),
     )
     mgt_alpha_init: float = option(
         0.0,
         "initial value of the learned erase coefficient alpha in X' = X + beta (V - alpha X)",
-        only_initializes=True,
-        counts_with=lambda config: arm_has_beta(config.mgt_arm),
     )
     mgt_beta_bias_init: float = option(
         1.0,
         "initial bias b of the gate beta; with 1, beta starts near tanh(1) = 0.76",
-        only_initializes=True,
-        counts_with=lambda config: arm_has_beta(config.mgt_arm),
     )
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configurator import Option, check_effects, collect_options
+from configurator import Option, collect_options
 from utils import errors
 
 if TYPE_CHECKING:
@@ -148,12 +148,11 @@ def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "
         settings: in place of `config`, the fields that differ from its defaults
 
     Raises:
-        ValueError: there is no such variant, or a key or value is wrong or has no effect; the
+        ValueError: there is no such variant, or a key or value is wrong; the
             message names the fix
     """
     if config is None:
         config = make_config(name, settings)
-        check_effects(vars(config), collect_options(type(config)), settings)
     model = model_class(name)(config)
     # its own __init__ may have changed parameters after they were initialized
     model.check_initialized()

@@ -35,7 +35,6 @@ class GPTConfig:
         "context length in tokens; unless you set it, train.py uses the document length if all "
         "documents of the dataset have the same length",
         low=1,
-        changes_no_weight=True,
     )
     num_hidden_layers: int = option(
         12,
@@ -66,7 +65,6 @@ class GPTConfig:
         10000.0,
         "base of the rotary position embedding (RoPE); no effect with rope_ratio=0",
         above=1,
-        counts_with=lambda config: config.rope_ratio > 0,
     )
     rope_ratio: float = option(
         1.0,
@@ -78,7 +76,6 @@ class GPTConfig:
         "bfloat16",
         "dtype of the residual state in a run that computes in bfloat16 or float16; bfloat16 means "
         "the dtype in which the run computes",
-        changes_no_weight=True,
     )
     use_qk_rmsnorm: bool = option(
         True,
@@ -93,26 +90,22 @@ class GPTConfig:
         "standard deviation of the initial token embedding, and of an output layer that is not "
         "tied to the embedding",
         low=0,
-        only_initializes=True,
     )
     init: Literal["spectral", "normal"] = option(
         "spectral",
         "initialization of the matrices; spectral scales each matrix by its own shape, as the "
         "current code of the DDL authors does; normal draws every matrix from "
         "N(0, hidden_init_std_factor / sqrt(hidden_size)), as their earlier code did",
-        only_initializes=True,
     )
     hidden_init_std_factor: float = option(
         0.5,
         "factor in the initial standard deviation of all matrices except embeddings; see init",
         low=0,
-        only_initializes=True,
     )
     init_order: Literal["named", "sequential"] = option(
         "named",
         "order of random numbers in the initialization; named seeds each parameter by the seed and "
         "its name; sequential draws all parameters from one generator, one after the other",
-        only_initializes=True,
     )
     num_hidden_layers_base: int | None = option(
         None,
@@ -138,7 +131,6 @@ class GPTConfig:
         1024,
         "base width of muP, at which muP changes nothing",
         low=1,
-        counts_with=("mup", True),
     )
 
     def __post_init__(self):

@@ -30,7 +30,6 @@ class ConvConfig(GPTConfig):
         "normal",
         "initialization of the convolutions; normal draws from N(0, hidden_init_std_factor / "
         "sqrt(hidden_size)); with identity, the model starts as the additive one",
-        only_initializes=True,
     )
     canon: str = option(
         "",

@@ -9,16 +9,6 @@ from configurator import option
 from .config import GPTConfig
 
 
-def writes_computed_value(config: "DeltaConfig") -> bool:
-    """Return whether the write value v is computed, from the state or from the sublayer output."""
-    return not config.ddl_v_constant and config.ddl_update != "erase_only"
-
-
-def projects_value(config: "DeltaConfig") -> bool:
-    """Return whether a linear layer computes the write value v from `ddl_v_input`."""
-    return config.ddl_map == "k" and writes_computed_value(config)
-
-
 @dataclass
 class DeltaConfig(GPTConfig):
     """Keys of Deep Delta Learning (DDL)."""
@@ -36,7 +26,6 @@ class DeltaConfig(GPTConfig):
         "the component of the state along k; 1/L means 1 / num_hidden_layers",
         low=0,
         high=2,
-        only_initializes=True,
     )
     ddl_beta_single_linear: bool = option(
         True,
@@ -47,14 +36,12 @@ class DeltaConfig(GPTConfig):
         128,
         "hidden size of the two-layer gate",
         low=1,
-        counts_with=("ddl_beta_single_linear", False),
     )
     ddl_erase_gate: Literal["shared", "own"] = option(
         "shared",
         "gate of the erase; shared uses the gate beta for the erase and for the write; own gives "
         "the erase a gate of the same form with parameters of its own, which start equal to those "
         "of beta, X' = X + k (beta v^T - beta_erase k^T X)",
-        counts_with=("ddl_update", "delta"),
     )
     ddl_beta_input: Literal["context", "residual", "mean", "flat"] = option(
         "context",
@@ -75,33 +62,27 @@ class DeltaConfig(GPTConfig):
     ddl_v_sigmoid: bool = option(
         True,
         "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it",
-        counts_with=writes_computed_value,
     )
     ddl_v_sigmoid_scale: float = option(
         4.0,
         "factor on the sigmoid of the write value v",
-        counts_with=("ddl_v_sigmoid", True),
     )
     ddl_v_constant: bool = option(
         False,
         "write the constant ddl_v_constant_value instead of a learned write value v",
-        counts_with=lambda config: config.ddl_update != "erase_only",
     )
     ddl_v_constant_value: float = option(
         2.0,
         "constant write value v",
-        counts_with=("ddl_v_constant", True),
     )
     ddl_v_input: Literal["residual", "context"] = option(
         "residual",
         "input of the linear layer for the write value v in the k-Map; residual is the compressed "
         "state x_in, context is the normalized context c",
-        counts_with=projects_value,
     )
     ddl_v_bias: bool = option(
         True,
         "add a bias to the linear layer for the write value v",
-        counts_with=writes_computed_value,
     )
     ddl_map: Literal["k", "v"] = option(
         "k",
@@ -113,20 +94,17 @@ class DeltaConfig(GPTConfig):
         "mlp",
         "branch that computes the direction k in the v-Map; mlp applies an MLP to ddl_k_input, "
         "attention attends over the value channels of X with a learned query",
-        counts_with=("ddl_map", "v"),
     )
     ddl_k_input: Literal["read", "mean", "flat"] = option(
         "read",
         "input of the MLP for the direction k in the v-Map; read is the compressed state x_in, or "
         "the normalized context c if d_v = 1; mean is the mean of X over the value channels; flat "
         "is X flattened to one vector",
-        counts_with=("ddl_k_branch", "mlp"),
     )
     ddl_k_hidden_size: int = option(
         128,
         "hidden size of the MLP for the direction k in the v-Map",
         low=1,
-        counts_with=("ddl_k_branch", "mlp"),
     )
     ddl_update: Literal["delta", "write_only", "erase_only"] = option(
         "delta",
@@ -240,7 +218,6 @@ class ValueChannelsConfig(GPTConfig):
         None,
         "initial value of the read vector, with which the compressor sums over the value channels "
         "(default: 1 / ddl_value_channels)",
-        only_initializes=True,
     )
     ddl_state_conv_init: Literal["mean", "normal", "identity"] | None = option(
         None,
@@ -248,7 +225,6 @@ class ValueChannelsConfig(GPTConfig):
         "normal draws from N(0, hidden_init_std_factor / sqrt(hidden_size)); identity passes on "
         "the current token or value channel (default: mean with init=spectral, normal with "
         "init=normal)",
-        only_initializes=True,
     )
 
     @property
@@ -283,7 +259,6 @@ class ChannelConvConfig(ExpandedConfig):
     ddl_state_dv_shortconv_causal: bool = option(
         False,
         "make the convolution over value channels causal",
-        counts_with=("ddl_cc_read", "pair"),
     )
 
 

@@ -56,7 +56,6 @@ class HyperConfig(StreamsConfig):
         False,
         "divide the initial attention and MLP output matrices by sqrt(hc_streams), as in the "
         "HC paper",
-        only_initializes=True,
     )
 
 
@@ -82,14 +81,12 @@ class ManifoldConfig(StreamsConfig):
         20,
         "number of Sinkhorn-Knopp iterations, each of which normalizes the rows and the columns",
         low=1,
-        counts_with=("mhc_mix", "sinkhorn"),
     )
     mhc_rows_last: bool = option(
         True,
         "normalize the rows of the mixing matrix last, so that the weights into each stream sum "
         "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
         "each stream sum to 1",
-        counts_with=("mhc_mix", "sinkhorn"),
     )
     mhc_read_eps: float = option(
         0.0,
@@ -130,7 +127,6 @@ class ManifoldConfig(StreamsConfig):
         0.01,
         "initial factor on the input-dependent terms of the weights (1 in DeepSeek-V4 and "
         "GLM-5.3); with mhc_mix=orthogonal, the factor of the rotation starts at 0",
-        only_initializes=True,
     )
     mhc_maps_init_std: float | None = option(
         None,
@@ -138,21 +134,17 @@ class ManifoldConfig(StreamsConfig):
         "DeepSeek-V4 and GLM-5.3, 0.006 in Hunyuan V4; default: hidden_init_std_factor / "
         "sqrt(hc_streams * hidden_size)); 0 would keep all streams equal",
         above=0,
-        only_initializes=True,
     )
     mhc_bias_init: Literal["additive", "zeros"] = option(
         "additive",
         "initial biases of the weights; additive starts close to the additive stream, with reads "
         "of 1/hc_streams and hardly any mixing; zeros starts with reads of 1/2 and even mixing (as "
         "in DeepSeek-V4 and GLM-5.3)",
-        only_initializes=True,
     )
     mhc_readout_bias_init: Literal["zeros", "mean"] = option(
         "zeros",
         "initial biases of mhc_readout=sigmoid; zeros weights each stream by 1/2, mean by "
         "1/hc_streams (as in Hunyuan V4)",
-        only_initializes=True,
-        counts_with=("mhc_readout", "sigmoid"),
     )
 
     def __post_init__(self):

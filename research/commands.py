@@ -1,17 +1,12 @@
 """Scripts that have several commands, each with its own options, as `report.py curves` is."""
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from configurator import (
-    collect_options,
-    format_two_columns,
-    read_command_line,
-    suggest_replacement,
-)
+from configurator import format_entry, read_command_line
 from utils import errors
 
 
@@ -60,19 +55,8 @@ def read_command(
             raise ValueError(f"no command {name}{suggestion}")
     usage_of_command = f"{Path(sys.argv[0]).name} {name}: {commands[name].help}"
 
-    def suggest(key: str, names: Collection[str]) -> str:
-        """Suggest a key of the command; if there is none, one of another command."""
-        if suggestion := suggest_replacement(key, names):
-            return suggestion
-        for other, command in commands.items():
-            declared = collect_options(command.options)
-            suggestion = errors.suggest(key, [n for n in declared if not declared[n].is_argument])
-            if suggestion and other != name:
-                return f"{suggestion.removesuffix('?')} of the command {other}?"
-        return ""
-
     options = commands[name].options
-    args = read_command_line(usage_of_command, options, argv=words[1:], suggest=suggest)
+    args = read_command_line(usage_of_command, options, argv=words[1:])
     args.command = name
     return args
 
@@ -84,4 +68,4 @@ def print_commands(usage: str, commands: dict[str, Command]) -> None:
     print("\nCommands, whose options COMMAND --help lists:\n")
     for name, command in commands.items():
         summary = command.help.partition("\n")[0].removesuffix(".")
-        print(format_two_columns(f"  {name}", summary, column=14))
+        print(format_entry(f"  {name}", summary))

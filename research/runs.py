@@ -26,9 +26,10 @@ from data import shards
 from evaluation.published import Published
 from evaluation.published import find as find_published
 from model import build, make_config, model_class
-from training import checkpoint, metrics, resume
+from training import checkpoint, metrics
 from training.config import TrainConfig
 from training.optimizer import get_learning_rate
+from training.settings import saved_settings
 from utils import errors, files
 
 if TYPE_CHECKING:
@@ -363,7 +364,7 @@ def read_settings(state: dict) -> dict[str, object]:
     settings = {**state.get("run_config", {}), **state.get("model_config", {})}
     if state:
         with contextlib.suppress(ValueError):
-            settings = resume.saved_settings(state)
+            settings = {**settings, **saved_settings(state)}
     if "dataset" in settings:
         # a copy on other storage is the same corpus, which `corpus` identifies
         settings["dataset"] = Path(settings["dataset"]).name

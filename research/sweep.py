@@ -42,11 +42,11 @@ import torch
 
 import configurator
 from configurator import Option, check_ranges, collect_options, option
+from model import MODEL_NAMES, every_config, model_class
 from research import compare, plots, runs, tables, tuning
-from training import checkpoint, metrics, resume
-from training.config import Arguments
-from training.config import read_arguments as read_train_arguments
-from training.settings import every_option, known_options, locate_run, resolve
+from training import checkpoint, metrics, settings
+from training.config import TrainConfig
+from training.settings import Arguments
 from training.stopping import EXIT_CODE as STOPPED
 from utils import errors, files, machine, units
 from utils.provenance import store_figures
@@ -159,16 +159,16 @@ def read_arguments(argv: list[str]) -> SweepArguments:
     Raises:
         ValueError: a key is unknown or has a wrong value, or nothing is swept
     """
-    train = read_train_arguments(argv)
+    train = settings.read_arguments(argv)
     options = train.from_command_line
     sweep_options = collect_options(SweepConfig)
     if "help" in options:
         errors.end_quietly_on_closed_pipe()
         print(f"{__doc__}\nKeys and defaults:\n")
-        print(configurator.help_text({**sweep_options, **every_option()}))
+        print(configurator.help_text(collect_options(SweepConfig, TrainConfig, *every_config())))
         sys.exit(0)
     train_options = {key: text for key, text in options.items() if key not in sweep_options}
-    known_keys = {**sweep_options, **known_options(train.from_file, train_options)}
+    known_keys = {**sweep_options, **known_options(train)}
     configurator.check_names(options, known_keys, prefix="--")
     sweep = SweepConfig(**configurator.read_settings({}, options, sweep_options))
     swept = {}
@@ -194,6 +194,15 @@ def read_arguments(argv: list[str]) -> SweepArguments:
         name = train.file.stem if train.file else fixed.get("model", "sweep")
         sweep = dataclasses.replace(sweep, out=f"sweeps/{name}")
     return SweepArguments(sweep, train._replace(from_command_line=fixed), swept)
+
+
+def known_options(train: Arguments) -> dict[str, Option]:
+    """Return the options of the run and of the models that are named, separated by commas."""
+    texts = {**train.from_file, **train.from_command_line}
+    names = str(texts.get("model", TrainConfig.model)).split(",")
+    return collect_options(
+        TrainConfig, *(model_class(name).Config for name in names if name in MODEL_NAMES)
+    )
 
 
 def check_tuning(
@@ -276,31 +285,30 @@ def make_cell(index: int, swept_texts: dict[str, str], train: Arguments, out: Pa
     """
     texts = {**train.from_command_line, **swept_texts}
     try:
-        train_options = known_options(train.from_file, texts)
-        values = configurator.read_settings({}, swept_texts, train_options)
-        folder = out / make_cell_name(values)
-        texts["out_dir"] = str(folder)
-        # These are the settings that the sweep asks for, whatever run is in the folder. The notes
-        # go to the cell's log when train.py runs.
         arguments = train._replace(from_command_line=texts)
-        resolved = resolve(
-            arguments, locate_run(arguments), resume_checkpoint=None, note=lambda line: None
-        )
+        values = configurator.read_settings({}, swept_texts, known_options(arguments))
+        folder = out / make_cell_name(values)
+        # the settings that the sweep asks for, whatever run is in the folder
+        resolved = settings.merge(arguments, str(folder), resumed=None)
     except ValueError as error:
         raise ValueError(
             f"cell {index} ({' '.join(format_options(swept_texts))}): {error}"
         ) from error
-    settings = {}
-    for config in (resolved.config, resolved.model_config):
-        for key, value in dataclasses.asdict(config).items():
-            if key not in KEYS_OF_CELLS:
-                settings[key] = value
+    all_settings = {
+        **dataclasses.asdict(resolved.config),
+        **dataclasses.asdict(resolved.model_config),
+    }
     config_files = [] if train.file is None else [str(train.file)]
     return Cell(
         index=index,
         values=values,
-        settings=settings,
-        arguments=[*config_files, *format_options(texts), "--resume=auto"],
+        settings={k: v for k, v in all_settings.items() if k not in KEYS_OF_CELLS},
+        arguments=[
+            *config_files,
+            *format_options(texts),
+            f"--out_dir={folder}",
+            "--resume=auto",
+        ],
         folder=folder,
     )
 
@@ -320,15 +328,19 @@ def check_cell_folder(cell: Cell) -> None:
     if latest is None:
         return
     state = checkpoint.read_state(latest)
+    saved = settings.saved_settings(state)
     # keys that are newer than the run keep the value that it had without them
     stored_keys = state["run_config"].keys() | state["model_config"].keys() | {"model"}
-    resume.check_unchanged(
-        {key: cell.settings[key] for key in cell.settings if key in stored_keys},
-        resume.saved_settings(state),
-        cell.folder,
-        "give another --out",
-        also_fixed=DECIDING_KEYS,
-    )
+    compared_keys = {
+        key
+        for key, declared in settings.options_of(saved).items()
+        if key in stored_keys and (not declared.changeable or key in DECIDING_KEYS)
+    }
+    asked = {key: cell.settings[key] for key in cell.settings if key in compared_keys}
+    if differences := settings.find_differences(asked, saved):
+        raise ValueError(
+            f"{cell.folder} was trained with {', '.join(differences)}; give another --out"
+        )
 
 
 def find_saved_step(cell: Cell) -> int:

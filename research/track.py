@@ -64,7 +64,8 @@ from research.track_statistics import (
     simulate_false_decisions,
 )
 from training import metrics
-from training.config import Arguments, TrainConfig
+from training.config import TrainConfig
+from training.settings import Arguments
 from utils import errors, files, provenance, units
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ class Options:
     out: str | None = option(
         None,
         "file for a figure of the table's differences (.png, .svg or .pdf)",
-        counts_with=("mode", "table"),
     )
     jobs: int = option(
         2,
@@ -712,7 +712,7 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
     if not words:
         configurator.check_names(texts, own_options, "--")
         options = Options(**configurator.read_settings({}, texts, own_options))
-        check_options(options, texts)
+        check_options(options)
         without_effect = texts.keys() - {"mode", "out"}
         if options.mode == "show":
             without_effect = {"mode=show"}
@@ -732,7 +732,7 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
             {}, {k: t for k, t in texts.items() if k in own_options}, own_options
         )
     )
-    check_options(options, texts)
+    check_options(options)
     fixed = (tier.read_settings() | tier.defaults).keys() & keys.keys()
     if fixed:
         raise ValueError(f"--{min(fixed)} is fixed by the tier {tier.name}: omit it")
@@ -740,9 +740,8 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
     return entry, options
 
 
-def check_options(options: Options, texts: dict[str, str]) -> None:
-    """Raise ValueError if an option has no effect, or a figure would have an unknown format."""
-    configurator.check_effects(vars(options), collect_options(Options), texts)
+def check_options(options: Options) -> None:
+    """Raise ValueError if a figure would have an unknown format."""
     if options.out is not None and Path(options.out).suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--out={options.out} must end in .png, .svg or .pdf")
 

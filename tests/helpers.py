@@ -24,11 +24,11 @@ from in_process import restore_signals
 from models import TINY
 
 import model
-from configurator import option
+from configurator import Option, collect_options, option
 from data import shards, tokenizer
 from model.gpt import GPTConfig
-from training import resume, settings
-from training.config import TrainConfig, read_arguments
+from training import settings
+from training.config import TrainConfig
 
 # Without a GPU the tests of the kernels run under Triton's interpreter. It must be chosen before
 # triton is imported. Scripts use the plain operations on a CPU all the same, unless `kernels=on` is
@@ -146,17 +146,17 @@ def corpus(tmp_path_factory) -> Path:
 SMALL = {**TINY, "vocab_size": 260, "head_dim": 8, "hidden_size": 12}
 
 
-def configure(
-    argv: list[str], note: Callable[[str], object] = print
-) -> tuple[TrainConfig, GPTConfig]:
-    """Return the configurations of the run, and of its model, that a command line of train.py starts.
-
-    note: called with each line that a user may want to read
-    """
-    arguments = read_arguments(argv)
-    location = settings.locate_run(arguments)
-    resolved = settings.resolve(arguments, location, resume.find_checkpoint(location), note)
+def configure(argv: list[str]) -> tuple[TrainConfig, GPTConfig]:
+    """Return the configurations of the run, and of its model, that a command line of train.py starts."""
+    resolved = settings.resolve(settings.read_arguments(argv))
+    if resolved.lock is not None:
+        resolved.lock.close()
     return resolved.config, resolved.model_config
+
+
+def every_option() -> dict[str, Option]:
+    """Return the options of the run and of every model."""
+    return collect_options(TrainConfig, *model.every_config())
 
 
 def small_run(corpus: Path, out: Path, **changes) -> list[str]:

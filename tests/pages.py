@@ -6,12 +6,11 @@ import shlex
 import sys
 
 import pytest
-from helpers import ROOT, configure
+from helpers import ROOT, configure, every_option
 from in_process import call
 
 import sample
 from configurator import read_command_line
-from training.settings import every_option
 
 
 def commands_of(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from data import tokenizer
 from model import build
-from training import checkpoint
+from training import checkpoint, settings
 
 MODEL_NAME = "DDL-gpt-mha-rope-CC-EC"
 SETTINGS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}
@@ -143,7 +143,7 @@ def test_a_pair_is_not_read_as_a_folded_one(corpus, released_pair, tmp_path):
     arguments = arguments_without_model(
         corpus, tmp_path, init_from=released_pair, ddl_cc_read="folded"
     )
-    with pytest.raises(ValueError, match=r"ddl_cc_read='folded', but init_from=.* has 'pair'"):
+    with pytest.raises(ValueError, match=r"init_from=.* with ddl_cc_read='pair' \(not 'folded'\)"):
         configure(arguments)
 
 
@@ -231,14 +231,13 @@ def test_a_dry_run_with_a_longer_context_writes_nothing(corpus, folders, tmp_pat
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size": 24}, r"hidden_size=24, but init_from=.* has 12; give --hidden_size=12"),
-        ({"mup": False}, r"mup=False, but init_from=.* has True"),
+        ({"hidden_size": 24}, r"init_from=.* was trained with hidden_size=12 \(not 24\)"),
+        ({"mup": False}, r"init_from=.* was trained with mup=True \(not False\)"),
         (
             {"model": "DDL-gpt-mha-rope"},
-            r"model='DDL-gpt-mha-rope', but init_from=.* has 'DDL-gpt-mha-rope-CC-EC'",
+            r"trained with model='DDL-gpt-mha-rope-CC-EC' \(not 'DDL-gpt-mha-rope'\)",
         ),
         ({"init_from": "nowhere"}, "nowhere does not exist"),
-        ({"init_from": "resume"}, "init_from=resume: resume a run with --resume=auto"),
         ({"init_from": "docs"}, "docs holds no checkpoint"),
     ],
 )
@@ -260,40 +259,14 @@ def write_config(folders, tmp_path) -> Callable[[str], str]:
     return write
 
 
-@pytest.mark.parametrize(
-    ("text", "ignored"),
-    [
-        ("hidden_size = 12\nddl_beta_init = 0.25\n", "ddl_beta_init"),
-        ("hidden_size = 24\nnum_hidden_layers = 3\n", "hidden_size, num_hidden_layers"),
-    ],
-)
-def test_initial_values_and_sizes_in_a_config_file_have_no_effect(
-    write_config, capsys, text, ignored
-):
-    _, model_config = configure([write_config(text)])
-    assert vars(model_config) == vars(build(MODEL_NAME, **SETTINGS).config)
-    assert f"note: init_from ignores {ignored}" in capsys.readouterr().out
-
-
-def test_a_run_with_an_initial_value_that_has_no_effect_is_resumed(corpus, folders, tmp_path):
-    arguments = arguments_without_model(
-        corpus, tmp_path, init_from=folders / "run", ddl_beta_init=0.25, max_steps=1, resume="auto"
-    )
-    run_train(arguments)
-    run_train([*arguments, "--max_steps=2"])
-    assert read_state(tmp_path, 2)["model_config"] == vars(build(MODEL_NAME, **SETTINGS).config)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("rope_base = 5e5\n", r"rope_base=500000\.0, but init_from=.* has 10000\.0"),
-        ("init_from = 5\n", "init_from=5: give text or None"),
-    ],
-)
-def test_a_contradiction_in_a_config_file_is_refused(write_config, text, message):
-    with pytest.raises(ValueError, match=message):
-        configure([write_config(text)])
+def test_the_folder_decides_what_a_config_file_says_otherwise(write_config):
+    """A recipe for models of one size can be applied to weights of another."""
+    arguments = settings.read_arguments([write_config("hidden_size = 24\nlearning_rate = 0.5\n")])
+    resolved = settings.resolve(arguments)
+    assert vars(resolved.model_config) == vars(build(MODEL_NAME, **SETTINGS).config)
+    assert resolved.config.learning_rate == 0.5
+    [note] = resolved.notes
+    assert note.startswith("the run keeps hidden_size=12 (not 24), although")
 
 
 @pytest.mark.parametrize("kind", ["run", "exported"])

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,9 +20,11 @@ from model import build
 from training import checkpoint, metrics
 from training.checkpoint import TrainState
 from training.config import TrainConfig
+from training.loss_scale import LossScaler, Outcome
 from utils.processes import World
 
 LEARNING_RATES = {"lr": 4.8e-3}
+SCALER = LossScaler(TrainState(), TrainConfig(), torch.float32)
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def open_log(tmp_path, model):
     def open_log(**keys) -> metrics.RunLog:
         config = TrainConfig(global_batch_size=400, max_steps=800, log_interval=10, **keys)
         world = World(0, 1, torch.device("cpu"))
-        return metrics.RunLog(tmp_path, config, {"seed": 0}, TrainState(), model, world)
+        return metrics.RunLog(tmp_path, config, TrainState(), model, world)
 
     return open_log
 
@@ -58,7 +59,7 @@ def log_steps(log: metrics.RunLog, last_step: int) -> None:
     for step in range(1, last_step + 1):
         log.state.step = step
         log.state.seconds = 12.5 + step - 1
-        log.log_training_step(7.0428, 1.04, LEARNING_RATES)
+        log.log_step(7.0428, 1.04, LEARNING_RATES, SCALER, Outcome.TAKEN)
 
 
 # ---- progress lines ----
@@ -99,7 +100,7 @@ def test_the_last_step_has_a_line(open_log, capsys):
 def test_a_skipped_step_is_a_note_and_a_record(open_log, capsys):
     log = open_log()
     log.state.step = 4
-    log.log_skipped_step(float("nan"), float("inf"))
+    log.log_step(float("nan"), float("inf"), LEARNING_RATES, SCALER, Outcome.SKIPPED)
     assert capsys.readouterr().out == (
         "note: step 4 was skipped: its loss is nan and its gradient norm is inf\n"
     )
@@ -357,23 +358,6 @@ def read_wandb_ids(run: Path) -> list[str]:
     return [checkpoint.read_state(path)["wandb_id"] for path in checkpoint.list_checkpoints(run)]
 
 
-def test_metrics_are_logged_to_wandb_in_one_run_if_resumed_and_in_another_for_a_branch(
-    offline, corpus, tmp_path
-):
-    run = tmp_path / "first"
-    branch = tmp_path / "branch"
-    train(small_run(corpus, run, **WANDB, max_steps=2))
-    [logged] = run.glob("wandb/offline-run-*/*.wandb")
-    # wandb's own process may write the file a moment after the run has finished
-    wait_for(lambda: all(key in logged.read_bytes() for key in (b"grad_norm", b"val_loss")))
-    assert "twice" not in train(small_run(corpus, run, **WANDB, max_steps=3))  # no step is repeated
-    train(small_run(corpus, branch, **{**WANDB, "resume": run}, max_steps=4))
-    [first_id, resumed_id] = read_wandb_ids(run)
-    [branch_id] = read_wandb_ids(branch)
-    assert first_id == resumed_id
-    assert branch_id != first_id
-
-
 # ---- trackio and TensorBoard ----
 
 
@@ -385,51 +369,48 @@ def trackio(tmp_path_factory) -> Iterator[ModuleType]:
         yield pytest.importorskip("trackio")
 
 
-class InterruptedRun(NamedTuple):
-    losses: dict[int, float]  # by step
-    first_output: str
-    resumed_output: str
-
-
-def train_interrupted(corpus: Path, run: Path, **keys) -> InterruptedRun:
-    """Train four steps, lose the last checkpoint, and resume to six."""
+def train_interrupted(corpus: Path, run: Path, **keys) -> dict[int, float]:
+    """Train four steps, lose the last checkpoint, and resume to six; return the loss of each step."""
     keys = {**CONSTANT_RATE, "checkpoint_interval": 2, **keys}
-    first_output = train(small_run(corpus, run, **keys, max_steps=4))
+    train(small_run(corpus, run, **keys, max_steps=4))
     shutil.rmtree(checkpoint.find(run))
-    resumed_output = train(small_run(corpus, run, **keys, max_steps=6))
+    train(small_run(corpus, run, **keys, max_steps=6))
     records = metrics.read(run / "metrics.jsonl")
-    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
-    return InterruptedRun(losses, first_output, resumed_output)
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
-def test_a_resumed_run_is_one_run_of_trackio_and_a_branch_is_another(corpus, tmp_path, trackio):
+def test_a_resumed_run_is_one_run_of_wandb(offline, corpus, tmp_path):
+    train(small_run(corpus, tmp_path, **WANDB, max_steps=2))
+    [logged] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    # wandb's own process may write the file a moment after the run has finished
+    wait_for(lambda: all(key in logged.read_bytes() for key in (b"grad_norm", b"val_loss")))
+    train(small_run(corpus, tmp_path, **WANDB, max_steps=3))
+    [first_id, resumed_id] = read_wandb_ids(tmp_path)
+    assert first_id == resumed_id
+
+
+def test_a_resumed_run_is_one_run_of_trackio(corpus, tmp_path, trackio):
     keys = {"tracker": "trackio", "wandb_project": "small"}
-    interrupted = train_interrupted(corpus, tmp_path / "first", **keys)
-    branch = {**CONSTANT_RATE, **keys, "resume": tmp_path / "first", "max_steps": 8}
-    train(small_run(corpus, tmp_path / "branch", **branch))
+    losses = train_interrupted(corpus, tmp_path / "first", **keys)
     [first_id] = set(read_wandb_ids(tmp_path / "first"))
-    [branch_id] = set(read_wandb_ids(tmp_path / "branch"))
     storage = trackio.sqlite_storage.SQLiteStorage
-    assert set(storage.get_runs("small")) == {first_id, branch_id}
+    assert set(storage.get_runs("small")) == {first_id}
     logged = storage.get_logs("small", first_id)
     # steps 3 and 4 are repeated, and have the same losses
     assert [log["step"] for log in logged if "loss" in log] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert {log["step"]: log["loss"] for log in logged if "loss" in log} == interrupted.losses
+    assert {log["step"]: log["loss"] for log in logged if "loss" in log} == losses
     assert any("val_loss" in log for log in logged)
-    assert "twice" not in interrupted.first_output
-    assert "note: trackio will show steps 3 to 4 twice" in interrupted.resumed_output
 
 
 def test_a_resumed_run_has_each_step_once_in_tensorboard(corpus, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    interrupted = train_interrupted(corpus, tmp_path, tracker="tensorboard", statistics_interval=2)
+    losses = train_interrupted(corpus, tmp_path, tracker="tensorboard", statistics_interval=2)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     logged = {event.step: event.value for event in events.Scalars("loss")}
-    assert logged == pytest.approx(interrupted.losses, rel=1e-6)  # its numbers are float32
+    assert logged == pytest.approx(losses, rel=1e-6)  # its numbers are float32
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert "residual/attn.state_rms/01" in events.Tags()["scalars"]
-    assert "twice" not in interrupted.resumed_output
 
 
 def read_tensorboard_steps(run: Path) -> list[int]:
@@ -444,22 +425,7 @@ def test_a_run_without_a_checkpoint_begins_anew_in_tensorboard(open_log):
         log = open_log(tracker="tensorboard")
         log_steps(log, last_step=3)
         log.close()
-        metrics.set_aside(log.path)  # as a start without a checkpoint does
     assert read_tensorboard_steps(log.path.parent) == [1, 2, 3]
-
-
-def test_a_branch_has_no_steps_of_an_earlier_start_in_its_folder(open_log, tmp_path, model):
-    """A run that ended without a checkpoint was there before; the branch begins after step 2."""
-    log = open_log(tracker="tensorboard")
-    log_steps(log, last_step=3)
-    log.close()
-    metrics.set_aside(log.path)
-    world = World(0, 1, torch.device("cpu"))
-    branch = metrics.RunLog(tmp_path, log.config, {}, TrainState(step=2), model, world)
-    branch.state.step = 3
-    branch.write(loss=1.0)
-    branch.close()
-    assert read_tensorboard_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(

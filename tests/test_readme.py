@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, configure
+from helpers import ROOT, SMALL, configure, every_option
 from models import PAPER
 from pages import check_command, commands_of
 
@@ -20,7 +20,6 @@ from model.ddl import DeltaRewrite
 from model.ddl_config import ExpandedConfig
 from model.gpt import GPTConfig
 from training.config import TrainConfig
-from training.settings import every_option
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -253,7 +252,7 @@ def test_every_value_on_the_recipe_page_is_valid():
     settings = re.findall(r"`(\w+)=([^`]+)`", read_page("recipe"))
     assert settings
     for key, text in settings:
-        configurator.parse(options[key], text)  # raises ValueError if the option refuses the value
+        options[key].parse(text)  # raises ValueError if the option refuses the value
 
 
 def read_recipe_defaults() -> dict[str, str]:
@@ -267,7 +266,7 @@ def test_defaults_on_the_recipe_page_are_those_of_the_options():
     options = every_option()
     defaults = collect_defaults()
     for key, text in read_recipe_defaults().items():
-        assert configurator.parse(options[key], text) in defaults[key], key
+        assert options[key].parse(text) in defaults[key], key
 
 
 def test_the_recipe_page_has_every_option_that_changes_training():

@@ -1,27 +1,23 @@
-"""Checkpoints of any engine and number of processes, in the foreground and in the background."""
+"""Checkpoints of any engine and number of processes."""
 
 import functools
 import os
-import signal
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SMALL, small_run, wait_for
+from helpers import SMALL, small_run
 from in_process import call, train_in_processes
 from torch.distributed.tensor import DTensor
 from training_runs import CONSTANT_RATE, completed_steps, read_final_tensors, read_records
 
 from data import tokenizer
 from model import build
-from training import checkpoint, distributed, optimizer, stopping
-from training.checkpoint import CheckpointSaver
+from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
-from utils import processes
+from utils import machine, processes
 from utils.processes import World
 
 MODEL = "DDL-gpt-mha-rope"
@@ -71,14 +67,7 @@ def build_trained(world: World, engine: str, seed: int = 0):
     return model, optimizers
 
 
-def save_step(run_folder: Path, step: int, model, optimizers, background: bool = True) -> bool:
-    config = TrainConfig(save_in_background=background)
-    saver = CheckpointSaver(config, TOKENIZER, torch.device("cpu"), stopping.Stop(None))
-    begin_save(saver, run_folder, step, model, optimizers)
-    return saver.wait()
-
-
-def begin_save(saver, run_folder: Path, step: int, model, optimizers) -> None:
+def save_step(run_folder: Path, step: int, model, optimizers) -> None:
     state = {
         "step": step,
         "seconds": 1.0,
@@ -91,7 +80,9 @@ def begin_save(saver, run_folder: Path, step: int, model, optimizers) -> None:
         "model.safetensors": checkpoint.get_model_tensors(model),
         "optimizer.safetensors": optimizer.state_by_parameter_name(optimizers),
     }
-    saver.save(run_folder, tensors_by_file, state)
+    complete = {name: checkpoint.gather_tensors(t) for name, t in tensors_by_file.items()}
+    if machine.rank() == 0:
+        checkpoint.save(run_folder, complete, state, TOKENIZER)
 
 
 # ---- engines ----
@@ -99,7 +90,7 @@ def begin_save(saver, run_folder: Path, step: int, model, optimizers) -> None:
 
 def save_with_every_engine(world: World, folder: Path) -> None:
     for engine in ENGINES:
-        assert save_step(folder / engine, 1, *build_trained(world, engine))
+        save_step(folder / engine, 1, *build_trained(world, engine))
 
 
 def load_with_every_engine(world: World, folder: Path) -> None:
@@ -125,7 +116,7 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_checkpoints_do_not_depend_on_the_engine_and_the_number_of_processes(tmp_path):
-    assert save_step(tmp_path / "one", 1, *build_trained(ALONE, "ddp"))
+    save_step(tmp_path / "one", 1, *build_trained(ALONE, "ddp"))
     path = checkpoint.find(tmp_path / "one")
     run_processes(save_with_every_engine, 4, tmp_path)
     for engine in ENGINES:
@@ -164,101 +155,6 @@ def test_a_run_resumes_with_other_numbers_of_processes_and_engines(corpus, tmp_p
 # ---- the background ----
 
 
-def test_training_continues_while_a_copy_is_written(tmp_path, monkeypatch):
-    model, optimizers = build_trained(ALONE, "ddp")
-    trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    may_write = threading.Event()
-    save = checkpoint.save
-
-    def save_later(*arguments):
-        may_write.wait()
-        return save(*arguments)
-
-    monkeypatch.setattr(checkpoint, "save", save_later)
-    config = TrainConfig(save_in_background=True)
-    saver = CheckpointSaver(config, TOKENIZER, torch.device("cpu"), stopping.Stop(None))
-    begin_save(saver, tmp_path, 1, model, optimizers)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert checkpoint.list_checkpoints(tmp_path) == []
-    may_write.set()
-    assert saver.wait()
-    saved = checkpoint.load_tensors(checkpoint.find(tmp_path) / "model.safetensors")
-    for name, tensor in saved.items():
-        assert torch.equal(tensor, trained[name])
-
-
-def test_a_bug_in_the_background_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "save", lambda *arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        save_step(tmp_path, 1, *build_trained(ALONE, "ddp"))
-
-
-def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, capsys):
-    model, optimizers = build_trained(ALONE, "ddp")
-    assert save_step(tmp_path, 1, model, optimizers)
-    monkeypatch.setattr(checkpoint, "save_tensors", raise_disk_full)
-    assert not save_step(tmp_path, 2, model, optimizers)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
-    message = (
-        "warning: could not save the checkpoint of step 2 (No space left on device); the previous "
-        "one is kept"
-    )
-    assert capsys.readouterr().err.count(message) == 1
-
-
 def raise_disk_full(file: Path, tensors: dict) -> None:
     file.write_bytes(b"partial")
     raise OSError("No space left on device")
-
-
-def test_saving_in_the_background_does_not_change_a_run(corpus, tmp_path):
-    for background in (True, False):
-        arguments = small_run(
-            corpus,
-            tmp_path / str(background),
-            **CONSTANT_RATE,
-            checkpoint_interval=1,
-            max_steps=4,
-            ema_half_life=2,
-            save_in_background=background,
-        )
-        result = call("train.py", *arguments)
-        assert result.returncode == 0, result.stderr.decode()
-        assert result.stdout.decode().count("saved ") == 4
-    assert read_final_tensors(tmp_path / "True") == read_final_tensors(tmp_path / "False")
-    assert not list(tmp_path.glob("*/checkpoints/*.tmp"))
-
-
-def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
-    save = checkpoint.save
-
-    def save_slowly(*arguments):
-        time.sleep(0.3)
-        return save(*arguments)
-
-    monkeypatch.setattr(checkpoint, "save", save_slowly)
-    run = tmp_path / "run"
-    arguments = small_run(
-        corpus,
-        run,
-        **CONSTANT_RATE,
-        checkpoint_interval=5,
-        max_steps=10_000,
-        save_in_background=True,
-    )
-
-    def stop_run():
-        wait_for(lambda: len(completed_steps(run)) > 6)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    stop = threading.Thread(target=stop_run, daemon=True)
-    stop.start()
-    result = call("train.py", *arguments)
-    stop.join()
-    assert result.returncode == stopping.EXIT_CODE, result.stderr.decode()
-    latest = checkpoint.find(run)
-    assert checkpoint.read_state(latest)["step"] == completed_steps(run)[-1]
-    assert result.stdout.decode().splitlines()[-2] == f"saved {latest}"
-    assert not list(run.glob("checkpoints/*.tmp"))

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,13 +23,8 @@ class Data(NamedTuple):
     val: ValidationBatches
 
 
-def open_data(
-    config: TrainConfig, model_config: GPTConfig, resume_checkpoint: Path | None = None
-) -> Data:
+def open_data(config: TrainConfig, model_config: GPTConfig) -> Data:
     """Open the corpus and return it with its training and validation batches.
-
-    Args:
-        resume_checkpoint: the checkpoint that the run resumes, for the message of an error
 
     Raises:
         ValueError: the corpus is missing, damaged or too short, or has more tokens than the model
@@ -39,14 +33,8 @@ def open_data(
     # the model may have more tokens than the corpus, for example a multiple of 64, but not fewer
     vocab_size = corpus.meta["vocab_size"]
     if vocab_size > model_config.vocab_size:
-        if config.init_from is None and resume_checkpoint is None:
-            raise ValueError(
-                f"vocab_size={model_config.vocab_size}, but {corpus.path} has {vocab_size} tokens; "
-                f"give --vocab_size={vocab_size}"
-            )
         raise ValueError(
-            f"vocab_size={model_config.vocab_size}, but {corpus.path} has {vocab_size} tokens; "
-            "give the --dataset with whose tokenizer the weights were trained"
+            f"vocab_size={model_config.vocab_size}, but {corpus.path} has {vocab_size} tokens"
         )
     # a corpus that others have made may name the wrong tokenizer
     encoding = tokenizer.read(corpus.path)

@@ -19,7 +19,7 @@ from training.batches import MicroBatch
 # steps, for which the host waits.
 NUM_WARMUP_STEPS = 11
 
-Compute = Callable[[list[MicroBatch], float], tuple[torch.Tensor, torch.Tensor]]
+Compute = Callable[[list[MicroBatch]], tuple[torch.Tensor, torch.Tensor]]
 
 
 @functools.cache
@@ -56,16 +56,11 @@ class StepGraph:
         self.compute_gradients = compute_gradients
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(
-        self, batches: Iterable[MicroBatch], scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same as `compute_gradients`, in memory that the next call overwrites.
-
-        scale: the same at each call
-        """
+    def __call__(self, batches: Iterable[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same as `compute_gradients`, in memory that the next call overwrites."""
         batches = list(batches)
         if self.graph is None:
-            self.capture(batches, scale)
+            self.capture(batches)
         for captured_batch, batch in zip(self.batches, batches, strict=True):
             for captured, tensor in zip(captured_batch, batch):
                 if tensor is not None:
@@ -76,7 +71,7 @@ class StepGraph:
             parameter.grad = gradient
         return self.results
 
-    def capture(self, batches: list[MicroBatch], scale: float) -> None:
+    def capture(self, batches: list[MicroBatch]) -> None:
         """Capture the graph for micro-batches of these shapes, after steps that do not count."""
         self.batches = [
             MicroBatch(*(tensor if tensor is None else tensor.clone() for tensor in batch))
@@ -84,13 +79,13 @@ class StepGraph:
         ]
         with on_capture_stream():
             for _ in range(NUM_WARMUP_STEPS):
-                self.compute_gradients(self.batches, scale)
+                self.compute_gradients(self.batches)
                 # without gradients, so that the graph writes the first ones instead of adding them
                 self.model.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         # the thread that prepares batches pins memory, which is no part of the graph
         with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
-            self.results = self.compute_gradients(self.batches, scale)
+            self.results = self.compute_gradients(self.batches)
         self.gradients = [
             (parameter, parameter.grad)
             for parameter in self.model.parameters()

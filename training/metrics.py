@@ -1,5 +1,6 @@
 """The record of a run: metrics.jsonl, progress lines, and trackers such as Weights & Biases."""
 
+import dataclasses
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from model import cost
 from model.gpt import GPT
 from training.checkpoint import TrainState
 from training.config import TrainConfig
+from training.loss_scale import LossScaler, Outcome
 from utils import files
 from utils.processes import World
 from utils.units import format_duration
@@ -138,22 +140,15 @@ def find_evaluation(path: Path, step: int | None = None) -> dict | None:
     return None
 
 
-def truncate_after(path: Path, step: int) -> int:
-    """Remove the records of later steps from a metrics.jsonl, and return the last step that it had."""
+def truncate_after(path: Path, step: int) -> None:
+    """Remove the records of later steps from a metrics.jsonl; of a new run, set the file aside."""
     if not path.exists():
-        return 0
-    records = read(path)
-    kept_records = [record for record in records if record["step"] <= step]
+        return
+    if step == 0:  # of an earlier start, whose checkpoints are gone
+        path.replace(path.with_name(f"{path.name}.old"))
+        return
+    kept_records = [record for record in read(path) if record["step"] <= step]
     files.write_text(path, "".join(files.to_json(record) + "\n" for record in kept_records))
-    return max((record["step"] for record in records), default=0)
-
-
-def set_aside(path: Path) -> None:
-    """Rename the metrics.jsonl of an earlier start, with which a new run would mix its records."""
-    if path.exists() and path.stat().st_size > 0:
-        old_path = path.with_name(f"{path.name}.old")
-        path.replace(old_path)
-        print(f"note: the records of an earlier start are now in {old_path}")
 
 
 # ---- trackers ----
@@ -290,16 +285,13 @@ class RunLog:
         self,
         run_folder: Path,
         config: TrainConfig,
-        settings: dict,
         state: TrainState,
         model: GPT,
         world: World,
     ):
         """Open the log of a run.
 
-        Args:
-            settings: all keys of the run and of its model, for the tracker
-            state: the counters of the run, which the log reads whenever it writes a line
+        state: the counters of the run, which the log reads whenever it writes a line
 
         Raises:
             ValueError: the tracker cannot start
@@ -322,34 +314,38 @@ class RunLog:
             nominal_flops = self.tokens_per_step * compute_nominal_flops_per_token(model)
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 
-        last_step = truncate_after(self.path, state.step)
+        truncate_after(self.path, state.step)
         self.tracker: Tracker | None = None
         if config.tracker is not None:
-            if last_step > state.step and state.wandb_id is not None:
-                print(
-                    f"note: {config.tracker} will show steps {state.step + 1} to {last_step} twice, "
-                    "because its library cannot remove what an earlier start has logged; "
-                    "metrics.jsonl has every step once"
-                )
+            settings = {**dataclasses.asdict(config), **dataclasses.asdict(model.config)}
             self.tracker = start_tracker(run_folder, config, settings, state)
             # checkpoints store it, so that a resumed run continues the same curves
             state.wandb_id = self.tracker.id
 
-    def log_training_step(
+    def log_step(
         self,
         loss: float,
         grad_norm: float,
         learning_rates: dict[str, float],
-        loss_scale: float | None = None,
+        scaler: LossScaler,
+        outcome: Outcome,
     ) -> None:
-        """Log a step that the optimizers took, and print it if it is due.
+        """Log a step, and print it if it is due, or if the optimizers did not take it.
 
         Args:
             loss: mean over the batch, in nats per token
             grad_norm: before clipping
             learning_rates: by name, "lr" among them (`optimizer.set_learning_rates`)
-            loss_scale: of float16
         """
+        loss_scale = scaler.scale if scaler.is_float16 else None
+        if outcome is not Outcome.TAKEN:
+            self.write(skipped=True, loss_scale=loss_scale)
+            print(
+                f"note: step {self.state.step} was skipped: its loss is {loss} and its gradient norm "
+                f"is {grad_norm}",
+                flush=True,
+            )
+            return
         progress = Progress(self.state.step, self.state.seconds)
         # metrics.jsonl has the speed of this step alone, a progress line the mean since the last
         speed = self.compute_speed(self.last_step, progress)
@@ -362,18 +358,16 @@ class RunLog:
             mfu=speed.mfu,
             memory=get_peak_memory(self.device),
         )
-
         max_steps = self.config.max_steps
-        is_first_line = self.last_line is None
         is_due = progress.step % self.config.log_interval == 0 or progress.step == max_steps
-        if is_first_line or is_due:
+        if self.last_line is None or is_due:
             columns = [
                 f"step {progress.step}/{max_steps}",
                 f"loss {loss:.4f}",
                 f"lr {learning_rates['lr']:.2e}",
                 f"grad norm {grad_norm:.2f}",
             ]
-            if is_first_line:
+            if self.last_line is None:
                 # It compiles and warms up, so its time says nothing about the speed. The next line
                 # measures from here.
                 step_seconds = progress.seconds - self.last_step.seconds
@@ -395,21 +389,6 @@ class RunLog:
         columns.append(f"elapsed {format_duration(progress.seconds)}")
         columns.append(f"remaining {format_duration(remaining_seconds)}")
         return columns
-
-    def log_skipped_step(
-        self, loss: float, grad_norm: float, loss_scale: float | None = None
-    ) -> None:
-        """Log and print that a step was skipped, because its loss or gradient is not finite.
-
-        loss_scale: of float16
-        """
-        self.write(skipped=True, loss_scale=loss_scale)
-        scale = "" if loss_scale is None else f", with a loss scale of {loss_scale:g}"
-        print(
-            f"note: step {self.state.step} was skipped: its loss is {loss} and its gradient norm "
-            f"is {grad_norm}{scale}",
-            flush=True,
-        )
 
     def log_evaluation(
         self,

@@ -1,300 +1,263 @@
-"""How the settings of a run follow from the command line, a config file and what is resumed."""
+"""The settings of a run: defaults < corpus < init_from < saved run < config file < command line.
+
+What a resumed run may not change is that of the run, whatever its config file says.
+"""
 
 import ast
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import configurator
-from configurator import Option, check_effects, collect_options
+import model_folder
+from configurator import collect_options
 from data.sequences import SequenceLayout
-from data.shards import find_folder, make_location_absolute, read_meta, read_vocab_size
-from model import MODEL_NAMES, every_config, model_class
+from data.shards import find_folder, make_location_absolute, read_meta
+from model import MODEL_NAMES, make_config, model_class
 from model.gpt import GPTConfig
-from training import checkpoint, init_from, resume
-from training.config import Arguments, TrainConfig, check_run
-from training.resume import Location
-from utils import errors, machine
+from training import checkpoint
+from training.config import TrainConfig, check_run
+from utils import errors, files, machine
 
+# Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
+KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")
+# Keys of a model on which no weight depends, so that they may differ from the folder of init_from.
+KEYS_WITHOUT_WEIGHTS = ("block_size", "state_dtype")
 # the variant that has all keys of DDL
 FULL_DDL = "DDL-gpt-mha-rope-CC-EC"
 
 
+class Arguments(NamedTuple):
+    """What the command line of train.py holds."""
+
+    file: Path | None  # the config file
+    from_file: dict[str, object]  # what the file assigns
+    from_command_line: dict[str, str | None]  # the texts of --key=value, None of a bare --key
+
+
 class Settings(NamedTuple):
-    """The settings of a run, resolved and checked."""
+    """The settings of a run, checked."""
 
     config: TrainConfig
     model_config: GPTConfig
-    saved_state: dict  # state.json of the run that is resumed; {} for a new run
+    resumed: Path | None = None  # the checkpoint that is resumed; None for a new run
+    saved_state: dict = {}  # noqa: RUF012  its state.json
+    notes: tuple[str, ...] = ()  # for the user
+    lock: TextIO | None = None  # on the folder of a run that has started before
 
 
-def locate_run(arguments: Arguments) -> Location:
-    """Return which folder a run writes, and what it resumes, which may determine its settings.
+def read_arguments(argv: list[str]) -> Arguments:
+    """Split a command line and read its config file.
 
     Raises:
-        ValueError: a key is unknown, a value of a key of the run is wrong, or a checkpoint is resumed
-            that does not lie in a run folder
+        ValueError: there are several config files, or the file cannot be read
     """
-    # unknown keys come first: their suggestions explain most other mistakes
-    declared_options = known_options(arguments.from_file, arguments.from_command_line)
-    configurator.check_names(arguments.from_file, declared_options)
-    configurator.check_names(arguments.from_command_line, declared_options, prefix="--")
-    run_settings = read_run_settings(arguments)
-    out_dir = run_settings.get("out_dir") or default_out_dir(arguments.file, run_settings)
-    resumed = run_settings.get("resume")
-    return Location(out_dir, resumed, run_settings.get("dry_run", TrainConfig.dry_run))
+    config_files, options = configurator.split_arguments(argv)
+    if len(config_files) > 1:
+        raise ValueError(f"give one config file, then --key=value; got {' '.join(config_files)}")
+    if options.get("resume", "") is None:  # a bare --resume
+        options["resume"] = "auto"
+    if not config_files:
+        return Arguments(None, {}, options)
+    return Arguments(Path(config_files[0]), configurator.read_config_file(config_files[0]), options)
 
 
-def read_run_settings(arguments: Arguments) -> dict[str, object]:
-    """Return the settings of the run, without those of its model, that a user gives."""
-    return configurator.read_settings(
+def resolve(arguments: Arguments) -> Settings:
+    """Find the run folder and the checkpoint to resume from, and return the settings of the run.
+
+    Raises:
+        ValueError: a key or a value is wrong, or differs from the run that is resumed; or the run
+            folder cannot be used
+    """
+    given = configurator.read_settings(
         arguments.from_file, arguments.from_command_line, collect_options(TrainConfig)
     )
+    out_dir = given.get("out_dir")
+    if out_dir is None:
+        default_name = given.get("model", TrainConfig.model)
+        out_dir = f"runs/{arguments.file.stem if arguments.file else default_name}"
+    folder = Path(out_dir)
+    lock = None
+    # a run that is still training there may write or remove the files that are checked next
+    if machine.rank() == 0 and (folder / "lock").exists() and not given.get("dry_run"):
+        lock = lock_run_folder(folder)
+    resumed = None
+    if given.get("resume"):
+        resumed = checkpoint.find_latest(folder, to_resume=True)
+        if resumed is None and checkpoint.list_checkpoints(folder):
+            raise ValueError(f"out_dir={folder} has no valid checkpoint; give another --out_dir")
+    elif folder.exists() and not given.get("dry_run"):
+        if not folder.is_dir() or any(folder.iterdir()):
+            raise ValueError(
+                f"out_dir={folder} is not empty; resume that run with --resume=auto, or give "
+                "another --out_dir"
+            )
+    return merge(arguments, out_dir, resumed)._replace(lock=lock)
 
 
-def resolve(
-    arguments: Arguments,
-    location: Location,
-    resume_checkpoint: Path | None,
-    note: Callable[[str], object] = print,
-) -> Settings:
-    """Return the settings of a run.
-
-    The command line overrides the config file, and that the run that is resumed in what may change;
-    in what may not, the run overrides the config file.
-
-    Args:
-        location: what `locate_run` returned
-        resume_checkpoint: from which the run is resumed; None for a new run
-        note: called with each line that a user may want to read
-
-    Raises:
-        ValueError: a key or a value is wrong, or differs from the run that is resumed
-    """
-    from_file = arguments.from_file
-    typed = arguments.from_command_line
+def merge(arguments: Arguments, out_dir: str, resumed: Path | None) -> Settings:
+    """Return the settings of a run in a folder, which resumes a checkpoint, or is new."""
+    typed_texts = arguments.from_command_line
     run_options = collect_options(TrainConfig)
-    run_settings = read_run_settings(arguments)
-    saved_state = {}
-    if resume_checkpoint is not None:
-        saved_state = checkpoint.read_state(resume_checkpoint)
-    saved = resume.saved_settings(saved_state)
-    init_settings = {}
-    # a resumed run no longer needs the folder
-    if run_settings.get("init_from") is not None and not saved:
-        init_settings = init_from.read_init_settings(
-            run_settings["init_from"], run_settings.get("init_from_weights", "trained")
-        )
-    model = {"model": TrainConfig.model, **init_settings, **run_settings}["model"]
-    if saved and "model" not in typed:
-        model = saved["model"]
+    given = configurator.read_settings(arguments.from_file, typed_texts, run_options)
+    saved_state = {} if resumed is None else checkpoint.read_state(resumed)
+    saved = saved_settings(saved_state)
+    trained = {}
+    if given.get("init_from") and not saved:  # a resumed run no longer needs the folder
+        trained = read_init_settings(given["init_from"], given.get("init_from_weights", "trained"))
 
-    # Only now is a model's file imported, which may be a user's.
+    model = typed_texts.get("model") or (saved or trained or given).get("model", TrainConfig.model)
     model_config_class = model_class(model).Config
     model_options = collect_options(model_config_class)
-    options = {**run_options, **model_options}
-    check_model_keys(model, run_options, model_options, typed)
-    report_ignored_keys(model, arguments, options, note)
-    in_file = read_layer(from_file, {}, options)
-    on_command_line = read_layer({}, typed, options)
-    # of a run that began with init_from, the trained weights decide in every restart
-    trained = saved if saved.get("init_from") is not None else init_settings
-    user_values = {**in_file, **on_command_line}
-    ignored_keys = init_from.find_ignored_keys(user_values, trained, options, typed)
-    if ignored_keys and not saved and machine.rank() == 0:
-        note(f"note: init_from ignores {', '.join(ignored_keys)}: the weights are already trained")
-    for key in ignored_keys:
-        in_file.pop(key, None)
-        on_command_line.pop(key, None)
+    options = {**model_options, **run_options}
+    configurator.check_names(typed_texts, options, "--")
+    notes = []
+    ignored = sorted(arguments.from_file.keys() - options.keys())
+    if ignored and model == arguments.from_file.get("model", TrainConfig.model):
+        configurator.check_names(ignored, options)
+    elif ignored:
+        notes.append(f"model={model} has no {', '.join(ignored)} of {arguments.file}")
+    in_file = configurator.read_settings(arguments.from_file, {}, options)
+    typed = configurator.read_settings({}, typed_texts, options)
+    for layer in (in_file, typed):
+        if "dataset" in layer:  # the run may be resumed from another working directory
+            layer["dataset"] = make_location_absolute(layer["dataset"])
 
-    kept_keys = [key for key in saved if key not in resume.KEYS_OF_A_CALL]
-    changeable_keys = [key for key in kept_keys if key in options and options[key].changeable]
-    settings, origin_of = merge(
-        # lowest precedence first; a key that is in none of these has its default
-        ("corpus", {} if saved else corpus_defaults(user_values)),
-        ("init_from", init_settings),
-        ("run", {key: saved[key] for key in changeable_keys}),
-        ("file", in_file),
-        # the first command line may have changed what the config file says
-        ("run", {key: saved[key] for key in kept_keys if key not in changeable_keys}),
-        ("command line", on_command_line),
-        ("location", {"out_dir": location.out_dir, "resume": location.resume}),
-    )
+    # fixed keys: those that the run that is resumed, or the weights that it starts from, decide
+    fixed, origin = {}, resumed
     if saved:
-        resume.check_unchanged(on_command_line, saved, resume_checkpoint)
-    overruled = [
-        f"{key}={settings[key]} (not {value})"
-        for key, value in sorted(in_file.items())
-        if origin_of[key] == "run" and value != settings[key]
-    ]
-    if overruled and machine.rank() == 0:
-        note(f"note: the run keeps {', '.join(overruled)}, although {arguments.file} differs")
-    user_settings = {
-        key: settings[key] for key in settings if origin_of[key] in ("file", "command line")
+        fixed = {
+            key: value for key, value in saved.items() if not options_of(saved)[key].changeable
+        }
+    elif trained:
+        fixed = {key: value for key, value in trained.items() if key not in KEYS_WITHOUT_WEIGHTS}
+        origin = f"init_from={given['init_from']}"
+    if differences := find_differences(typed, fixed):
+        raise ValueError(
+            f"{origin} was trained with {', '.join(differences)}; omit these keys, or start a new "
+            "run in another --out_dir"
+        )
+    if differences := find_differences(in_file, fixed):
+        notes.append(f"the run keeps {', '.join(differences)}, although {arguments.file} differs")
+    settings = {
+        **({} if saved else corpus_defaults({**in_file, **typed})),
+        **trained,
+        **saved,
+        **in_file,
+        **fixed,
+        **typed,
+        "model": model,
+        "out_dir": out_dir,
     }
-    init_from.check_not_contradicted(user_settings, init_settings, options)
-    config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
-    check_run(config, saved)
+    config = TrainConfig(**{key: settings[key] for key in run_options if key in settings})
+    check_run(config)
     model_config = model_config_class(
-        **{key: settings[key] for key in settings if key in model_options}
+        **{key: settings[key] for key in model_options if key in settings}
     )
-    keys_of_file = [key for key in origin_of if origin_of[key] == "file"]
-    check_effects({**vars(config), **vars(model_config)}, options, typed, keys_of_file)
-    return Settings(config, model_config, saved_state)
+    if changes := find_differences(saved, settings):
+        notes.append(f"this command changes {', '.join(changes)}")
+    return Settings(config, model_config, resumed, saved_state, tuple(notes))
 
 
-def read_layer(
-    from_file: dict, from_command_line: dict[str, str | None], options: dict[str, Option]
-) -> dict[str, object]:
-    """Return the settings of a config file, or of a command line."""
-    layer = configurator.read_settings(from_file, from_command_line, options)
-    if "dataset" in layer:
-        # the run may be resumed or evaluated from another working directory
-        layer["dataset"] = make_location_absolute(layer["dataset"])
-    return layer
+def find_differences(settings: dict[str, object], others: dict[str, object]) -> list[str]:
+    """Return the keys of both whose values differ, as `learning_rate=0.001 (not 0.5)`."""
+    return [
+        f"{key}={others[key]!r} (not {settings[key]!r})"
+        for key in sorted(settings.keys() & others.keys())
+        if settings[key] != others[key]
+    ]
 
 
-def merge(*layers: tuple[str, dict[str, object]]) -> tuple[dict[str, object], dict[str, str]]:
-    """Return the settings of layers, each of which overrides those before it, and their origins.
+def options_of(settings: dict[str, object]) -> dict[str, configurator.Option]:
+    """Return the options of a run and of its model."""
+    return collect_options(TrainConfig, model_class(settings["model"]).Config)
 
-    layers: each a name and its settings
+
+def saved_settings(state: dict) -> dict[str, object]:
+    """Return all keys of a saved run and of its model, without those of a call; {} without a state.
+
+    Keys that were added after the run was saved have their default, and keys that this version does
+    not have any more are left out.
     """
-    settings = {}
-    origin_of = {}
-    for name, layer in layers:
-        settings.update(layer)
-        origin_of.update(dict.fromkeys(layer, name))
-    return settings, origin_of
+    if not state:
+        return {}
+    saved = {**state["model_config"], **state["run_config"], "model": state["model"]}
+    return {
+        name: declared.convert(saved[name]) if name in saved else declared.default
+        for name, declared in options_of(saved).items()
+        if name not in KEYS_OF_A_CALL
+    }
 
 
-def known_options(from_file: dict, from_command_line: dict[str, str | None]) -> dict[str, Option]:
-    """Return the options of the run and of the models that are named.
-
-    A sweep names several models, separated by commas. Only their files are imported, unless a key
-    belongs to none of them: then the options of all models are returned, for the error message.
-    """
-    models = str(from_command_line.get("model", from_file.get("model", TrainConfig.model)))
-    options = collect_options(
-        TrainConfig,
-        *(model_class(name).Config for name in models.split(",") if name in MODEL_NAMES),
-    )
-    if options.keys() >= from_file.keys() | from_command_line.keys():
-        return options
-    return every_option()
-
-
-def every_option() -> dict[str, Option]:
-    """Return the options of the run and of every model whose file can be imported."""
-    return collect_options(TrainConfig, *every_config())
-
-
-def default_out_dir(config_file: Path | None, run_settings: dict) -> str:
-    """Return the run folder that follows from the other keys.
+def read_init_settings(folder: str, weights_kind: str) -> dict[str, object]:
+    """Return the settings that the folder of init_from decides: "model", and the keys of the model.
 
     Raises:
-        ValueError: a checkpoint is resumed that does not lie in a run folder
+        ValueError: the folder is missing or damaged
     """
-    resumed = run_settings.get("resume")
-    if resumed not in (None, "auto"):
-        if not (Path(resumed) / "state.json").is_file():
-            return str(resumed)  # a run folder
-        # not resolved: checkpoints/ may be a link to other storage
-        path = Path(resumed).absolute()
-        # <run>/checkpoints/step_00001000 belongs to <run>
-        if path.parent.name == "checkpoints" and path.parents[1].name != "nonfinite":
-            return str(path.parents[1])
-        raise ValueError(
-            f"resume={resumed} is not one of a run's checkpoints; give the run folder as --out_dir"
-        )
-    if config_file is not None:
-        return f"runs/{config_file.stem}"
-    model = run_settings.get("model", TrainConfig.model)
-    if "model" not in run_settings and run_settings.get("init_from"):
-        model = init_from.read_init_settings(run_settings["init_from"])["model"]
-    return f"runs/{model}"
+    try:
+        described = model_folder.describe(Path(folder), weights_kind)
+        return {
+            "model": described.model,
+            **vars(make_config(described.model, described.config)),
+        }
+    except ValueError as error:
+        raise ValueError(f"init_from={folder}: {error}") from error
 
 
-def check_model_keys(
-    model: str,
-    run_options: dict[str, Option],
-    model_options: dict[str, Option],
-    from_command_line: dict[str, str | None],
-) -> None:
-    """Raise ValueError if a key of the model is also one of the run, or an option is of neither."""
-    for key in sorted(run_options.keys() & model_options.keys()):
-        raise ValueError(
-            f"model/{model}.py: {key} is already a key of the run; rename the key of the model"
-        )
-    for key in sorted(from_command_line.keys() - run_options.keys() - model_options.keys()):
-        raise ValueError(f"--{key} is not a key of {model}; omit it, or choose another --model")
-
-
-def report_ignored_keys(
-    model: str,
-    arguments: Arguments,
-    options: dict[str, Option],
-    note: Callable[[str], object],
-) -> None:
-    """Print a note on keys of a config file that the chosen model does not have."""
-    ignored = sorted(arguments.from_file.keys() - options.keys())
-    if ignored and machine.rank() == 0:
-        note(f"note: {', '.join(ignored)} of {arguments.file} have no effect with model={model}")
-
-
-def corpus_defaults(settings: dict) -> dict[str, object]:
+def corpus_defaults(given: dict[str, object]) -> dict[str, object]:
     """Return the defaults that follow from the corpus of a new run.
 
     block_size: the length of the corpus's documents, if they all have one length.
     vocab_size: that of the corpus, rounded up to a multiple of 64 for the GPU.
-
-    Raises:
-        ValueError: the corpus is damaged
     """
     # meta.json alone: the shards are opened later, and may not have been prepared yet
-    dataset = settings.get("dataset", TrainConfig.dataset)
-    layout = SequenceLayout.from_meta(read_meta(find_folder(dataset)))
-    defaults = {}
-    if layout is not None:
-        defaults["block_size"] = layout.seq_len
-    if vocab_size := read_vocab_size(dataset):
-        defaults["vocab_size"] = (vocab_size + 63) // 64 * 64
+    meta = read_meta(find_folder(given.get("dataset", TrainConfig.dataset)))
+    layout = SequenceLayout.from_meta(meta)
+    defaults = {} if layout is None else {"block_size": layout.seq_len}
+    if type(meta.get("vocab_size")) is int:
+        defaults["vocab_size"] = (meta["vocab_size"] + 63) // 64 * 64
     return defaults
+
+
+def lock_run_folder(folder: Path) -> TextIO:
+    """Make the run folder if it is missing, and lock it as long as the returned file is open.
+
+    Raises:
+        ValueError: another process is training in it
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return files.lock_file(folder / "lock")
+    except BlockingIOError as error:
+        raise ValueError(f"out_dir={folder}: another process is training in this folder") from error
 
 
 # ---- --help ----
 
 
 def print_help(arguments: Arguments, usage: str) -> None:
-    """Print the keys that a command line may have, with the values that it gives them.
+    """Print the keys of the run and of its model, with the values that a command line gives them.
 
-    With a config file or --model these are the keys of the run and of that model. Without either,
-    they are the keys of the run, of every model and of DDL, and the names of the other models.
+    Without a model they are those of DDL, followed by the names of the other models.
     """
     errors.end_quietly_on_closed_pipe()
-    from_command_line = {
-        key: text for key, text in arguments.from_command_line.items() if key != "help"
-    }
-    given_model = from_command_line.get("model", arguments.from_file.get("model"))
-    options = collect_options(TrainConfig, model_class(given_model or FULL_DDL).Config)
-    settings = configurator.read_settings(arguments.from_file, from_command_line, options)
-    if arguments.file is not None and "out_dir" not in settings:
-        settings["out_dir"] = default_out_dir(arguments.file, settings)
-    print(usage.strip())
-    print("\nKeys with the values of this command:\n" if settings else "\nKeys and defaults:\n")
-    print(configurator.help_text(options, settings))
+    texts = {key: text for key, text in arguments.from_command_line.items() if key != "help"}
+    given_model = texts.get("model", arguments.from_file.get("model"))
+    options = options_of({"model": given_model or FULL_DDL})
+    values = configurator.read_settings(arguments.from_file, texts, options)
+    print(f"{usage.strip()}\n\n{configurator.help_text(options, values)}")
     if given_model is None:
         print("\nModels (`--model=NAME --help` lists the keys of each):\n")
         for name in MODEL_NAMES:
-            print(configurator.format_two_columns(f"  {name}", summarize_model(name)))
+            print(configurator.format_entry(f"  {name}", summarize_model(name)))
 
 
 def summarize_model(name: str) -> str:
     """Return the first paragraph of the docstring of a model's file, without importing it."""
-    file = importlib.util.find_spec(f"model.{name}").origin
+    source = Path(importlib.util.find_spec(f"model.{name}").origin).read_bytes()
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        docstring = ast.get_docstring(ast.parse(source)) or ""
     except SyntaxError as error:
         return f"(its file has a syntax error in line {error.lineno})"
-    paragraph = (ast.get_docstring(tree) or "").partition("\n\n")[0]
-    return " ".join(paragraph.split())
+    return " ".join(docstring.partition("\n\n")[0].split())

@@ -65,13 +65,11 @@ class Options(PreparationOptions, HubOptions):
         1024,
         "number of tokens per block; give train.py the same block_size",
         low=1,
-        counts_with=("packing", "fit_or_cut"),
     )
     cut_threshold: int = option(
         100,
         "leave out the end of a document if its last block would have fewer of its tokens",
         low=2,
-        counts_with=("packing", "fit_or_cut"),
     )
 
 

@@ -43,7 +43,6 @@ class Options(PreparationOptions):
         "vocabulary size of --tokenizer=bpe, including the end-of-text token",
         low=257,
         high=shards.MAX_UINT16_VOCAB,
-        counts_with=("tokenizer", "bpe"),
     )
 
 

@@ -428,7 +428,6 @@ class Options(MeasurementOptions):
         None,
         "largest number of launches to try per kernel",
         low=1,
-        counts_with=("tune", True),
     )
 
 
