@@ -25,7 +25,6 @@ from typing import Literal
 
 import torch
 
-import model_folder
 from configurator import argument, option, read_command_line
 from data.shards import Corpus
 from evaluation import comparison, published, subjects, tasks
@@ -57,7 +56,6 @@ class Options:
         "run folders (their latest checkpoints are used), checkpoint folders, folders exported by "
         "export.py, or models released by the paper's authors"
     )
-    weights: Literal["trained", "ema"] = option("trained", model_folder.WEIGHTS_HELP)
     tasks: str | None = option(
         None,
         "comma-separated names of tasks, groups or tags of lm-evaluation-harness; paper stands for "
@@ -144,11 +142,9 @@ def parse_shots(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, numbers)))
 
 
-def find_models(
-    paths: list[str], has_tasks: bool, weights_kind: str = "trained"
-) -> list[subjects.Subject]:
+def find_models(paths: list[str], has_tasks: bool) -> list[subjects.Subject]:
     """Find the models; if there are tasks, check that these can be evaluated on texts."""
-    chosen_models = subjects.find_all(paths, weights_kind)
+    chosen_models = subjects.find_all(paths)
     if has_tasks:
         for subject in chosen_models:
             subjects.check_has_text(subject)
@@ -236,7 +232,7 @@ def main() -> None:
         task_names = parse_tasks(args)
         shots = parse_shots(args.shots)
         device = processes.pick_device(args.device)
-        chosen_models = find_models(args.runs, bool(task_names), args.weights)
+        chosen_models = find_models(args.runs, bool(task_names))
         corpora = open_corpora(chosen_models, args.val)
         out = Path(args.out or subjects.default_out_folder(args.runs))
 

@@ -43,7 +43,6 @@ class Options:
     out_dir: str = argument(
         "folder to write; it must be empty or not exist yet, unless --overwrite is given"
     )
-    weights: Literal["trained", "ema"] = option("trained", model_folder.WEIGHTS_HELP)
     dtype: Literal["float32", "bfloat16"] = option(
         "float32",
         "dtype of the exported weights",
@@ -168,18 +167,17 @@ def read_records(checkpoint_folder: Path, step: int) -> list[dict]:
     return [record for record in metrics.read(file) if record["step"] <= step]
 
 
-def write(folder: Path, name: str, source: Path, dtype: str, weights_kind: str = "trained") -> None:
+def write(folder: Path, name: str, source: Path, dtype: str) -> None:
     """Write the model of `source` into an empty folder.
 
     Args:
         name: the model's name on its card
         source: a checkpoint folder, an exported or a released model
-        weights_kind: "trained" or "ema"
 
     Raises:
         ValueError: the source is damaged, or its model cannot be exported
     """
-    model, model_tokenizer, state = model_folder.load_model(source, "cpu", weights_kind)
+    model, model_tokenizer, state = model_folder.load_model(source, "cpu")
     model_name = state["model"]
     # everything that can fail comes before the first file is written
     check_exportable(model)
@@ -243,7 +241,7 @@ def main() -> None:
             if is_variant:
                 write_texts(temporary / "new", collect_package_files(args.run))
             else:
-                write(temporary / "new", out_dir.name, source, args.dtype, args.weights)
+                write(temporary / "new", out_dir.name, source, args.dtype)
             if out_dir.exists():
                 out_dir.replace(temporary / "old")
             (temporary / "new").replace(out_dir)

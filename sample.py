@@ -44,7 +44,6 @@ class ModelOptions:
         "run folder (its latest checkpoint is used), checkpoint folder, folder exported by "
         "export.py, or model released by the paper's authors"
     )
-    weights: Literal["trained", "ema"] = option("trained", model_folder.WEIGHTS_HELP)
     device: Literal["auto", "cuda", "cpu"] = option(
         "auto",
         "device to run on; auto uses the GPU if there is one",
@@ -267,7 +266,7 @@ def main() -> None:
         sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
         device = pick_device(args.device)
         prompts = [files.read_text_argument(text) for text in args.prompt or [""]]
-        model, tokenizer, state = model_folder.load_model(args.run, device, args.weights)
+        model, tokenizer, state = model_folder.load_model(args.run, device)
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # --serve has one prompt and one sample
             batch_size = min(len(prompts) * args.num_samples, args.batch_size)

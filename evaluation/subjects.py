@@ -32,26 +32,20 @@ class Subject:
     # SHA-256 of the weights and everything that belongs to them
     identity: str
 
-    # which weights of a checkpoint
-    weights_kind: model_folder.WeightsKind = "trained"
-
     def load(self, device: torch.device | str) -> tuple[GPT, Tokenizer, str]:
         """Return the model in evaluation mode, its tokenizer, and the name of its variant."""
-        model, model_tokenizer, state = model_folder.load_model(
-            self.folder, device, self.weights_kind
-        )
+        model, model_tokenizer, state = model_folder.load_model(self.folder, device)
         return model, model_tokenizer, state["model"]
 
 
-def find(path: str, weights_kind: str = "trained") -> Subject:
+def find(path: str) -> Subject:
     """Return the latest checkpoint of a run, a checkpoint, or an exported or released folder.
 
     Raises:
-        ValueError: the path is none of these, damaged, or without the weights that are asked for
+        ValueError: the path is none of these, or damaged
     """
     folder = Path(path)
     if model_folder.is_exported(folder):
-        model_folder.check_weights(folder, weights_kind)
         files = [
             folder / "config.json",
             folder / "tokenizer.json",
@@ -61,7 +55,6 @@ def find(path: str, weights_kind: str = "trained") -> Subject:
         identity = hashlib.sha256(b"".join(digests)).hexdigest()
         return Subject(folder.resolve().name, folder, None, identity)
     folder = checkpoint.find(folder)
-    model_folder.check_weights(folder, weights_kind)
     state = checkpoint.read_state(folder)
     label = f"{find_run_folder(folder.resolve()).name}, step {state['step']:,}"
     checksums_file = folder / checkpoint.CHECKSUMS
@@ -70,16 +63,15 @@ def find(path: str, weights_kind: str = "trained") -> Subject:
     else:
         lines = [checkpoint.compute_checksum_line(folder / name) for name in checkpoint.MODEL_FILES]
         checksums = "".join(lines).encode()
-    if weights_kind == "ema":
+    if folder.name == "ema":
         label = f"{label}, averaged weights"
-        checksums += checkpoint.compute_checksum_line(folder / checkpoint.EMA_FILE).encode()
     identity = hashlib.sha256(checksums).hexdigest()
-    return Subject(label, folder, state, identity, weights_kind)
+    return Subject(label, folder, state, identity)
 
 
-def find_all(paths: list[str], weights_kind: str = "trained") -> list[Subject]:
+def find_all(paths: list[str]) -> list[Subject]:
     """Return the subject of each path; labels that are equal get the name of the parent folder."""
-    subjects = [find(path, weights_kind) for path in paths]
+    subjects = [find(path) for path in paths]
     labels = [subject.label for subject in subjects]
     for index, path in enumerate(paths):
         if labels.count(labels[index]) > 1:
@@ -90,7 +82,8 @@ def find_all(paths: list[str], weights_kind: str = "trained") -> list[Subject]:
 
 def find_run_folder(path: Path) -> Path:
     """Return the run folder that a checkpoint folder belongs to; any other folder as it is."""
-    return path.parents[1] if path.parent.name == "checkpoints" else path
+    folder = path.parent if path.name == "ema" else path  # the averages of a checkpoint
+    return folder.parents[1] if folder.parent.name == "checkpoints" else path
 
 
 def default_out_folder(paths: list[str]) -> Path:

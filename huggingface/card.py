@@ -116,18 +116,13 @@ def describe_training(state: dict, records: list[dict]) -> list[tuple[str, str]]
         ("tokens", f"{num_tokens:,}, in sequences of {block_size:,}"),
         ("corpus", describe_corpus(state)),
     ]
-    validation_metrics = VALIDATION_METRICS
-    if state.get("weights") == "ema":
-        half_life = run_config["ema_half_life"]
-        rows.append(("weights", f"moving average over steps, with a half-life of {half_life:,}"))
-        validation_metrics = {"ema_val_loss": "loss"}
     evaluations = [record for record in records if "val_loss" in record]
     if evaluations:
         last = evaluations[-1]
         origin = f"step {last['step']:,}, {last['val_sequences']:,} sequences"
         rows += [
             (f"validation {name}", f"{last[key]:.4f} ({origin})")
-            for key, name in validation_metrics.items()
+            for key, name in VALIDATION_METRICS.items()
             if key in last
         ]
     for key in OPTIMIZER_KEYS:

@@ -34,18 +34,16 @@ MAX_SHARED_BLOCKS = 1000
 MAX_ROPE_TABLE = 2**20 * 128
 
 
-def list_weight_files(folder: Path, kind: str = "model") -> list[Path]:
+def list_weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights of a folder.
-
-    kind: beginning of their names; "ema" for the averaged weights of a checkpoint
 
     Raises:
         ValueError: there are none, or the index names files that are not in the folder
     """
-    single_file = folder / f"{kind}.safetensors"
+    single_file = folder / "model.safetensors"
     if single_file.is_file():
         return [single_file]
-    index = folder / f"{kind}.safetensors.index.json"
+    index = folder / "model.safetensors.index.json"
     if not index.is_file():
         if any(folder.glob("*.bin")):
             raise ValueError(
@@ -74,14 +72,14 @@ def shorten(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def read_headers(folder: Path, kind: str = "model") -> Tensors:
-    """Return the tensors of a folder, in files of a kind (`list_weight_files`), on the meta device.
+def read_headers(folder: Path) -> Tensors:
+    """Return the tensors of a folder, on the meta device.
 
     Raises:
         ValueError: a file is damaged, or a tensor is not one of floating-point numbers
     """
     tensors: Tensors = {}
-    for file in list_weight_files(folder, kind):
+    for file in list_weight_files(folder):
         for name, tensor in read_header(file):
             if name in tensors:
                 raise ValueError(f"{file}: {shorten(name)} is also in another file")
@@ -112,14 +110,14 @@ def read_header(file: Path) -> Iterator[tuple[str, torch.Tensor | None]]:
         raise ValueError(f"{file} is damaged or unreadable: {shorten(error)}") from error
 
 
-def load_tensors(folder: Path, kind: str = "model") -> Tensors:
-    """Return the tensors of a folder, in files of a kind, on the CPU in at least fp32.
+def load_tensors(folder: Path) -> Tensors:
+    """Return the tensors of a folder, on the CPU in at least fp32.
 
     Raises:
         ValueError: a file is damaged, or a number is not finite
     """
     tensors = {}
-    for file in list_weight_files(folder, kind):
+    for file in list_weight_files(folder):
         try:
             loaded = load_file(file)
         except (OSError, SafetensorError) as error:
@@ -219,9 +217,8 @@ def load_into(
     folder: Path,
     description: str = "the model",
     convert: Convert = no_conversion,
-    kind: str = "model",
 ) -> None:
-    """Give the model the weights of a folder, which are in files of a kind (`list_weight_files`).
+    """Give the model the weights of a folder.
 
     Args:
         description: of the model, for error messages
@@ -231,10 +228,8 @@ def load_into(
     Raises:
         ValueError: the folder is damaged, or of another model
     """
-    check_headers(
-        read_headers(folder, kind), model, convert, f"{folder} does not fit {description}"
-    )
-    tensors = convert(load_tensors(folder, kind), model)
+    check_headers(read_headers(folder), model, convert, f"{folder} does not fit {description}")
+    tensors = convert(load_tensors(folder), model)
     # Tied weights are stored once here, but some other codes store them twice.
     for name, first_name in find_aliases(model).items():
         duplicate = tensors.pop(name, None)
@@ -245,30 +240,26 @@ def load_into(
     model.load_state_dict(tensors, strict=False)
 
 
-def build_and_check(
-    folder: Path, name: str, config: dict, convert: Convert = no_conversion, kind: str = "model"
-) -> GPT:
+def build_and_check(folder: Path, name: str, config: dict, convert: Convert = no_conversion) -> GPT:
     """Return the model of a folder on the meta device, which has its complete config.
 
     Raises:
         ValueError: the weights of the folder are not those of this model
     """
     context = f"{folder} does not fit {name}"
-    headers = read_headers(folder, kind)
+    headers = read_headers(folder)
     model = build_on_meta(name, config, headers, context)
     check_headers(headers, model, convert, context)
     return model
 
 
-def read_model(
-    folder: Path, name: str, config: dict, convert: Convert = no_conversion, kind: str = "model"
-) -> GPT:
+def read_model(folder: Path, name: str, config: dict, convert: Convert = no_conversion) -> GPT:
     """Return the model with the weights of a folder, in evaluation mode.
 
     Raises:
         ValueError: they do not fit
     """
-    build_and_check(folder, name, config, convert, kind)
+    build_and_check(folder, name, config, convert)
     model = build(name, make_config(name, config))
-    load_into(model, folder, name, convert, kind)
+    load_into(model, folder, name, convert)
     return model.eval()

@@ -278,12 +278,12 @@ def test_a_run_of_several_engines_has_the_statistics_of_one(run_of_several_engin
             assert values == pytest.approx(expected["residual"][name], abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["model", "ema"])
-def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines, kind):
+@pytest.mark.parametrize("name", ["model.safetensors", checkpoint.EMA_FILE])
+def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines, name):
     weights, expected = (
-        checkpoint.load_tensors(checkpoint.find(run) / f"{kind}.safetensors")
+        checkpoint.load_tensors(checkpoint.find(run) / name)
         for run in run_of_several_engines
     )
     assert weights.keys() == expected.keys()
-    for name, weight in weights.items():
-        assert torch.allclose(weight, expected[name], atol=1e-4), name
+    for key, weight in weights.items():
+        assert torch.allclose(weight, expected[key], atol=1e-4), key

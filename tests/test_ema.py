@@ -55,9 +55,9 @@ def plain_run(corpus, tmp_path_factory) -> Path:
     return folder
 
 
-def read_weights(run: Path, step: int, kind: str = "model") -> dict[str, torch.Tensor]:
-    folder = run / "checkpoints" / f"step_{step:08d}"
-    return checkpoint.load_tensors(folder / f"{kind}.safetensors")
+def read_weights(run: Path, step: int, folder: str = "") -> dict[str, torch.Tensor]:
+    path = run / "checkpoints" / f"step_{step:08d}" / folder
+    return checkpoint.load_tensors(path / "model.safetensors")
 
 
 def assert_average(
@@ -165,7 +165,9 @@ def test_a_swap_restores_every_bit_after_an_error():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    averages = {name: average.clone() for name, average in averaged.averages.items()}
+    averages = {
+        name: average.clone() for name, average in zip(weights, averaged.averages, strict=True)
+    }
     addresses = [p.data_ptr() for p in model.parameters()]
 
     def fail_in_evaluation() -> None:
@@ -178,9 +180,9 @@ def test_a_swap_restores_every_bit_after_an_error():
 
     with pytest.raises(ZeroDivisionError):
         fail_in_evaluation()
-    for name, parameter in model.named_parameters():
+    for (name, parameter), average in zip(model.named_parameters(), averaged.averages):
         assert torch.equal(parameter, weights[name])
-        assert torch.equal(averaged.averages[name], averages[name])
+        assert torch.equal(average, averages[name])
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
@@ -210,25 +212,22 @@ def test_a_stop_while_averages_are_evaluated_repeats_the_evaluation(
 
 
 def test_a_checkpoint_without_its_averages_is_not_resumed(run, tmp_path):
-    branch = shutil.copytree(run, tmp_path / "branch")
-    latest = checkpoint.find(branch)
-    (latest / "ema.safetensors").unlink()
-    assert checkpoint.find(branch) == latest
-    with pytest.raises(ValueError, match=r"damaged: ema\.safetensors is missing"):
-        checkpoint.find(latest, to_resume=True)
+    folder = shutil.copytree(checkpoint.find(run), tmp_path / "step_00000006")
+    (folder / "ema" / "model.safetensors").unlink()
+    checkpoint.verify(folder)
+    with pytest.raises(ValueError, match=r"damaged: model\.safetensors is missing"):
+        checkpoint.verify(folder, to_resume=True)
 
 
 def test_damaged_averages_are_refused(run, tmp_path):
     folder = shutil.copytree(checkpoint.find(run), tmp_path / "step_00000006")
-    content = bytearray((folder / "ema.safetensors").read_bytes())
+    file = folder / "ema" / "model.safetensors"
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    (folder / "ema.safetensors").write_bytes(content)
-    model_folder.load_model(folder, "cpu")
-    message = r"the checksum of ema\.safetensors does not match"
-    with pytest.raises(ValueError, match=message):
-        checkpoint.find(folder, to_resume=True)
-    with pytest.raises(ValueError, match=message):
-        model_folder.load_model(folder, "cpu", "ema")
+    file.write_bytes(content)
+    checkpoint.verify(folder)
+    with pytest.raises(ValueError, match=r"the checksum of ema/model\.safetensors does not match"):
+        checkpoint.verify(folder, to_resume=True)
 
 
 # ---- the commands ----
@@ -238,7 +237,7 @@ def test_damaged_averages_are_refused(run, tmp_path):
 def exported(run, tmp_path_factory) -> Path:
     """Return the folder to which export.py writes the averaged weights."""
     folder = tmp_path_factory.mktemp("exported") / "model"
-    run_script("export.py", run, folder, "--weights=ema")
+    run_script("export.py", checkpoint.find(run) / "ema", folder)
     return folder
 
 
@@ -250,23 +249,15 @@ def test_averages_are_exported(run, exported):
         assert torch.equal(weights[name], average)
 
 
-def test_the_card_of_exported_averages_has_their_loss(run, exported):
-    card = (exported / "README.md").read_text()
-    last = read_records(run)[-1]
-    assert "moving average over steps, with a half-life of 2 " in card
-    assert f"{last['ema_val_loss']:.4f} (step 6, 8 sequences)" in card
-    assert f"{last['val_loss']:.4f}" not in card
-
-
 def test_averages_are_sampled(run, exported):
     options = ("--prompt=def ", "--max_new_tokens=30", "--temperature=1.5")
-    sample = run_script("sample.py", run, *options, "--weights=ema")
+    sample = run_script("sample.py", checkpoint.find(run) / "ema", *options)
     assert sample == run_script("sample.py", exported, *options)
     assert sample != run_script("sample.py", run, *options)
 
 
 def test_averages_are_evaluated_beside_the_trained_weights(run, exported, corpus, tmp_path):
-    printed = run_script("eval.py", run, "--val", "--weights=ema", f"--out={tmp_path}")
+    printed = run_script("eval.py", checkpoint.find(run) / "ema", "--val", f"--out={tmp_path}")
     assert "averaged, step 6, averaged weights: " in printed
     run_script("eval.py", run, "--val", f"--out={tmp_path}")
     run_script("eval.py", exported, f"--val={corpus}", f"--out={tmp_path}")
@@ -280,32 +271,8 @@ def test_averages_are_evaluated_beside_the_trained_weights(run, exported, corpus
 
 def test_a_run_starts_from_averages(run, corpus, tmp_path):
     keys = {"learning_rate": 0.0, "min_lr": 0.0, "max_steps": 1}
-    arguments = small_run(corpus, tmp_path, **keys, init_from=run, init_from_weights="ema")
+    arguments = small_run(corpus, tmp_path, **keys, init_from=checkpoint.find(run) / "ema")
     run_script("train.py", *arguments)
     weights = read_weights(tmp_path, 1)
     for name, average in read_weights(run, 6, "ema").items():
         assert torch.equal(weights[name], average)
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        ("sample.py", ["RUN"]),
-        ("eval.py", ["RUN", "--val"]),
-        ("export.py", ["RUN", "OUT"]),
-        ("sample.py", ["EXPORTED"]),
-        ("eval.py", ["EXPORTED", "--val"]),
-        ("export.py", ["EXPORTED", "OUT"]),
-    ],
-)
-def test_a_folder_without_averages_is_refused(plain_run, exported, tmp_path, script, arguments):
-    paths = {"RUN": plain_run, "EXPORTED": exported, "OUT": tmp_path / "out"}
-    arguments = [paths.get(argument, argument) for argument in arguments]
-    line = one_line_error(call(script, *arguments, "--weights=ema"))
-    assert "has no averaged weights (ema.safetensors); only the checkpoints of a run" in line
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_package_of_a_stream_has_no_weights(tmp_path):
-    line = one_line_error(call("export.py", "gpt-mha-rope", tmp_path / "package", "--weights=ema"))
-    assert "weights=ema has no effect on gpt-mha-rope, which has no weights; omit weights" in line

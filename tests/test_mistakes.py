@@ -56,10 +56,6 @@ MISTAKES = [
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
     ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give a number at least 0"),
     ({"ema_half_life": 0}, "ema_half_life=0: give a number at least 1"),
-    (
-        {"init_from": "RUN", "init_from_weights": "ema"},
-        "init_from=RUN: RUN/checkpoints/step_00000006 has no averaged weights (ema.safetensors)",
-    ),
     # keys that do not fit each other or the model
     ({"model": "gpt-mha-rope", "ddl_beta_init": 1.0}, "unknown key --ddl_beta_init"),
     ({"ddl_beta_init": 3}, "ddl_beta_init=3.0: give a number at least 0 and at most 2"),

@@ -4,7 +4,8 @@
 
     model.safetensors       the weights
     optimizer.safetensors   the optimizer's state by parameter name
-    ema.safetensors         the averaged weights of a run with ema_half_life
+    ema/                    with ema_half_life: model.safetensors of the averaged weights, and copies
+                            of state.json and tokenizer.json, so that it reads like a checkpoint
     state.json              step, counters, all settings, the identity of the corpus
     tokenizer.json          the tokenizer, so that sampling does not need the corpus
     SHA256SUMS              checksums of these files, as `sha256sum -c` reads them
@@ -35,7 +36,7 @@ from utils import errors, files, machine
 
 CHECKSUMS = "SHA256SUMS"
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
-EMA_FILE = "ema.safetensors"
+EMA_FILE = "ema/model.safetensors"
 # what every use but resuming needs, so that the others may be deleted to save disk space
 MODEL_FILES = ("model.safetensors", "state.json", "tokenizer.json")
 STATE_TYPES = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
@@ -94,14 +95,17 @@ def save(
     try:
         temporary.mkdir(parents=True)
         for name, tensors in tensors_by_file.items():
+            folder = (temporary / name).parent
+            folder.mkdir(exist_ok=True)
             save_tensors(temporary / name, tensors)
-        (temporary / "state.json").write_text(json.dumps(state, indent=1))
-        (temporary / "tokenizer.json").write_text(json.dumps(tokenizer_json))
-        sums = "".join(compute_checksum_line(file) for file in sorted(temporary.iterdir()))
-        (temporary / CHECKSUMS).write_text(sums)
+            (folder / "state.json").write_text(json.dumps(state, indent=1))
+            (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+        paths = sorted(temporary.rglob("*"))
+        sums = [compute_checksum_line(path, temporary) for path in paths if path.is_file()]
+        (temporary / CHECKSUMS).write_text("".join(sums))
         # flushed before the folder is renamed, so that a power cut cannot leave partial files
-        for file in (*temporary.iterdir(), temporary):
-            fsync(file)
+        for path_to_flush in (*paths, temporary / CHECKSUMS, temporary):
+            fsync(path_to_flush)
         # A rename cannot replace a folder with files. The older checkpoint of this step exists until
         # the new one is complete.
         previous = path.with_name(f"{path.name}.old")
@@ -142,17 +146,19 @@ def get_model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def gather_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gather_tensors(tensors: dict[str, torch.Tensor], copy: bool = False) -> dict[str, torch.Tensor]:
     """Return the complete tensors on the CPU of the main process, nothing on the other ranks.
 
     Every rank must call it, because sharded tensors are gathered, one at a time.
+
+    copy: the result must not share memory with `tensors`, which will change before it is written
     """
     complete = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if machine.rank() == 0:
-            complete[name] = tensor.detach().cpu()
+            complete[name] = tensor.detach().to("cpu", copy=copy)
     return complete
 
 
@@ -165,12 +171,12 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def compute_checksum_line(file: Path) -> str:
-    """Return the line of SHA256SUMS for a file."""
+def compute_checksum_line(file: Path, folder: Path | None = None) -> str:
+    """Return the line of SHA256SUMS for a file in a folder, by default its own."""
     # in pieces, so that a checkpoint larger than the memory can be verified
     with open(file, "rb") as opened_file:
         digest = hashlib.file_digest(opened_file, "sha256").hexdigest()
-    return f"{digest}  {file.name}\n"
+    return f"{digest}  {file.relative_to(folder or file.parent).as_posix()}\n"
 
 
 # ---- the checkpoints of a run ----
@@ -189,7 +195,7 @@ def verify(checkpoint: Path, to_resume: bool = False, names: tuple[str, ...] = M
             sums = (checkpoint / CHECKSUMS).read_text(errors="replace")
         if to_resume:
             names = (*FILES, EMA_FILE) if EMA_FILE in sums else FILES
-        lines = {name: compute_checksum_line(checkpoint / name) for name in names}
+        lines = {name: compute_checksum_line(checkpoint / name, checkpoint) for name in names}
     except OSError as error:
         name = Path(error.filename or "a file").name
         raise ValueError(

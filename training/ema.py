@@ -5,21 +5,19 @@ After each step that was taken,
     average <- average + (1 - 2^(-1 / half_life)) (weight - average)
 
 so that the weights of a step count half as much half_life steps later. Averages start as a copy of the
-weights, as those of timm and diffusers do, and without a correction of that start: after n half-lives,
-the initial weights count 2^-n.
+weights, without a correction of that start: after n half-lives, the initial weights count 2^-n.
+A checkpoint holds them as a folder of its own, `step_00001000/ema/`, which sample.py, eval.py,
+export.py and `--init_from` read like any other checkpoint.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from training import checkpoint
-from training.config import TrainConfig
 from training.optimizer import copy_like
 
 
@@ -37,22 +35,17 @@ class AveragedWeights:
     ):
         self.model = model
         self.new_fraction = 1 - 2 ** (-1 / half_life)
-        self.parameters = dict(model.named_parameters())
-        self.averages = {}
-        for name, parameter in self.parameters.items():
-            if saved is None:
-                self.averages[name] = parameter.detach().clone()
-            else:
-                self.averages[name] = copy_like(saved[name], parameter)
+        parameters = dict(model.named_parameters())
+        self.weights = [get_local(parameter) for parameter in parameters.values()]
+        self.averages = [weight.detach().clone() for weight in self.weights]
+        for average, (name, parameter) in zip(self.averages, parameters.items()):
+            if saved is not None:
+                average.copy_(get_local(copy_like(saved[name], parameter)))
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the weights, after a step that was taken."""
-        torch._foreach_lerp_(
-            get_local_tensors(self.averages),
-            get_local_tensors(self.parameters),
-            weight=self.new_fraction,
-        )
+        torch._foreach_lerp_(self.averages, self.weights, weight=self.new_fraction)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -70,34 +63,13 @@ class AveragedWeights:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        weights = get_local_tensors(self.parameters)
         # one at a time, because the device may not have room for another copy of the model
-        for weight, average in zip(weights, get_local_tensors(self.averages)):
+        for weight, average in zip(self.weights, self.averages):
             trained_weight = weight.clone()
             weight.copy_(average)
             average.copy_(trained_weight)
 
-    def get_tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint stores: the averages, and the model's buffers if it has any."""
-        return {**checkpoint.get_model_tensors(self.model), **self.averages}
 
-
-def get_local_tensors(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, or this rank's shards of them."""
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-
-
-def start_averages(
-    model: nn.Module, config: TrainConfig, resume_checkpoint: Path | None
-) -> AveragedWeights | None:
-    """Return the averages of a run, None without ema_half_life.
-
-    They continue those of the checkpoint that is resumed. If it has none, because the key was set later,
-    they start from its weights.
-    """
-    if config.ema_half_life is None:
-        return None
-    saved = None
-    if resume_checkpoint is not None and (resume_checkpoint / checkpoint.EMA_FILE).exists():
-        saved = checkpoint.load_tensors(resume_checkpoint / checkpoint.EMA_FILE)
-    return AveragedWeights(model, config.ema_half_life, saved)
+def get_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or this rank's shard of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -104,7 +104,7 @@ def merge(arguments: Arguments, out_dir: str, resumed: Path | None) -> Settings:
     saved = saved_settings(saved_state)
     trained = {}
     if given.get("init_from") and not saved:  # a resumed run no longer needs the folder
-        trained = read_init_settings(given["init_from"], given.get("init_from_weights", "trained"))
+        trained = read_init_settings(given["init_from"])
 
     model = typed_texts.get("model") or (saved or trained or given).get("model", TrainConfig.model)
     model_config_class = model_class(model).Config
@@ -189,14 +189,14 @@ def saved_settings(state: dict) -> dict[str, object]:
     }
 
 
-def read_init_settings(folder: str, weights_kind: str) -> dict[str, object]:
+def read_init_settings(folder: str) -> dict[str, object]:
     """Return the settings that the folder of init_from decides: "model", and the keys of the model.
 
     Raises:
         ValueError: the folder is missing or damaged
     """
     try:
-        described = model_folder.describe(Path(folder), weights_kind)
+        described = model_folder.describe(Path(folder))
         return {
             "model": described.model,
             **vars(make_config(described.model, described.config)),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-import model_folder
 from configurator import argument, option
 from data.loader import ValidationBatches
 from data.sequences import IGNORED_TARGET, SequenceLayout
@@ -40,7 +39,6 @@ class RunOptions:
     """What is measured, and where the figures are stored."""
 
     runs: tuple[str, ...] = argument("run, checkpoint or exported folders")
-    weights: Literal["trained", "ema"] = option("trained", model_folder.WEIGHTS_HELP)
     dataset: str | None = option(
         None,
         "folder of token shards (default: the one that the run was trained on)",
@@ -105,7 +103,7 @@ def find_subjects(args: SimpleNamespace) -> list[Subject]:
     Raises:
         ValueError: there is no such run, or its corpus is missing
     """
-    found_subjects = subjects.find_all(args.runs, args.weights)
+    found_subjects = subjects.find_all(args.runs)
     for subject in found_subjects:
         open_corpus_of(subject, args.dataset or "", option="--dataset")
     return found_subjects
