@@ -281,8 +281,7 @@ def test_a_run_of_several_engines_has_the_statistics_of_one(run_of_several_engin
 @pytest.mark.parametrize("name", ["model.safetensors", checkpoint.EMA_FILE])
 def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines, name):
     weights, expected = (
-        checkpoint.load_tensors(checkpoint.find(run) / name)
-        for run in run_of_several_engines
+        checkpoint.load_tensors(checkpoint.find(run) / name) for run in run_of_several_engines
     )
     assert weights.keys() == expected.keys()
     for key, weight in weights.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SMALL, configure, one_line_error, small_run
+from helpers import SMALL, configure, small_run
 from in_process import call
 from training_runs import CONSTANT_RATE, read_final_tensors, read_records
 

@@ -20,11 +20,9 @@ from model import build
 from training import checkpoint, metrics
 from training.checkpoint import TrainState
 from training.config import TrainConfig
-from training.loss_scale import LossScaler, Outcome
 from utils.processes import World
 
 LEARNING_RATES = {"lr": 4.8e-3}
-SCALER = LossScaler(TrainState(), TrainConfig(), torch.float32)
 
 
 @pytest.fixture
@@ -59,7 +57,7 @@ def log_steps(log: metrics.RunLog, last_step: int) -> None:
     for step in range(1, last_step + 1):
         log.state.step = step
         log.state.seconds = 12.5 + step - 1
-        log.log_step(7.0428, 1.04, LEARNING_RATES, SCALER, Outcome.TAKEN)
+        log.log_step(7.0428, 1.04, LEARNING_RATES)
 
 
 # ---- progress lines ----
@@ -100,7 +98,7 @@ def test_the_last_step_has_a_line(open_log, capsys):
 def test_a_skipped_step_is_a_note_and_a_record(open_log, capsys):
     log = open_log()
     log.state.step = 4
-    log.log_step(float("nan"), float("inf"), LEARNING_RATES, SCALER, Outcome.SKIPPED)
+    log.log_step(float("nan"), float("inf"), LEARNING_RATES, was_taken=False)
     assert capsys.readouterr().out == (
         "note: step 4 was skipped: its loss is nan and its gradient norm is inf\n"
     )

@@ -1,20 +1,16 @@
 """Steps whose loss or gradient is not finite: they are skipped, or end the run with a diagnosis."""
 
-import json
 import math
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from helpers import SMALL, small_run
 from in_process import call
 from training_runs import CONSTANT_RATE, read_records
 
-from data import shards
-from data.loader import TrainBatches
 from model import build
 from training import checkpoint, distributed
 from training.distributed import StepStats
@@ -124,16 +120,13 @@ def diverged_run(request, corpus, tmp_path_factory) -> DivergedRun:
     return DivergedRun(folder, step, result)
 
 
-def read_diagnosis(run: DivergedRun) -> dict:
-    return json.loads((run.folder / "nonfinite" / "diagnosis.json").read_text())
-
-
 def test_a_diverged_run_ends_with_one_line(diverged_run):
     [line] = diverged_run.result.stderr.decode().splitlines()
     assert diverged_run.result.returncode == 1
     assert f"step {diverged_run.step}: loss" in line
     assert "nan" in line
     assert str(diverged_run.folder / "nonfinite") in line
+    assert "the gradient of transformer.wte.weight is not finite" in line
 
 
 def test_a_diverged_run_is_saved_before_the_step(diverged_run):
@@ -141,25 +134,3 @@ def test_a_diverged_run_is_saved_before_the_step(diverged_run):
     assert len(checkpoint.list_checkpoints(diverged_run.folder)) == last_finite_step
     saved = checkpoint.find(diverged_run.folder / "nonfinite")
     assert checkpoint.read_state(saved)["step"] == last_finite_step
-
-
-def test_the_diagnosis_names_the_step_and_what_is_not_finite(diverged_run):
-    diagnosis = read_diagnosis(diverged_run)
-    assert diagnosis["step"] == diverged_run.step
-    assert "nan" in (diagnosis["loss"], diagnosis["grad_norm"])
-
-
-def test_the_diagnosis_names_the_sequences_of_the_step(diverged_run, corpus):
-    diagnosis = read_diagnosis(diverged_run)
-    step = diverged_run.step
-    assert diagnosis["sequences"] == [4 * step - 4, 4 * step - 1]
-    batches = TrainBatches(shards.open_corpus(str(corpus)).train, SMALL["block_size"], 4, seed=0)
-    ids = batches.tokens.read(np.array(diagnosis["starts"]), SMALL["block_size"])
-    assert (batches.get(step - 1, 0, 4)[0].numpy() == ids).all()
-
-
-def test_the_diagnosis_names_the_parameters(diverged_run):
-    groups = read_diagnosis(diverged_run)["groups"]
-    names = [name for group in groups for name in group["parameters"]]
-    assert "transformer.wte.weight" in names
-    assert sum(group["of"] for group in groups) >= len(names)

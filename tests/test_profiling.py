@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,8 +89,7 @@ def test_the_trace_has_the_optimizers_steps(profiled_run):
 
 def test_the_output_says_where_the_trace_is_and_how_to_open_it(profiled_run):
     assert (
-        f"profile of steps 6 to 8 written to {profiled_run.trace_path}; "
-        "open it at https://ui.perfetto.dev\n"
+        f"profile written to {profiled_run.trace_path}; open it at https://ui.perfetto.dev\n"
     ) in profiled_run.output
 
 
@@ -136,7 +134,6 @@ def test_a_run_that_stops_early_writes_the_steps_that_it_has_recorded(
     arguments = make_arguments(corpus, folder, profile_steps=NUM_STEPS)
     result = call("train.py", *arguments)
     assert result.returncode == stopping.EXIT_CODE
-    assert "profile of steps 6 to 7 written to" in result.stdout.decode()
     names = read_event_names(folder / "profile" / TRACE_NAME)
     assert names.count("Optimizer.step#AdamW.step") == 2
 
@@ -144,30 +141,3 @@ def test_a_run_that_stops_early_writes_the_steps_that_it_has_recorded(
 def test_profiling_is_not_inherited_by_a_resumed_run(profiled_run):
     config, _ = configure([f"--out_dir={profiled_run.folder}", "--resume=auto"])
     assert config.profile_steps == 0
-
-
-def test_a_resumed_run_with_too_few_steps_left_says_so(profiled_run, tmp_path):
-    folder = shutil.copytree(profiled_run.folder, tmp_path / "run")
-    result = call(
-        "train.py",
-        *(f"--out_dir={folder}", "--resume=auto"),
-        *(f"--max_steps={MAX_STEPS + 2}", "--profile_steps=1"),
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    assert (
-        "note: profile_steps=1 records nothing, because the run ends with step 12, and the first "
-        "step to record is 16"
-    ) in result.stdout.decode()
-
-
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(profiled_run, tmp_path):
-    folder = shutil.copytree(profiled_run.folder, tmp_path / "run")
-    shutil.rmtree(folder / "profile")
-    (folder / "profile").write_text("a file where the folder should be")
-    result = call(
-        "train.py",
-        *(f"--out_dir={folder}", "--resume=auto"),
-        *(f"--max_steps={2 * MAX_STEPS}", "--profile_steps=1"),
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    assert "note: the profile of steps 16 to 16 was not written" in result.stdout.decode()

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, SMALL, configure, encode_shard, one_line_error, small_run
+from helpers import ROOT, SMALL, configure, encode_shard, one_line_error, run_script, small_run
 from in_process import call, train_in_processes
 from training_runs import CONSTANT_RATE, change_saved_state, completed_steps
 
@@ -431,7 +432,9 @@ def test_a_dry_run_prints_the_size_of_the_model_and_of_the_run(dry_run):
     size = "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs"
     assert size in dry_run.output
     flops = 64_000 * cost.flops_per_token(model)
-    assert f"{flops:.3g} FLOPs, 192 bytes of float32 state" in dry_run.output
+    assert f"{flops:.3g} FLOPs\n" in dry_run.output
+    num_bytes = 16 * model.num_parameters()
+    assert f"memory of one process: {format_bytes(num_bytes)} of weights" in dry_run.output
 
 
 def test_a_dry_run_prints_the_size_of_a_checkpoint(dry_run):
@@ -797,3 +800,23 @@ def test_a_batch_without_labels_adds_nothing(corpus_with_one_label, tmp_path):
     run = read_run(tmp_path / "run")
     assert [loss > 0 for loss in run.losses].count(True) == 1
     assert [norm > 0 for norm in run.grad_norms] == [loss > 0 for loss in run.losses]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space")
+def test_an_allocation_that_fails_ends_in_one_line(corpus, tmp_path):
+    arguments = small_run(
+        corpus,
+        tmp_path / "run",
+        block_size=512,
+        hidden_size=128,
+        ddl_value_channels=64,
+        global_batch_size=32,
+        micro_batch_size=32,
+    )
+    code = (
+        "import faults, runpy, sys; faults.limit_memory(); sys.argv[0] = 'train.py'; "
+        "runpy.run_path('train.py', run_name='__main__')"
+    )
+    line = one_line_error(run_script("-c", code, *arguments, env={"PYTHONPATH": "tests"}))
+    assert "out of memory" in line
+    assert "--micro_batch_size" in line

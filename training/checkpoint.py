@@ -248,7 +248,7 @@ def remove_old(run_folder: Path, keep_last: int, keep_every: int = 0) -> None:
             print(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
 
 
-def rename_damaged(run_folder: Path, resumed: Path | None) -> None:
+def rename_damaged(run_folder: Path, resumed: Path) -> None:
     """Rename the checkpoints after the one that is resumed, which are damaged, to damaged_*.
 
     Otherwise they would count among those to keep.

@@ -4,11 +4,19 @@ from pathlib import Path
 
 from data.shards import MissingCorpus
 from model import cost, kernels, weights
-from training import memory
-from training.batches import open_data
+from model.gpt import GPT
+from training.batches import Data, open_data
+from training.config import TrainConfig
 from training.settings import Settings
-from training.setup import build_model, check_corpus, check_machine, describe_model, load_weights
+from training.setup import (
+    build_model,
+    check_corpus,
+    check_machine,
+    describe_model,
+    load_initial_weights,
+)
 from utils import machine, processes
+from utils.units import format_bytes
 
 
 def print_dry_run(settings: Settings) -> None:
@@ -34,12 +42,11 @@ def print_dry_run(settings: Settings) -> None:
     if settings.resumed is not None:
         headers = weights.read_headers(settings.resumed)
         weights.check_tensors(headers, model, f"{settings.resumed} does not fit the model")
-    elif data is not None:
-        load_weights(model, settings, data.corpus.path)
+    elif config.init_from is not None and data is not None:
+        load_initial_weights(model, config.init_from, data.corpus.path)
     if machine.rank() != 0:
         return
-    sequences_per_epoch = None if data is None else data.train.num_sequences
-    print(memory.describe_run(config, model, sequences_per_epoch, device))
+    print(describe_run(config, model, data))
     unused_parameters = list(cost.count_cost(model).unused_parameters)
     for note in [*settings.notes, *describe_model(model, unused_parameters)]:
         print(f"note: {note}")
@@ -50,3 +57,36 @@ def print_dry_run(settings: Settings) -> None:
         print(f"note: {out_dir} is not empty: to train, resume that run with --resume=auto")
     if missing_data:
         print(missing_data)
+
+
+def describe_run(config: TrainConfig, model: GPT, data: Data | None) -> str:
+    """Return lines on the parameters, memory, tokens and FLOPs of a run.
+
+    data: None if they have not been prepared
+    """
+    num_parameters = model.num_parameters()
+    num_sequences = config.max_steps * config.global_batch_size
+    num_tokens = num_sequences * model.config.block_size
+    tokens = (
+        f"{config.max_steps:,} steps x {config.global_batch_size} sequences x "
+        f"{model.config.block_size} tokens = {num_tokens:,} tokens"
+    )
+    if data is not None:
+        tokens = f"{tokens}, {num_sequences / data.train.num_sequences:.2f} epochs"
+    # float32: the weights and two moments of AdamW (one of Muon), and with ema_half_life the averages
+    saved_bytes = 12 * num_parameters if config.ema_half_life is None else 16 * num_parameters
+    num_shards = 1
+    if config.engine == "fsdp":
+        num_shards = min(config.shard_size or machine.world_size(), machine.world_size())
+    trained_bytes = (saved_bytes + 4 * num_parameters) / num_shards
+    return "\n".join(
+        [
+            f"{config.model}: {num_parameters:,} parameters",
+            f"memory of one process: {format_bytes(trained_bytes)} of weights, gradients and "
+            "optimizer state at most, and the activations of a micro-batch",
+            tokens,
+            f"{num_tokens * cost.flops_per_token(model):.3g} FLOPs",
+            f"{format_bytes(saved_bytes)} per checkpoint; the disk needs room for "
+            f"{config.keep_last + 1} of them",
+        ]
+    )

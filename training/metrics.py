@@ -17,7 +17,6 @@ from model import cost
 from model.gpt import GPT
 from training.checkpoint import TrainState
 from training.config import TrainConfig
-from training.loss_scale import LossScaler, Outcome
 from utils import files
 from utils.processes import World
 from utils.units import format_duration
@@ -42,9 +41,7 @@ MAX_EXPONENT = 700  # math.exp overflows above 709
 
 
 def get_peak_flops(device: torch.device) -> float | None:
-    """Return the peak of a device in FLOP/s, or None if it is not known."""
-    if device.type != "cuda":
-        return None
+    """Return the peak of a GPU in FLOP/s, or None if it is not known."""
     device_name = torch.cuda.get_device_name(device)
     for words, peak in PEAK_FLOPS.items():
         # an RTX A1000 is no A100
@@ -142,8 +139,6 @@ def find_evaluation(path: Path, step: int | None = None) -> dict | None:
 
 def truncate_after(path: Path, step: int) -> None:
     """Remove the records of later steps from a metrics.jsonl; of a new run, set the file aside."""
-    if not path.exists():
-        return
     if step == 0:  # of an earlier start, whose checkpoints are gone
         path.replace(path.with_name(f"{path.name}.old"))
         return
@@ -309,12 +304,12 @@ class RunLog:
         self.flops_per_step = self.tokens_per_step * cost.flops_per_token(model)
         # the seconds that a step would take at the peak of all GPUs
         self.ideal_step_seconds = None
-        peak = get_peak_flops(world.device)
-        if peak is not None:
+        if peak := world.device.type == "cuda" and get_peak_flops(world.device):
             nominal_flops = self.tokens_per_step * compute_nominal_flops_per_token(model)
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 
-        truncate_after(self.path, state.step)
+        if self.path.exists():
+            truncate_after(self.path, state.step)
         self.tracker: Tracker | None = None
         if config.tracker is not None:
             settings = {**dataclasses.asdict(config), **dataclasses.asdict(model.config)}
@@ -327,8 +322,8 @@ class RunLog:
         loss: float,
         grad_norm: float,
         learning_rates: dict[str, float],
-        scaler: LossScaler,
-        outcome: Outcome,
+        loss_scale: float | None = None,
+        was_taken: bool = True,
     ) -> None:
         """Log a step, and print it if it is due, or if the optimizers did not take it.
 
@@ -336,9 +331,10 @@ class RunLog:
             loss: mean over the batch, in nats per token
             grad_norm: before clipping
             learning_rates: by name, "lr" among them (`optimizer.set_learning_rates`)
+            loss_scale: of float16
+            was_taken: False for a step that is not finite, and was skipped
         """
-        loss_scale = scaler.scale if scaler.is_float16 else None
-        if outcome is not Outcome.TAKEN:
+        if not was_taken:
             self.write(skipped=True, loss_scale=loss_scale)
             print(
                 f"note: step {self.state.step} was skipped: its loss is {loss} and its gradient norm "

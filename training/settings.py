@@ -101,7 +101,7 @@ def merge(arguments: Arguments, out_dir: str, resumed: Path | None) -> Settings:
     run_options = collect_options(TrainConfig)
     given = configurator.read_settings(arguments.from_file, typed_texts, run_options)
     saved_state = {} if resumed is None else checkpoint.read_state(resumed)
-    saved = saved_settings(saved_state)
+    saved = saved_settings(saved_state) if saved_state else {}
     trained = {}
     if given.get("init_from") and not saved:  # a resumed run no longer needs the folder
         trained = read_init_settings(given["init_from"])
@@ -132,12 +132,12 @@ def merge(arguments: Arguments, out_dir: str, resumed: Path | None) -> Settings:
     elif trained:
         fixed = {key: value for key, value in trained.items() if key not in KEYS_WITHOUT_WEIGHTS}
         origin = f"init_from={given['init_from']}"
-    if differences := find_differences(typed, fixed):
+    if differences := fixed and find_differences(typed, fixed):
         raise ValueError(
             f"{origin} was trained with {', '.join(differences)}; omit these keys, or start a new "
             "run in another --out_dir"
         )
-    if differences := find_differences(in_file, fixed):
+    if differences := fixed and find_differences(in_file, fixed):
         notes.append(f"the run keeps {', '.join(differences)}, although {arguments.file} differs")
     settings = {
         **({} if saved else corpus_defaults({**in_file, **typed})),
@@ -154,7 +154,7 @@ def merge(arguments: Arguments, out_dir: str, resumed: Path | None) -> Settings:
     model_config = model_config_class(
         **{key: settings[key] for key in model_options if key in settings}
     )
-    if changes := find_differences(saved, settings):
+    if changes := saved and find_differences(saved, settings):
         notes.append(f"this command changes {', '.join(changes)}")
     return Settings(config, model_config, resumed, saved_state, tuple(notes))
 
@@ -174,13 +174,11 @@ def options_of(settings: dict[str, object]) -> dict[str, configurator.Option]:
 
 
 def saved_settings(state: dict) -> dict[str, object]:
-    """Return all keys of a saved run and of its model, without those of a call; {} without a state.
+    """Return all keys of a saved run and of its model, without those of a call.
 
     Keys that were added after the run was saved have their default, and keys that this version does
     not have any more are left out.
     """
-    if not state:
-        return {}
     saved = {**state["model_config"], **state["run_config"], "model": state["model"]}
     return {
         name: declared.convert(saved[name]) if name in saved else declared.default
