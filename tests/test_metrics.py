@@ -17,7 +17,7 @@ from in_process import call
 from training_runs import CONSTANT_RATE
 
 from model import build
-from training import checkpoint, metrics
+from training import checkpoint, metrics, trackers
 from training.checkpoint import TrainState
 from training.config import TrainConfig
 from utils.processes import World
@@ -328,15 +328,14 @@ def test_a_failing_wandb_ends_in_one_line_with_the_fix(open_log, monkeypatch):
     with pytest.raises(ValueError, match="tracker=wandb") as raised:
         open_log(tracker="wandb")
     assert str(raised.value) == (
-        "tracker=wandb cannot start (api_key not configured (no-tty).); run "
-        "`wandb login`, or set WANDB_MODE=offline to log without a login, and repeat the command with "
-        "--resume=auto"
+        "tracker=wandb cannot start (api_key not configured (no-tty).) (WANDB_MODE=offline needs no "
+        "login); omit the key, or correct it, and repeat the command with --resume=auto"
     )
 
 
 def test_nested_records_are_flat_for_wandb():
     record = {"step": 3, "residual": {"attn.state_rms": [1.0, 2.0]}}
-    assert metrics.flatten(record) == {
+    assert trackers.flatten(record) == {
         "step": 3,
         "residual/attn.state_rms/00": 1.0,
         "residual/attn.state_rms/01": 2.0,

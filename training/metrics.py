@@ -15,6 +15,7 @@ import torch
 
 from model import cost
 from model.gpt import GPT
+from training import trackers
 from training.checkpoint import TrainState
 from training.config import TrainConfig
 from utils import files
@@ -146,109 +147,6 @@ def truncate_after(path: Path, step: int) -> None:
     files.write_text(path, "".join(files.to_json(record) + "\n" for record in kept_records))
 
 
-# ---- trackers ----
-
-
-class Tracker(NamedTuple):
-    """Where the records of a run are logged in addition."""
-
-    id: str | None  # by which a resumed run continues it; None if the run folder is enough
-    log: Callable[[dict], object]  # of a flat record
-    finish: Callable[[], object]
-
-
-def start_tracker(
-    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
-) -> Tracker:
-    """Start a run of the tracker that the key names, or continue the one that the state names.
-
-    Raises:
-        ValueError: the package is not installed, or it cannot start the run
-    """
-    start = {"wandb": start_wandb, "trackio": start_trackio, "tensorboard": start_tensorboard}
-    try:
-        return start[config.tracker](run_folder, config, settings, state)
-    except Exception as error:  # no login, no connection, or a project that does not exist
-        reason = str(error).strip().partition("\n")[0]
-        advice = "omit the key"
-        if config.tracker == "wandb":
-            advice = "run `wandb login`, or set WANDB_MODE=offline to log without a login,"
-        raise ValueError(
-            f"tracker={config.tracker} cannot start ({reason}); {advice} and repeat the command "
-            "with --resume=auto"
-        ) from error
-
-
-def start_wandb(
-    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
-) -> Tracker:
-    import wandb
-
-    run = wandb.init(
-        project=config.wandb_project,
-        name=config.wandb_run_name,
-        dir=run_folder,
-        id=state.wandb_id,
-        resume="allow",  # continue the run of this id if there is one
-        config=settings,
-    )
-    # Curves over the steps of training, and not over the number of calls of `log`. `log` gets no
-    # `step`, because a resumed run repeats an evaluation that was interrupted, and Weights & Biases
-    # drops what is logged for a step that it has already.
-    run.define_metric("*", step_metric="step")
-    return Tracker(run.id, run.log, run.finish)
-
-
-def start_trackio(
-    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
-) -> Tracker:
-    import trackio
-
-    # it finds the run to continue by name
-    run = trackio.init(
-        project=config.wandb_project,
-        name=state.wandb_id or config.wandb_run_name,
-        resume="allow" if state.wandb_id else "never",
-        config=settings,
-        embed=False,
-    )
-    return Tracker(run.name, lambda record: run.log(record, step=record["step"]), run.finish)
-
-
-def start_tensorboard(
-    run_folder: Path, config: TrainConfig, settings: dict, state: TrainState
-) -> Tracker:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # The earlier curves keep what metrics.jsonl keeps: all up to the step of the checkpoint, or
-    # nothing if it has been set aside.
-    records = run_folder / "metrics.jsonl"
-    purge_step = state.step + 1 if records.exists() and records.stat().st_size > 0 else 0
-    writer = SummaryWriter(run_folder / "tensorboard", purge_step=purge_step)
-    writer.add_text("settings", f"```\n{json.dumps(settings, indent=1)}\n```", state.step)
-
-    def log(record: dict) -> None:
-        for key, value in record.items():
-            if key != "step":
-                writer.add_scalar(key, value, record["step"])
-
-    return Tracker(None, log, writer.close)
-
-
-def flatten(record: dict) -> dict:
-    """Flatten nested dicts and lists to keys such as "outer/inner/07", which trackers plot."""
-    flat = {}
-    for key, value in record.items():
-        if isinstance(value, list):
-            value = {f"{index:02d}": item for index, item in enumerate(value)}
-        if isinstance(value, dict):
-            for inner_key, inner_value in flatten(value).items():
-                flat[f"{key}/{inner_key}"] = inner_value
-        else:
-            flat[key] = value
-    return flat
-
-
 # ---- the log of a run ----
 
 
@@ -310,10 +208,10 @@ class RunLog:
 
         if self.path.exists():
             truncate_after(self.path, state.step)
-        self.tracker: Tracker | None = None
+        self.tracker: trackers.Tracker | None = None
         if config.tracker is not None:
             settings = {**dataclasses.asdict(config), **dataclasses.asdict(model.config)}
-            self.tracker = start_tracker(run_folder, config, settings, state)
+            self.tracker = trackers.start(run_folder, config, settings, state)
             # checkpoints store it, so that a resumed run continues the same curves
             state.wandb_id = self.tracker.id
 
@@ -465,7 +363,7 @@ class RunLog:
         self.unwritten += files.to_json(record).encode() + b"\n"
         self.flush()
         if self.tracker is not None:
-            self.call_tracker(lambda: self.tracker.log(flatten(record)))
+            self.call_tracker(lambda: self.tracker.log(trackers.flatten(record)))
 
     def call_tracker(self, action: Callable[[], object]) -> None:
         """Call the tracker. If it fails, say so and train on without it."""

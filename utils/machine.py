@@ -42,6 +42,17 @@ def can_compile(device_type: str = "cpu") -> bool:
     return shutil.which(compiler) is not None and header.exists()
 
 
+def sleep_at_barriers() -> None:
+    """Let threads that wait for each other sleep at once, instead of spinning first.
+
+    Beside one other busy process, on two cores, training on two threads is seven times as fast with
+    it (the demo, eager: 240 and 1,794 tokens/s). Torch's OpenMP library reads the variable when
+    torch is imported, so this must be called before. What the user has set has precedence.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
 def cpu_has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16); False if unknown."""
     # the same flag that torch.cpu.get_capabilities() reads, without importing torch
