@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,30 +112,8 @@ def test_a_gpu_that_this_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, m
     assert processes.pick_device("auto").type == "cpu"
 
 
-@pytest.fixture
-def one_rank(monkeypatch):
-    """A process group of one rank, in a job of two."""
-    address = f"tcp://localhost:{find_free_port()}"
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    "reason",
-    ["[unbound_buffer.cc:129] Timed out waiting 2000ms", "Connection closed by peer [::1]"],
-)
-def test_a_lost_rank_is_reported_in_one_line(one_rank, capsys, reason):
-    with pytest.raises(SystemExit, match="1"), processes.exit_if_rank_is_lost():
-        raise RuntimeError(f"{reason}\nmore")
-    [line] = capsys.readouterr().err.splitlines()
-    assert "rank 0 has lost another rank, which hangs, has ended or cannot be reached" in line
-    assert f"({reason})" in line
-
-
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, monkeypatch, engine):
+def test_the_others_end_when_a_rank_hangs(corpus, tmp_path, monkeypatch, engine):
     faulty = FaultyTraining([Fault("hang", step=5, rank=1)], tmp_path)
     monkeypatch.setattr(distributed, "seed_step", faulty.seed_step)
     arguments = small_run(
@@ -152,36 +128,7 @@ def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, monkeypatch
     ranks[1].kill()
     ranks[1].join()
     assert ranks[0].exitcode == 1
-    lines = (tmp_path / "log_0").read_text().splitlines()
-    assert re.fullmatch(
-        r"train.py: rank 0 has lost another rank, which hangs, has ended or cannot be reached \(.*"
-        r"Timed out waiting 3000ms.*\); torchrun --max-restarts restarts the job; .*--resume=auto",
-        lines[-1],
-    )
-    assert "Traceback" not in "".join(lines)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("timed out waiting")])
-def test_other_errors_are_not_those_of_a_lost_rank(one_rank, error):
-    with pytest.raises(type(error)), processes.exit_if_rank_is_lost():
-        raise error
-
-
-def test_a_single_process_has_no_lost_rank():
-    with pytest.raises(RuntimeError), processes.exit_if_rank_is_lost():
-        raise RuntimeError("Timed out waiting")
-
-
-def test_the_flight_recorder_writes_into_the_run_folder_unless_the_user_chose(
-    tmp_path, monkeypatch
-):
-    name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-    monkeypatch.setenv(name, "/scratch/trace_")
-    processes.enable_flight_recorder(tmp_path)
-    assert os.environ[name] == "/scratch/trace_"
-    monkeypatch.delenv(name)
-    processes.enable_flight_recorder(tmp_path)
-    assert os.environ[name] == f"{tmp_path}/nccl_trace_rank_"
+    assert "Timed out waiting 3000ms" in (tmp_path / "log_0").read_text()
 
 
 def disagree(rank: int, folder: Path) -> None:

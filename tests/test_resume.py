@@ -352,10 +352,9 @@ def restart_and_stop(job: Job) -> None:
     assert not job.last_state()["evaluated"]
 
 
-# what the faulty rank, or those that wait for it, say in one line
+# what the faulty rank says in one line, or those that wait for it in a traceback
 LINES = {
-    "hang": "has lost another rank",
-    "kill": "has lost another rank",
+    "hang": "Timed out waiting 5000ms",
     "memory error": "out of memory: resume with --resume=auto and a smaller --micro_batch_size",
     "memory limit": "out of memory (tried to allocate 8589934592 bytes): resume with --resume=auto",
 }
@@ -368,14 +367,10 @@ def restart_after(job: Job, kind: str) -> None:
     result = run_in_processes(job, fault, max_restarts=2)
     assert result.returncode == 0, result.stderr
     assert fault.marker(job.folder, fault.rank).exists()
-    assert "Traceback" not in result.stderr
-    lines = [line for line in result.stderr.splitlines() if LINES[kind] in line]
-    if kind != "kill":  # torchrun may end the other ranks before they notice
-        assert lines
-    if kind == "hang":
-        # one line of each rank that waits, at most; torchrun ends them after the first
-        assert len(lines) < job.ranks
-        assert lines[0].startswith("train.py: rank 0 has lost another rank")
+    if kind in LINES:  # torchrun may end the other ranks of a killed one before they notice
+        assert LINES[kind] in result.stderr
+    if kind.startswith("memory"):
+        assert "Traceback" not in result.stderr
 
 
 def cut_network(job: Job) -> None:
@@ -393,8 +388,7 @@ def cut_network(job: Job) -> None:
         os.kill(int(marker.read_text()), signal.SIGCONT)
         assert launchers[0].wait(timeout=60) != 0
         # the torchrun of the second machine waits for the first one's store; srun ends it
-        wait_for(lambda: "rank 1 has lost another rank" in logs[1].read_text())
-    assert "rank 0 has lost another rank" in logs[0].read_text()
+        wait_for(lambda: "Timed out waiting" in logs[1].read_text())
     assert completed_steps(job.run)[-1] < 10
 
 

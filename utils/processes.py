@@ -1,12 +1,9 @@
 """One process, or several under torchrun: their devices, and the process group."""
 
-import contextlib
 import ctypes
 import os
-import re
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,18 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from utils import errors, machine
+from utils import machine
 
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists where NVIDIA's driver has found a GPU
 # How long ranks wait for each other, if the key collective_timeout does not say.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 # How long they wait if one rank alone fetches data.
 ONE_RANK_TIMEOUT = timedelta(days=7)
-# Messages of gloo and of torchrun's store about a rank that hangs, has ended, or cannot be reached.
-LOST_RANK = (
-    "timed out waiting|wait timeout|application timeout|"
-    "connection closed|connection reset|broken pipe|connection refused"
-)
 
 
 @dataclass(frozen=True)
@@ -115,22 +107,16 @@ def keep_freed_memory() -> None:
 # ---- the process group ----
 
 
-def start(
-    device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT, trace_folder: Path | None = None
-) -> World:
+def start(device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT) -> World:
     """Join the process group (nccl on GPUs, gloo on CPUs) if torchrun started several processes.
 
-    Args:
-        timeout: how long a rank waits for the others in a collective
-        trace_folder: where NCCL's flight recorder writes after a time-out
+    timeout: how long a rank waits for the others in a collective
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type == "cpu":
         keep_freed_memory()
     if machine.world_size() > 1:
-        if device.type == "cuda":
-            enable_flight_recorder(trace_folder)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=DEFAULT_TIMEOUT))
         # torchrun keeps its store over a restart (--max-restarts). Without a prefix the new ranks
         # would look for the old ones at the addresses that these left there. On several machines
@@ -149,15 +135,6 @@ def start(
     return World(machine.rank(), machine.world_size(), device, timeout)
 
 
-def enable_flight_recorder(folder: Path | None) -> None:
-    """Let NCCL's flight recorder write the last collectives after a time-out, unless the user has
-    set its variables."""
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if folder is not None:
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "nccl_trace_rank_"))
-
-
 def stop(world: World) -> None:
     """Leave the process group. Every rank must call it."""
     if world.world_size == 1:
@@ -169,31 +146,6 @@ def stop(world: World) -> None:
     # pause, which releases the lock, 1 run in 5 hung at its exit (torch 2.13).
     time.sleep(0.5)
     dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def exit_if_rank_is_lost() -> Iterator[None]:
-    """Exit with one line and code 1 if the block fails because another rank is lost."""
-    try:
-        yield
-    except RuntimeError as error:
-        # gloo raises RuntimeError, of which the errors of torch.distributed are subclasses
-        is_of_ranks = isinstance(error, dist.DistError) or dist.is_initialized()
-        if not is_of_ranks or not re.search(LOST_RANK, str(error), re.IGNORECASE):
-            raise
-        reason = str(error).partition("\n")[0]
-        message = (
-            f"rank {machine.rank()} has lost another rank, which hangs, has ended or cannot be "
-            f"reached ({reason}); torchrun --max-restarts restarts the job; otherwise resume it "
-            "with --resume=auto"
-        )
-        try:
-            errors.exit_with_message(message, code=1)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            # Without cleanup: the destructors of a process group may wait for the lost rank.
-            os._exit(1)
 
 
 def patient_group() -> dist.ProcessGroup:
