@@ -143,7 +143,12 @@ class GPTConfig:
 
     def notes(self) -> list[str]:
         """Return warnings about the training of this model, a sentence each."""
-        return []
+        if self.num_attention_heads * self.head_dim == self.hidden_size:
+            return []
+        return [
+            f"attention has {self.num_attention_heads} heads of head_dim={self.head_dim}, whose "
+            f"product is not hidden_size={self.hidden_size}"
+        ]
 
     def matrix_start(self, last: bool = False) -> Callable[[nn.Parameter], object]:
         """Return the function that initializes a matrix in place.

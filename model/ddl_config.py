@@ -150,7 +150,7 @@ class DeltaConfig(GPTConfig):
 
     def notes(self) -> list[str]:
         """Return warnings about equal value channels and about a first gradient that is too large."""
-        notes = []
+        notes = super().notes()
         if self.ddl_value_channels > 1 and self.constant_value is not None:
             notes.append(
                 "every value channel gets the same update, so the channels differ only to the "

@@ -12,7 +12,6 @@ from training.setup import (
     build_model,
     check_corpus,
     check_machine,
-    describe_model,
     load_initial_weights,
 )
 from utils import machine, processes
@@ -47,8 +46,7 @@ def print_dry_run(settings: Settings) -> None:
     if machine.rank() != 0:
         return
     print(describe_run(config, model, data))
-    unused_parameters = list(cost.count_cost(model).unused_parameters)
-    for note in [*settings.notes, *describe_model(model, unused_parameters)]:
+    for note in [*settings.notes, *model.config.notes()]:
         print(f"note: {note}")
     out_dir = Path(config.out_dir)
     if settings.resumed is not None:
