@@ -36,4 +36,3 @@ eval_batches = 64
 eval_full = False
 log_interval = 50
 checkpoint_interval = 100_000
-save_in_background = False

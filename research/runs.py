@@ -364,7 +364,8 @@ def read_settings(state: dict) -> dict[str, object]:
     settings = {**state.get("run_config", {}), **state.get("model_config", {})}
     if state:
         with contextlib.suppress(ValueError):
-            settings = {**settings, **saved_settings(state)}
+            saved = saved_settings(state)
+            settings = {**saved, **settings, **saved}  # in the order of the options
     if "dataset" in settings:
         # a copy on other storage is the same corpus, which `corpus` identifies
         settings["dataset"] = Path(settings["dataset"]).name

@@ -304,7 +304,7 @@ def compute_digests(entry: Entry) -> dict[str, str]:
         for path in (provenance.ROOT / "model").glob("*.py")
         if "-" not in path.stem
     ]
-    code = compute_digest(
+    code = provenance.compute_digest(
         "train.py",
         "configurator.py",
         "model_folder.py",
@@ -316,27 +316,10 @@ def compute_digests(entry: Entry) -> dict[str, str]:
         "huggingface/released.py",
         exclude=("launch_table.py",),  # it may differ between machines
     )
-    return {"code_sha256": code, "model_sha256": compute_digest(f"model/{entry.model}.py")}
-
-
-def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:
-    """Return the SHA-256 of the names and contents of files of this repository.
-
-    Args:
-        patterns: the files as glob patterns, relative to the repository
-        exclude: file names, without folders, that do not count
-    """
-    # a set, because a file may match several patterns
-    paths = {path for pattern in patterns for path in provenance.ROOT.glob(pattern)}
-    sha256 = hashlib.sha256()
-    # sorted, because the order of a folder's files depends on the file system
-    for path in sorted(paths):
-        if path.name in exclude:
-            continue
-        sha256.update(path.relative_to(provenance.ROOT).as_posix().encode())
-        sha256.update(b"\0")  # ends the name, which cannot contain it
-        sha256.update(path.read_bytes())
-    return sha256.hexdigest()
+    return {
+        "code_sha256": code,
+        "model_sha256": provenance.compute_digest(f"model/{entry.model}.py"),
+    }
 
 
 # ---- running ----

@@ -22,7 +22,6 @@ RATES = ("muon_learning_rate", "learning_rate")
 # change no weight are not among them; a key that is newer than the tier shows in the first losses.
 CPU_1_DEFAULTS = {
     "init_from": None,
-    "init_from_weights": "trained",
     "muon_dtype": None,
     "embedding_learning_rate": None,
     "min_lr": None,

@@ -360,7 +360,7 @@ SCRIPT_MISTAKES = [
     ("a b -top_k=3", "-top_k=3: keys have two dashes, --key=value"),
     ("a b --top=3", "unknown key --top, did you mean top_k?"),  # no abbreviations
     ("a b --top_k=x", "--top_k=x: give a whole number or None"),
-    ("a b --top_k=0", "top_k=0: give a number at least 1"),
+    ("a b --top_k=0", "--top_k=0: give a number at least 1"),
     ("", "run is missing: run folder"),
     ("a", "files is missing: files to read"),
 ]

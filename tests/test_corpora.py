@@ -351,12 +351,11 @@ MISTAKES = [
     ("text", "--source nowhere", "--source=nowhere: there are no files; give existing"),
     ("text", "--source . --suffixes .none", "--source=.: there are no files with suffix .none"),
     ("text", "--source a.txt --vocab_size=5", "--vocab_size=5: give a number from 257"),
-    ("text", "--source a.txt --val_tokens=0", "--val_tokens=0: give 1 or more"),
+    ("text", "--source a.txt --val_tokens=0", "--val_tokens=0: give a number at least 1"),
     ("text", "--source a.txt", "vocab_size=4096, but the text yields only 259 tokens; give that"),
     ("text", "--source empty --tokenizer=bytes", NO_TEXT),
     ("text", "--source empty --tokenizer=bpe", NO_TEXT),
     ("openwebtext", "--repository=. --revision=v9", "--revision=v9 has no effect on the local fol"),
-    ("torch_source", "--tokenizer=gpt2 --vocab_size=512", "vocab_size=512 has no effect with"),
     ("shakespeare_char", "--source=a.txt", "is not nanoGPT's text"),
     ("shakespeare_char", "--source=none", "cannot be read"),
 ]

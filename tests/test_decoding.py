@@ -292,7 +292,7 @@ def test_a_decoder_of_an_impossible_length_is_refused(length):
 
 
 def test_a_decoder_of_no_sequences_is_refused():
-    with pytest.raises(ValueError, match=r"batch_size=0: give 1 or more"):
+    with pytest.raises(ValueError, match=r"batch_size=0: give a number at least 1"):
         Decoder(build_tiny(EC), 0)
 
 

@@ -92,14 +92,14 @@ def test_extreme_uniform_numbers_draw_only_what_is_possible(sampling):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature=-1.0: give 0 or more"),
+        ({"temperature": -1.0}, "temperature=-1.0: give a number at least 0"),
         ({"temperature": 1e-7}, "temperature=1e-07: give 0 or a finite number of at least 1e-06"),
         ({"temperature": math.inf}, "temperature=inf: give 0 or a finite number of at least"),
-        ({"temperature": float("nan")}, "temperature=nan: give 0 or more"),
-        ({"top_k": 0}, "top_k=0: give 1 or more"),
+        ({"temperature": float("nan")}, "temperature=nan: give a number at least 0"),
+        ({"top_k": 0}, "top_k=0: give a number at least 1"),
         ({"top_p": 0.0}, "top_p=0.0: give a number above 0"),
         ({"top_p": 1.1}, "top_p=1.1: give a number above 0"),
-        ({"min_p": -0.1}, "min_p=-0.1: give a number from 0 to 1"),
+        ({"min_p": -0.1}, "min_p=-0.1: give a number at least 0 and at most 1"),
         (
             {"repetition_penalty": 0.0},
             "repetition_penalty=0.0: give a number from 1e-06 to 1000000.0",

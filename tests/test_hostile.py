@@ -206,7 +206,7 @@ def test_weights_of_another_model(folder, change, message):
         ({"num_hidden_layers": 1}, "is not one of its weights"),
         ({"hidden_size": 24}, "expected ("),
         ({"block_size": 10**12}, "block_size=1000000000000 times head_dim=8 exceeds"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0: give 1 or more"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: give a number at least 1"),
         ({"hidden_size": "12"}, "hidden_size='12': give a whole number"),
         ({"hidden_size": None}, "hidden_size=None: give a whole number"),
         ({"mup": 1}, "mup=1: give True or False"),

@@ -482,10 +482,6 @@ def invalid_folders(tmp_path) -> dict[str, Path]:
     [
         (["--tokenizer=nowhere"], "--tokenizer=nowhere: there is no such file or folder"),
         (["--tokenizer={EMPTY}"], "there is no tokenizer.json in it"),
-        (
-            ["--tokenizer=bytes", "--eot_token=</s>"],
-            "eot_token=</s> has no effect with tokenizer=bytes",
-        ),
         (["--tokenizer={BROKEN}"], "is damaged: it is not valid JSON"),
         (
             ["--tokenizer={UNREADABLE}", "--eot_token=a"],

@@ -97,7 +97,7 @@ MISTAKES = [
     # the run folder, and what is resumed
     ({"out_dir": "CORPUS/meta.json/run"}, "this is a file, but a folder is needed"),
     ({"out_dir": "RUN"}, "is not empty; resume that run with --resume=auto"),
-    ({"resume": "TMP/missing"}, "TMP/missing: give 'auto' or None"),
+    ({"resume": "TMP/missing"}, "missing': give 'auto' or None"),
     (
         {"init_from": "TMP/missing"},
         "init_from=TMP/missing: TMP/missing does not exist; give a run folder made by train.py, one "

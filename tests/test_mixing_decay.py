@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract import tokens
-from helpers import one_line_error, small_run
-from in_process import call
 from models import TINY
 
 from model import MODEL_NAMES, build
@@ -210,12 +208,3 @@ def test_a_step_decays_mixing_parameters_only_with_mixing_decay(mixing_decay, ma
     adamw.step()
     torch.testing.assert_close(query.detach(), initial_query * (1 - 1e-2 * 0.1))
     torch.testing.assert_close(maps.detach(), initial_maps * maps_factor)
-
-
-def test_without_weight_decay_the_key_is_refused(corpus, tmp_path):
-    arguments = small_run(
-        corpus, tmp_path / "run", model="mHC-gpt-mha-rope", mixing_decay=False, weight_decay=0.0
-    )
-    line = one_line_error(call("train.py", *arguments))
-    assert "mixing_decay=False has no effect with weight_decay=0.0" in line
-    assert not (tmp_path / "run").exists()

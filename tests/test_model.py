@@ -321,23 +321,17 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
     [
         ("DDL-gpt-mha-rop", {}, "did you mean DDL-gpt-mha-rope"),
         ("gpt-mha-rope", {"hiden_size": 8}, "unknown key hiden_size, did you mean hidden_size"),
-        ("gpt-mha-rope", {"hidden_size": 0}, "hidden_size=0: give 1 or more"),
-        (DDL_NAME, {"ddl_beta_init": 2.5}, "ddl_beta_init=2.5: give a number from 0 to 2"),
-        (DDL_NAME, {"ddl_update": "add"}, "ddl_update='add'"),
+        ("gpt-mha-rope", {"hidden_size": 0}, "hidden_size=0: give a number at least 1"),
         (
             DDL_NAME,
-            {"ddl_k_branch": "attention"},
-            "ddl_k_branch=attention has no effect with ddl_map=k; omit ddl_k_branch, or give --ddl_map=v",
+            {"ddl_beta_init": 2.5},
+            "ddl_beta_init=2.5: give a number at least 0 and at most 2",
         ),
+        (DDL_NAME, {"ddl_update": "add"}, "ddl_update='add'"),
         (
             DDL_NAME,
             {"ddl_k_branch": "attention", "ddl_map": "v", "ddl_value_channels": 1},
             "ddl_value_channels is 1; use --ddl_k_branch=mlp",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_v_input": "context", "ddl_map": "v"},
-            "ddl_v_input=context has no effect with ddl_map=v; omit ddl_v_input",
         ),
         (
             DDL_NAME,
@@ -346,63 +340,8 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
         ),
         (
             DDL_NAME,
-            {"ddl_v_input": "context", "ddl_v_constant": True},
-            "ddl_v_input=context has no effect with ddl_map=k, ddl_v_constant=True",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_v_bias": False, "ddl_v_constant": True},
-            "has no effect with ddl_v_constant",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_k_input": "mean"},
-            "ddl_k_input=mean has no effect with ddl_map=k; omit ddl_k_input",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_erase_gate": "own", "ddl_update": "write_only"},
-            "ddl_erase_gate=own has no effect with ddl_update=write_only",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_erase_gate": "own", "ddl_update": "erase_only"},
-            "ddl_erase_gate=own has no effect with ddl_update=erase_only",
-        ),
-        (
-            DDL_NAME,
             {"ddl_update": "erase_only", "ddl_map": "v"},
             "leaves the sublayer outputs unused",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_update": "erase_only", "ddl_v_sigmoid": False},
-            "ddl_v_sigmoid=False has no effect with ddl_v_constant=False, ddl_update=erase_only",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_update": "erase_only", "ddl_v_sigmoid_scale": 2.0},
-            "ddl_v_sigmoid_scale=2.0 has no effect with ddl_v_constant=False, ddl_update=erase_only",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_update": "erase_only", "ddl_v_constant": True},
-            "ddl_v_constant=True has no effect with ddl_update=erase_only",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_update": "erase_only", "ddl_v_input": "context"},
-            "ddl_v_input=context has no effect with ddl_map=k, .*, ddl_update=erase_only",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_update": "erase_only", "ddl_v_bias": False},
-            "ddl_v_bias=False has no effect with .*, ddl_update=erase_only",
-        ),
-        (
-            DDL_NAME,
-            {"ddl_k_input": "flat", "ddl_map": "v", "ddl_k_branch": "attention"},
-            "has no effect with ddl_k_branch=attention",
         ),
         (
             CC_NAME,

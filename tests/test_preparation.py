@@ -689,12 +689,14 @@ def test_a_preparation_that_ends_early_keeps_complete_shards_and_says_how_to_res
 MISTAKES = [
     ("--val_tokens=500 --max_tokens=500", "--max_tokens=500 leaves nothing for training"),
     ("--val_tokens=99999", f"{len(TOKENS):,} tokens leave nothing for training; give more text"),
-    ("--workers=0", "--workers=0: give 1 or more"),
-    ("--shard_tokens=2147483648", "--shard_tokens=2147483648: give a number from 1 to 2147483647"),
-    ("--tokenizer=bpe --vocab_size=256", "--vocab_size=256: give a number from 257 to 65536"),
+    ("--workers=0", "--workers=0: give a number at least 1"),
     (
-        "--vocab_size=300",
-        "vocab_size=300 has no effect with tokenizer=bytes; omit vocab_size, or give --tokenizer=bpe",
+        "--shard_tokens=2147483648",
+        "--shard_tokens=2147483648: give a number at least 1 and at most 2147483647",
+    ),
+    (
+        "--tokenizer=bpe --vocab_size=256",
+        "--vocab_size=256: give a number at least 257 and at most 65536",
     ),
     ("--tokenizer=bpe --vocab_size=65537", "--vocab_size=65537: give a number from 257"),
     (

@@ -103,6 +103,18 @@ def test_a_committed_tree_is_not_reported(tmp_path, capsys):
 # ---- digests ----
 
 
+def test_an_excluded_file_does_not_count():
+    assert provenance.compute_digest("utils/*.py") != provenance.compute_digest(
+        "utils/*.py", exclude=("units.py",)
+    )
+
+
+def test_a_file_that_matches_two_patterns_counts_once():
+    assert provenance.compute_digest("utils/*.py", "utils/units.py") == provenance.compute_digest(
+        "utils/*.py"
+    )
+
+
 def test_the_command_of_a_module_has_no_folder_of_the_machine(monkeypatch):
     path = str(provenance.ROOT / "research" / "benchmarks" / "costs.py")
     monkeypatch.setattr("sys.argv", [path, "--json=out.json"])

@@ -70,7 +70,7 @@ def test_the_table_of_the_papers_runs_has_each_of_them():
 @pytest.mark.parametrize("row", read_reproduction_rows(), ids=lambda row: row[0])
 def test_a_row_of_the_papers_runs_is_computed_and_published(row):
     name, parameters, _, _, published_loss, own_loss = row
-    config, model_config = configure([str(ROOT / "config" / f"{name}.py")], note=lambda _: None)
+    config, model_config = configure([str(ROOT / "config" / f"{name}.py")])
     with torch.device("meta"):
         num_parameters = model.build(config.model, model_config).num_parameters()
     assert parameters == f"{num_parameters / 1e6:.0f}M"

@@ -52,7 +52,6 @@ LONG = {
     "statistics_interval": 0,
 }
 EMA = {"ema_half_life": 3}
-BACKGROUND = {"save_in_background": True}
 MUON = {"optimizer": "muon"}
 MUON_RATES = {
     **MUON,
@@ -97,7 +96,7 @@ VALUE_EMBEDDINGS = {
 TABLE = [
     # when  ranks  engine  compiled  threads  dtype       settings       disturbance
     ("core", 1,    "ddp",  False,    1,       "float32",  LONG | EMA,    "killed twice in every phase"),
-    ("slow", 1,    "ddp",  False,    1,       "float32",  LONG | BACKGROUND, "killed twice in every phase"),
+    ("slow", 1,    "ddp",  False,    1,       "float32",  LONG, "killed twice in every phase"),
     ("slow", 1,    "ddp",  False,    1,       "bfloat16", LONG,          "killed eight times in every phase"),
     ("core", 1,    "ddp",  False,    1,       "float32",  EMA,           "stopped in an evaluation"),
     ("core", 1,    "ddp",  False,    1,       "float32",  EMA,           "error in an evaluation"),
@@ -127,7 +126,7 @@ TABLE = [
     ("core", 2,    "ddp",  False,    1,       "float32",  {},            "restarted by torchrun and stopped"),
     ("slow", 3,    "ddp",  False,    1,       "float32",  SPLIT,         "restarted by torchrun and stopped"),
     ("slow", 3,    "ddp",  True,     1,       "float32",  SPLIT,         "restarted by torchrun and stopped"),
-    ("slow", 3,    "fsdp", False,    1,       "float32",  SPLIT | BACKGROUND, "restarted by torchrun and stopped"),
+    ("slow", 3,    "fsdp", False,    1,       "float32",  SPLIT, "restarted by torchrun and stopped"),
     ("slow", 4,    "ddp",  False,    1,       "float32",  {},            "restarted after a hang"),
     ("slow", 4,    "fsdp", False,    1,       "float32",  {},            "restarted after a hang"),
     ("slow", 4,    "hsdp", False,    1,       "float32",  {},            "restarted after a hang"),

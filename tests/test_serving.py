@@ -416,10 +416,10 @@ def test_what_is_left_out_is_as_on_the_command_line(address):
 
 
 MISTAKES = [
-    ({"temperature": -1}, "temperature=-1.0: give 0 or more"),
-    ({"temperature": float("nan")}, "temperature=nan: give 0 or more"),
+    ({"temperature": -1}, "temperature=-1.0: give a number at least 0"),
+    ({"temperature": float("nan")}, "temperature=nan: give a number at least 0"),
     ({"top_p": 1.5}, "top_p=1.5: give a number above 0 and at most 1"),
-    ({"top_k": 0}, "top_k=0: give 1 or more"),
+    ({"top_k": 0}, "top_k=0: give a number at least 1"),
     ({"max_new_tokens": 2049}, "max_new_tokens: input should be less than or equal to 2048"),
     ({"max_new_tokens": "5"}, "max_new_tokens: input should be a valid integer"),
     ({"stop": [""]}, "stop.0: string should have at least 1 character"),

@@ -10,6 +10,7 @@ from in_process import call
 from model import MODEL_NAMES, build
 from training import setup
 from training.config import TrainConfig
+from utils import machine
 
 
 def run_train(*arguments) -> str:
@@ -121,3 +122,18 @@ def test_when_cuda_graphs_are_used(monkeypatch, keys, device, num_processes, rea
         assert actual_reason is None
     else:
         assert actual_reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("given", "spin_count"),
+    [
+        ({}, "0"),
+        ({"GOMP_SPINCOUNT": "1000"}, "1000"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_threads_sleep_at_barriers_unless_the_user_says_otherwise(monkeypatch, given, spin_count):
+    environment = dict(given)
+    monkeypatch.setattr(machine.os, "environ", environment)
+    machine.sleep_at_barriers()
+    assert environment.get("GOMP_SPINCOUNT") == spin_count

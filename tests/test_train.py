@@ -310,7 +310,7 @@ def test_the_settings_of_a_resumed_run_overrule_its_config_file(branch, tmp_path
     assert changes == "this command changes eval_batches=3 (not 2), max_steps=9 (not 6)"
     assert (
         f"hidden_size=12 (not 24), learning_rate=0.01 (not 0.5), "
-        f"model={saved_config.model} (not gpt-mha-rope), although {tmp_path}/small.py differs"
+        f"model={saved_config.model!r} (not 'gpt-mha-rope'), although {tmp_path}/small.py differs"
     ) in note
     with pytest.raises(ValueError, match=r"was trained with learning_rate=0\.01 \(not 0\.5\)"):
         configure([*arguments, "--learning_rate=0.5"])
@@ -560,7 +560,8 @@ def test_a_config_file_may_be_used_with_another_model():
     assert resolved.config.model == "gpt-mha-rope"
     assert not hasattr(resolved.model_config, "ddl_value_channels")
     [note] = resolved.notes
-    assert note == "model=gpt-mha-rope has no ddl_value_channels of config/ddl_dv4_small.py"
+    assert note.startswith("model=gpt-mha-rope has no ")
+    assert note.endswith("ddl_value_channels of config/ddl_dv4_small.py")
 
 
 def test_shards_of_llm_c_train_without_conversion(tmp_path):

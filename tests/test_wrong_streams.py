@@ -170,15 +170,6 @@ def test_the_help_names_a_faulty_file_and_lists_the_other_keys(save_variant):
     assert b"--ddl_value_channels" in result.stdout
 
 
-def test_a_suggestion_notes_a_faulty_file(save_variant, corpus, tmp_path):
-    save_variant(FAULTY_FILES["half a file"][0])
-    arguments = small_run(corpus, tmp_path / "run", model="gpt-mha-rope", max_steps=2)
-    result = call("train.py", *arguments, "--ddl_valu_channels=2")
-    lines = result.stderr.decode().splitlines()
-    assert "note: model/own-gpt.py, line 12: SyntaxError" in lines[0]
-    assert "did you mean ddl_value_channels" in lines[-1]
-
-
 # Every block has a gate; only the first one reads with it, so that the loss does not depend on those
 # of the others.
 UNUSED = BLOCK.replace(

@@ -21,9 +21,10 @@ def read_records(run: Path) -> list[dict]:
 
 def read_final_tensors(run: Path) -> dict[str, bytes]:
     """Read the bytes of every tensor of the newest checkpoint."""
+    folder = checkpoint.find(run)
     return {
-        f"{file.stem} {name}": tensor.numpy().tobytes()
-        for file in checkpoint.find(run).glob("*.safetensors")
+        f"{file.relative_to(folder)} {name}": tensor.numpy().tobytes()
+        for file in folder.rglob("*.safetensors")
         for name, tensor in checkpoint.load_tensors(file).items()
     }
 

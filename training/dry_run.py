@@ -49,7 +49,9 @@ def print_dry_run(settings: Settings) -> None:
     for note in [*settings.notes, *model.config.notes()]:
         print(f"note: {note}")
     out_dir = Path(config.out_dir)
-    if settings.resumed is not None:
+    if settings.resumed is not None and settings.saved_state["step"] >= config.max_steps:
+        print(f"nothing to train: {settings.resumed} has {settings.saved_state['step']} steps")
+    elif settings.resumed is not None:
         print(f"this run would resume from {settings.resumed}")
     elif out_dir.is_dir() and any(out_dir.iterdir()):
         print(f"note: {out_dir} is not empty: to train, resume that run with --resume=auto")

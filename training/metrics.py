@@ -202,7 +202,8 @@ class RunLog:
         self.flops_per_step = self.tokens_per_step * cost.flops_per_token(model)
         # the seconds that a step would take at the peak of all GPUs
         self.ideal_step_seconds = None
-        if peak := world.device.type == "cuda" and get_peak_flops(world.device):
+        peak = get_peak_flops(world.device) if world.device.type == "cuda" else None
+        if peak is not None:
             nominal_flops = self.tokens_per_step * compute_nominal_flops_per_token(model)
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 

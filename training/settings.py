@@ -109,6 +109,10 @@ def merge(arguments: Arguments, out_dir: str, resumed: Path | None) -> Settings:
     model = typed_texts.get("model") or (saved or trained or given).get("model", TrainConfig.model)
     model_config_class = model_class(model).Config
     model_options = collect_options(model_config_class)
+    for key in sorted(model_options.keys() & run_options.keys()):
+        raise ValueError(
+            f"model/{model}.py: {key} is already a key of the run; rename the key of the model"
+        )
     options = {**model_options, **run_options}
     configurator.check_names(typed_texts, options, "--")
     notes = []

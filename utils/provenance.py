@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -136,3 +137,26 @@ def report_uncommitted(path: Path, commit: str) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+# ---- digests of the code ----
+
+
+def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:
+    """Return the SHA-256 of the names and contents of files of this repository.
+
+    Args:
+        patterns: the files as glob patterns, relative to the repository
+        exclude: file names, without folders, that do not count
+    """
+    # a set, because a file may match several patterns
+    paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    sha256 = hashlib.sha256()
+    # sorted, because the order of a folder's files depends on the file system
+    for path in sorted(paths):
+        if path.name in exclude:
+            continue
+        sha256.update(path.relative_to(ROOT).as_posix().encode())
+        sha256.update(b"\0")  # ends the name, which cannot contain it
+        sha256.update(path.read_bytes())
+    return sha256.hexdigest()

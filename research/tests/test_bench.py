@@ -109,7 +109,7 @@ def test_models_by_choice(tmp_path, monkeypatch):
 
 
 MISTAKES = [
-    (["--rounds=0"], "0: give 1 or more"),
+    (["--rounds=0"], "0: give a number at least 1"),
     (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
     (["--models=DDL-gpt-mha-rope:four"], "number of value channels"),
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
@@ -118,9 +118,9 @@ MISTAKES = [
     (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
     (
         ["--models=DDL-gpt-mha-rope+state_checkpoint_interval=0"],
-        "state_checkpoint_interval=1 or more",
+        "state_checkpoint_interval=at least 1",
     ),
-    (["--head_dim=0"], "0: give 1 or more"),
+    (["--head_dim=0"], "0: give a number at least 1"),
     (["--compile=True"], "--compile=False"),  # there is no compiler
     (["kernels", "--tune"], "select kernels with --match"),
 ]

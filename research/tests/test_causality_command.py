@@ -131,7 +131,7 @@ def test_a_run_with_and_without_a_leak(corpus, tmp_path, monkeypatch):
     [
         (["nowhere.py"], "nowhere.py does not exist"),
         (["nowhere"], "nowhere does not exist"),
-        (["model/gpt-mha-rope.py", "--tokens=1"], "--tokens=1: give 2 or more"),
+        (["model/gpt-mha-rope.py", "--tokens=1"], "--tokens=1: give a number at least 2"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):

@@ -320,13 +320,6 @@ def test_groups_are_named_by_width_and_depth_before_compile_and_max_steps(tmp_pa
     assert keys == [BASE, "hidden_size", "num_hidden_layers", "beta1", "compile", "max_steps"]
 
 
-def test_a_run_without_a_partner_of_its_seed_is_named_below_the_sequences(tmp_path):
-    write_run(tmp_path / "a", BASE, seed=0)
-    write_run(tmp_path / "b", "DDL-gpt-mha-rope", seed=1)
-    result = call("research/report.py", "table", tmp_path, f"--against={BASE}", "--by_sequence")
-    assert "\nb: no run of the baseline has its seed\n" in result.stdout.decode()
-
-
 def test_the_baseline_is_the_run_at_the_path_even_if_others_have_its_folders_name(tmp_path):
     for setting, value in (("additive", 1e-3), ("TC", 2e-3)):
         for seed in (0, 1):

@@ -147,7 +147,7 @@ def test_the_command_stores_its_figures_and_does_not_measure_them_again(tmp_path
         (["mup", "--widths=64"], "--widths=64: give two or more multiples of 32"),
         (["mup", "--models=gpt-mha-rope+ddl_map=v"], "unknown key ddl_map"),
         (["mup", "--models=gpt"], "--models=gpt: give one of"),
-        (["mup", "--seeds=0"], "--seeds=0: give 1 or more"),
+        (["mup", "--seeds=0"], "--seeds=0: give a number at least 1"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):
