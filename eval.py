@@ -4,43 +4,39 @@
     python eval.py runs/ddl_dv4_small runs/gpt_small --tasks=paper --val      # two runs compared
     python eval.py runs/demo_cpu --val                       # validation loss only
     python eval.py runs/NAME --tasks=my_task,lambada_openai --include_path=my_tasks
-    torchrun --nproc_per_node=4 eval.py runs/NAME            # four GPUs, the same results
 
-If the paper reports results for the variant and size of a model, the tables show them below the
-model's own results, with a line that lists the settings in which the run differs from the paper's
-recipe. Results are saved as JSON when a model is done with a number of shots. If an evaluation is
-interrupted, rerun the command: it evaluates only what is not saved.
-
-The exit code is 0 if everything was evaluated, 2 for a mistake in the command or in a task, and 3 if
-some tasks could not be loaded; stderr then names them and the causes. (torchrun exits with code 1
-instead of 2 or 3.)
+Results are lm-eval's own JSON, in eval/ in the run folder. If the paper reports results for the
+variant and size of a model, the table shows them beside the model's own, with a line that lists the
+settings in which the run differs from the paper's recipe.
 """
 
-import itertools
-import sys
+import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from configurator import argument, option, read_command_line
+from data.loader import ValidationBatches
+from data.sequences import SequenceLayout
 from data.shards import Corpus
+from data.tokenizer import Tokenizer
 from evaluation import comparison, published, subjects, tasks
-from evaluation.runner import evaluate_tasks, evaluate_validation, read_other_records
-from evaluation.tasks import DEFAULT_RETRY_MINUTES
+from evaluation.subjects import Subject
 from model import kernels
 from model.decoding import round_matrices
-from utils import errors, files, processes
-from utils.processes import World
+from model.gpt import GPT
+from training import metrics, validation
+from utils import errors, files, machine, processes
+from utils.provenance import collect_provenance
 from utils.units import format_dtype
 
-TABLE_FORMATS = {
-    "md": comparison.format_markdown,
-    "tex": comparison.format_latex,
-    "csv": comparison.format_csv,
-}
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+MAX_VALIDATION_TOKENS = 2**14  # of a forward pass on the validation split
 
 
 def evaluates_tasks(args: "Options") -> bool:
@@ -68,8 +64,7 @@ class Options:
     )
     include_path: str | None = option(
         None,
-        "folder with task files (YAML) of your own, as in lm-eval (default: use lm-eval's tasks "
-        "only)",
+        "folder with task files (YAML) of your own, as in lm-eval (default: lm-eval's tasks only)",
     )
     val: bool | str = option(
         False,
@@ -82,23 +77,15 @@ class Options:
         low=1,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        "compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
+        "auto", "compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU"
     )
     device: Literal["auto", "cuda", "cpu"] = option(
-        "auto",
-        "device to run on; auto uses the GPU if there is one",
+        "auto", "device to run on; auto uses the GPU if there is one"
     )
     add_bos_token: bool = option(
         False,
         "put the end-of-text token before every text, as in training; by default there is none, as "
         "with lm-eval's hf model",
-    )
-    retry_minutes: float | None = option(
-        None,
-        "number of minutes to keep retrying for each task while the Hugging Face Hub does not respond "
-        f"(default: {DEFAULT_RETRY_MINUTES:g}, but 0 if it cannot be reached at all)",
-        low=0,
     )
     limit: int | None = option(
         None,
@@ -106,32 +93,11 @@ class Options:
         low=1,
     )
     log_samples: bool = option(
-        False,
-        "also write every item with its results to samples_TASK_DATE.jsonl, in lm-eval's format",
+        False, "also write every item with its results, as lm-eval's --log_samples does"
     )
     out: str | None = option(
-        None,
-        "folder for the results and the tables (default: eval/ in the run folder; for several runs, "
-        "eval_A+B/ beside the runs A and B)",
+        None, "folder for the results of all models (default: eval/ in each run folder)"
     )
-
-
-def parse_tasks(args: SimpleNamespace) -> list[str]:
-    """Return the names that --tasks gives, each once, with `paper` replaced by its eight tasks.
-
-    Raises:
-        ValueError: there is none, and no --val
-    """
-    names: list[str] = []
-    if evaluates_tasks(args):
-        for name in (args.tasks or "paper").replace(" ", "").split(","):
-            if name == "paper":
-                names.extend(tasks.PAPER_METRICS)
-            elif name:
-                names.append(name)
-    if not names and not args.val:
-        raise ValueError("--tasks names no task; give at least one task, or --val")
-    return list(dict.fromkeys(names))
 
 
 def parse_shots(text: str) -> list[int]:
@@ -142,136 +108,174 @@ def parse_shots(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, numbers)))
 
 
-def find_models(paths: list[str], has_tasks: bool) -> list[subjects.Subject]:
-    """Find the models; if there are tasks, check that these can be evaluated on texts."""
-    chosen_models = subjects.find_all(paths)
-    if has_tasks:
-        for subject in chosen_models:
-            subjects.check_has_text(subject)
-    return chosen_models
+def evaluate_validation(
+    model: GPT, corpus: Corpus, settings: dict, device: torch.device, autocast: torch.autocast
+) -> dict:
+    """Return the record of the whole validation split: loss, perplexity and bits per byte."""
+    block_size = model.config.block_size
+    layout = SequenceLayout.from_meta(corpus.meta)
+    batches = ValidationBatches(corpus.val, block_size, corpus.meta["vocab_size"], layout)
+    with torch.no_grad():
+        scores = validation.evaluate(
+            model,
+            batches,
+            list(range(batches.num_sequences)),
+            max(min(settings["batch_size"], MAX_VALIDATION_TOKENS // block_size), 1),
+            processes.World(0, 1, device),
+            autocast,
+        )
+    loss = scores.pop("loss")
+    return {
+        "shots": None,
+        "dataset": corpus.path.name,
+        "settings": {**settings, "corpus": corpus.identity},
+        "record": {
+            **metrics.compute_validation_metrics(loss, corpus.bytes_per_token("val")),
+            **{f"val_{key}": value for key, value in scores.items()},
+        },
+        # sequences of a stream overlap by one token; those of documents do not, and may be padded
+        "tokens": batches.num_sequences * block_size if layout else len(batches.tokens) - 1,
+    }
 
 
-def open_corpora(chosen_models: list[subjects.Subject], val: bool | str) -> list[Corpus]:
-    """Open the corpus of each model that --val gives; [] without the option."""
-    if not val:
-        return []
-    # True stands for the dataset that a run was trained on
-    dataset = "" if val is True else val
-    return [subjects.open_corpus_of(subject, dataset) for subject in chosen_models]
+def evaluate_tasks(
+    args: SimpleNamespace,
+    model: GPT,
+    tokenizer: Tokenizer,
+    names: list[str],
+    manager: "TaskManager",
+    num_shots: int,
+    settings: dict,
+    autocast: torch.autocast,
+) -> dict:
+    """Return lm-eval's results of a number of shots as a record, with its items as "samples"."""
+    from evaluation.language_model import LanguageModel  # needs lm-eval
+
+    language_model = LanguageModel(
+        model, tokenizer, settings["batch_size"], autocast, args.add_bos_token
+    )
+    results = tasks.evaluate(
+        language_model, names, manager, num_shots, args.limit, args.log_samples
+    )
+    if language_model.num_cut:
+        print(
+            f"note: {language_model.num_cut:,} contexts were cut on the left to "
+            f"block_size={language_model.max_length}"
+        )
+    return {
+        **results,
+        "shots": num_shots,
+        "settings": {**settings, "add_bos_token": args.add_bos_token, "limit": args.limit},
+        "shown": tasks.choose_metrics(results),
+    }
 
 
 def evaluate_model(
     args: SimpleNamespace,
-    subject: subjects.Subject,
+    subject: Subject,
     corpus: Corpus | None,
-    loaded_tasks: list[tasks.LoadedTask],
-    shots: list[int],
-    world: World,
-    out: Path,
+    names: list[str],
+    manager: "TaskManager | None",
+    device: torch.device,
 ) -> tuple[list[dict], published.Published]:
-    """Evaluate a model on a validation split, unless it is None, and then on the tasks.
+    """Evaluate a model on a corpus, unless it is None, and on tasks; write and print each result.
 
     Returns:
         The records of the model, and what the paper reports for it.
     """
-    device = world.device
     model, tokenizer, model_name = subject.load(device)
     kernels.use(model, "auto", device)
     dtype = processes.get_compute_dtype(args.dtype, device)
     # autocast would otherwise round the same weights again in every forward pass
     if dtype != torch.float32:
         round_matrices(model, dtype)
-    paper = published.find(model_name, model.config, subject.state)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     settings = {
         "dtype": format_dtype(dtype),
         "batch_size": args.batch_size or (512 if device.type == "cuda" else 64),
     }
+
     records = []
     if corpus is not None:
-        record = evaluate_validation(
-            subject, model, corpus, world=world, settings=settings, out=out
+        records.append(evaluate_validation(model, corpus, settings, device, autocast))
+        finish(args, subject, records[-1])
+    for num_shots in parse_shots(args.shots) if names else []:
+        records.append(
+            evaluate_tasks(args, model, tokenizer, names, manager, num_shots, settings, autocast)
         )
-        records.append(record)
-    if loaded_tasks:
-        for num_shots in shots:
-            record = evaluate_tasks(
-                subject,
-                model,
-                tokenizer,
-                loaded_tasks,
-                num_shots=num_shots,
-                world=world,
-                settings={**settings, "add_bos_token": args.add_bos_token, "limit": args.limit},
-                out=out,
-                log_samples=args.log_samples,
-            )
-            records.append(record)
-    return records, paper
+        finish(args, subject, records[-1])
+    return records, published.find(model_name, model.config, subject.state)
 
 
-def report(records: list[dict], papers: dict[str, published.Published], out: Path) -> None:
-    """Print the tables of these records, and write those of everything that is stored to files."""
-    if not records:
-        print(f"nothing was evaluated; {out} is unchanged")
-        return
-    other_records = read_other_records(out, records)
-    tables = comparison.make_tables([*records, *other_records], papers)
-    for suffix, format_tables in TABLE_FORMATS.items():
-        files.write_text(out / f"table.{suffix}", format_tables(tables), is_shared=True)
-    print(comparison.format_for_terminal(comparison.make_tables(records, papers)))
-    if other_records:
-        print(f"\nwritten to {out}, where the tables include earlier results of these models")
+def finish(args: SimpleNamespace, subject: Subject, record: dict) -> None:
+    """Write the record of a model, and print it as one line."""
+    record["weights"] = subject.identity
+    record["label"] = subject.label
+    write_record(record, get_folder(args, subject))
+    if record["shots"] is None:
+        line = ", ".join(f"{key} {value:.4f}" for key, value in record["record"].items())
     else:
-        print(f"\nwritten to {out}")
+        shown = record["shown"].items()
+        line = "; ".join(f"{name} {metric} {value:.2f}" for name, (metric, value, _) in shown)
+        line = f"{record['shots']}-shot {line}"
+    print(f"{subject.label}: {line}", flush=True)
+
+
+def get_folder(args: SimpleNamespace, subject: Subject) -> Path:
+    """Return the folder of a model's results."""
+    return Path(args.out) if args.out else subject.results_folder()
+
+
+def write_record(record: dict, folder: Path) -> None:
+    """Write results_DATE.json, and lm-eval's samples_TASK_DATE.jsonl if there are samples."""
+    folder.mkdir(parents=True, exist_ok=True)
+    samples = record.pop("samples", {})
+    path = folder / f"results_{datetime.datetime.now().isoformat().replace(':', '-')}.json"
+    text = files.to_json({**record, **collect_provenance()}, indent=1, default=str)
+    files.write_text(path, text + "\n")
+    if samples:
+        from lm_eval.loggers import EvaluationTracker
+
+        tracker = EvaluationTracker(output_path=str(path))
+        tracker.date_id = path.stem.partition("_")[2]
+        for name, items in samples.items():
+            tracker.save_results_samples(name, items)
 
 
 def main() -> None:
     args = read_command_line(__doc__, Options)
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
-        # Mistakes in the command are reported before any work is done.
-        task_names = parse_tasks(args)
-        shots = parse_shots(args.shots)
+        # mistakes in the command are reported before any work is done
+        if machine.world_size() > 1:
+            raise ValueError("eval.py runs as one process; start it without torchrun")
+        names = tasks.parse_names(args.tasks or "paper") if evaluates_tasks(args) else []
+        if not names and not args.val:
+            raise ValueError("--tasks names no task; give at least one task, or --val")
+        parse_shots(args.shots)
         device = processes.pick_device(args.device)
-        chosen_models = find_models(args.runs, bool(task_names))
-        corpora = open_corpora(chosen_models, args.val)
-        out = Path(args.out or subjects.default_out_folder(args.runs))
-
-        world = processes.start(device)
-        loaded_tasks: list[tasks.LoadedTask] = []
-        missing_tasks: list[str] = []
-        if task_names:
-            loaded_tasks, missing_tasks = tasks.load_tasks(
-                task_names, args.include_path, world, args.retry_minutes
-            )
-            for task in loaded_tasks:
-                for num_shots in shots:
-                    tasks.set_num_shots(task, num_shots)
-        # processes with different tasks would wait for each other forever
-        processes.check_agreement(
-            world,
-            {
-                "the models": [subject.identity for subject in chosen_models],
-                "the validation data": [corpus.identity for corpus in corpora],
-                "the tasks that can be loaded": [task.name for task in loaded_tasks],
-            },
-        )
+        models = [subjects.find(path) for path in args.runs]
+        manager = None
+        if names:
+            for subject in models:
+                subjects.check_has_text(subject)
+            manager = tasks.make_task_manager(names, args.include_path)
+        # --val stands for the dataset that a run was trained on
+        dataset = "" if args.val is True else args.val
+        corpora = [
+            subjects.open_corpus_of(subject, dataset) if args.val else None for subject in models
+        ]
         records: list[dict] = []
         papers: dict[str, published.Published] = {}
-        if loaded_tasks or corpora:
-            out.mkdir(parents=True, exist_ok=True)
-            # without --val, the corpus of each model is None
-            for subject, corpus in itertools.zip_longest(chosen_models, corpora):
-                new_records, papers[subject.identity] = evaluate_model(
-                    args, subject, corpus, loaded_tasks, shots, world, out
-                )
-                records.extend(new_records)
-
-        if world.is_main:
-            report(records, papers, out)
-            for message in missing_tasks:
-                print(f"{Path(sys.argv[0]).name}: {message}; skipped", file=sys.stderr)
-    processes.stop(world)
-    sys.exit(3 if missing_tasks else 0)
+        for subject, corpus in zip(models, corpora, strict=True):
+            new_records, papers[subject.identity] = evaluate_model(
+                args, subject, corpus, names, manager, device
+            )
+            records += new_records
+        text = comparison.format_markdown(comparison.make_tables(records, papers))
+        print(f"\n{text}")
+        for folder in sorted({get_folder(args, subject) for subject in models}):
+            files.write_text(folder / "table.md", text)
+            print(f"written to {folder}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of results beside the paper's (results/published.csv), for the terminal and for files."""
+"""The table of results beside the paper's (results/published.csv), for the terminal and reports."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,16 +6,9 @@ from typing import NamedTuple
 
 from evaluation.published import Published
 from evaluation.tasks import PAPER_METRICS
-from utils import files, tables
+from utils import tables
 from utils.tables import Table
 
-STANDARD_ERROR_NOTE = "± is lm-eval's standard error over the items of a task."
-AVERAGE_NOTE = "The standard error of the average assumes that the tasks are independent."
-PAPER_NOTE = (
-    "The paper reports single runs without standard errors, so the error of a difference includes "
-    "only that of this evaluation."
-)
-EXPLANATIONS = (STANDARD_ERROR_NOTE, AVERAGE_NOTE, PAPER_NOTE)
 # Columns of the validation table, and the paper's names for those that it reports.
 VALIDATION_COLUMNS = {
     "val_loss": "loss (nats/token)",
@@ -42,66 +35,51 @@ class Row:
     label: str
     values: dict[str, Value]
     paper: dict[str, float] = field(default_factory=dict)
-    # a line that goes under the tables
+    # a line that goes under the table
     remark: str = ""
-
-    def differences(self) -> dict[str, Value]:
-        """Return the model's results minus the paper's, in the columns that both have."""
-        return {
-            column: Value(value - self.paper[column], error)
-            for column, (value, error) in self.values.items()
-            if column in self.paper
-        }
 
 
 def make_table(
     name: str, title: str, columns: dict[str, str], rows: list[Row], num_decimals: int = 2
 ) -> Table:
-    """Return a table in which the paper's row and the difference follow each model that the paper has.
+    """Return a table in which the paper's row follows each model that the paper has.
 
     Args:
         columns: keys of the rows' results, with their headings
     """
 
-    def format_values(label: str, values: dict[str, Value], sign: str = "") -> list[str | None]:
-        texts = {}
-        for column, (value, error) in values.items():
-            texts[column] = f"{value:{sign}.{num_decimals}f}"
-            if error is not None:
-                texts[column] += f" ± {error:.{num_decimals}f}"
-        return [label, *(texts.get(column) for column in columns)]
+    def format_value(value: float, error: float | None = None) -> str:
+        text = f"{value:.{num_decimals}f}"
+        return text if error is None else f"{text} ± {error:.{num_decimals}f}"
 
     cells = []
     numbers = []
     for row in rows:
-        cells.append(format_values(row.label, row.values))
-        differences = row.differences()
+        texts = {column: format_value(*value) for column, value in row.values.items()}
+        cells.append([row.label, *map(texts.get, columns)])
         if row.paper.keys() & columns.keys():
-            paper = {column: Value(value) for column, value in row.paper.items()}
-            cells.append(format_values("published", paper))
-            cells.append(format_values("difference", differences, sign="+"))
-        for column in columns:
-            if column in row.values:
-                value, error = row.values[column]
-                numbers.append(
-                    {
-                        "model": row.label,
-                        "table": title,
-                        "column": column,
-                        "value": value,
-                        "standard_error": error,
-                        "published": row.paper.get(column),
-                        "difference": differences[column].value if column in differences else None,
-                    }
-                )
+            texts = {column: format_value(value) for column, value in row.paper.items()}
+            cells.append(["published", *map(texts.get, columns)])
+        for column in columns.keys() & row.values.keys():
+            value, error = row.values[column]
+            numbers.append(
+                {
+                    "model": row.label,
+                    "table": title,
+                    "column": column,
+                    "value": value,
+                    "standard_error": error,
+                    "published": row.paper.get(column),
+                }
+            )
     return Table(
         name=name,
         title=title,
         header=["model", *columns.values()],
         rows=cells,
-        notes=make_notes(rows),
+        notes=[row.remark for row in rows if row.remark],
         numbers=numbers,
-        continuations=("published", "difference"),
+        continuations=("published",),
     )
 
 
@@ -121,65 +99,29 @@ def make_title(record: dict) -> str:
     return ", ".join(parts)
 
 
-def make_tables(records: list[dict], papers: dict[str, Published]) -> list[Table]:
-    """Return a table for each title with a row for each record, those of validation splits last.
-
-    Args:
-        papers: the paper's results for each model, by the digest of its weights
-    """
-    records_by_title: dict[str, list[dict]] = {}
-    for record in sorted(records, key=lambda record: record["shots"] is None):
-        records_by_title.setdefault(make_title(record), []).append(record)
-    results = []
-    for title, records_of_title in records_by_title.items():
-        metrics: dict[str, str] = {}
-        rows = []
-        for record in records_of_title:
-            label = record["label"]
-            published = papers[record["weights"]]
-            if record["shots"] is None:
-                paper, remark = published.beside_validation(label, record)
-                rows.append(make_validation_row(label, record["record"], paper, remark))
-                continue
-            values = {}
-            for name, (metric, value, error) in record["shown"].items():
-                # the file of a task may set its own number of shots
-                own_shots = record["n-shot"].get(name, record["shots"])
-                metrics[name] = metric
-                if own_shots != record["shots"]:
-                    metrics[name] = f"{metric}, {own_shots}-shot"
-                values[name] = Value(files.restore_nan(value), error)
-            paper, remark = published.beside(label, record["shots"])
-            rows.append(make_task_row(label, values, paper, remark))
-        if metrics:
-            results.append(make_task_table(title, metrics, rows))
-        else:
-            results.append(make_validation_table(title, rows))
-    return results
-
-
 def compute_average(values: dict[str, Value]) -> dict[str, Value]:
-    """Return {"average": the mean over the paper's eight tasks}; {} if one of them is missing."""
+    """Return {"average": the mean over the paper's eight tasks}; {} if one of them is missing.
+
+    Its standard error assumes that the tasks are independent.
+    """
     if not PAPER_METRICS.keys() <= values.keys():
         return {}
-    task_values, task_errors = zip(*(values[task] for task in PAPER_METRICS), strict=True)
-    num_tasks = len(task_values)
-    error = None
-    if None not in task_errors:
-        error = math.sqrt(sum(task_error * task_error for task_error in task_errors)) / num_tasks
-    return {"average": Value(sum(task_values) / num_tasks, error)}
+    results, errors = zip(*(values[task] for task in PAPER_METRICS), strict=True)
+    error = None if None in errors else math.hypot(*errors) / len(errors)
+    return {"average": Value(sum(results) / len(results), error)}
 
 
 def make_task_row(
     label: str, values: dict[str, Value], paper: dict[str, float], remark: str
 ) -> Row:
-    """Return the row of a model whose results are by task; the average is added if it is missing.
+    """Return the row of a model whose results are by task, with their average.
 
     The remark is omitted if none of the tasks is one of the paper's.
     """
-    if not values.keys() & PAPER_METRICS:
-        remark = ""
-    return Row(label, {**compute_average(values), **values}, paper, remark)
+    has_paper_task = bool(values.keys() & PAPER_METRICS)
+    return Row(
+        label, {**compute_average(values), **values}, paper, remark if has_paper_task else ""
+    )
 
 
 def make_task_table(title: str, metrics: dict[str, str], rows: list[Row]) -> Table:
@@ -197,20 +139,6 @@ def make_task_table(title: str, metrics: dict[str, str], rows: list[Row]) -> Tab
     return make_table("accuracy", title, columns, rows)
 
 
-def make_validation_row(label: str, record: dict, paper: dict[str, float], remark: str) -> Row:
-    """Return the row of a model's results on the validation split.
-
-    Args:
-        record: as in metrics.jsonl
-    """
-    record = files.restore_nan(record)
-    values = {column: Value(record[column]) for column in VALIDATION_COLUMNS if column in record}
-    published = {}
-    if paper:
-        published = {column: paper[name] for column, name in PAPER_VALIDATION_METRICS.items()}
-    return Row(label, values, published, remark)
-
-
 def make_validation_table(title: str, rows: list[Row]) -> Table:
     """Return a table of results on a validation split, with the columns that any row has."""
     columns = {
@@ -221,58 +149,54 @@ def make_validation_table(title: str, rows: list[Row]) -> Table:
     return make_table("validation", title, columns, rows, num_decimals=4)
 
 
-def make_notes(rows: list[Row]) -> list[str]:
-    """Return sentences that explain the numbers of a table, and the rows' remarks."""
-    notes = []
-    if any(error is not None for row in rows for _, error in row.values.values()):
-        notes.append(STANDARD_ERROR_NOTE)
-    if any("average" in row.values for row in rows):
-        notes.append(AVERAGE_NOTE)
-    if any(row.differences() for row in rows):
-        notes.append(PAPER_NOTE)
-    return notes + [row.remark for row in rows if row.remark]
+def make_tables(records: list[dict], papers: dict[str, Published]) -> list[Table]:
+    """Return a table for each number of shots and each corpus, with a row for each model.
+
+    Args:
+        records: of eval.py
+        papers: the paper's results for each model, by the digest of its weights
+    """
+    records_by_title: dict[str, list[dict]] = {}
+    for record in sorted(records, key=lambda record: record["shots"] is None):
+        records_by_title.setdefault(make_title(record), []).append(record)
+    results = []
+    for title, records_of_title in records_by_title.items():
+        metrics: dict[str, str] = {}
+        rows = []
+        for record in records_of_title:
+            paper = papers[record["weights"]]
+            if record["shots"] is None:
+                rows.append(make_validation_row(record, paper))
+                continue
+            for name, (metric, _, _) in record["shown"].items():
+                # the file of a task may set its own number of shots
+                shots = record["n-shot"].get(name, record["shots"])
+                metrics[name] = metric if shots == record["shots"] else f"{metric}, {shots}-shot"
+            values = {name: Value(*value) for name, (_, *value) in record["shown"].items()}
+            beside = paper.beside(record["label"], record["shots"])
+            rows.append(make_task_row(record["label"], values, *beside))
+        if metrics:
+            results.append(make_task_table(title, metrics, rows))
+        else:
+            results.append(make_validation_table(title, rows))
+    return results
 
 
-def join_notes(results: list[Table]) -> list[str]:
-    """Return the notes of several tables as paragraphs, each note once."""
-    notes = list(dict.fromkeys(note for table in results for note in table.notes))
-    explanations = [note for note in EXPLANATIONS if note in notes]
-    remarks = [note for note in notes if note not in EXPLANATIONS]
-    return [" ".join(explanations), *remarks] if explanations else remarks
+def make_validation_row(record: dict, paper: Published) -> Row:
+    """Return the row of a record of a validation split."""
+    row, remark = paper.beside_validation(record["label"], record)
+    values = {column: Value(value) for column, value in record["record"].items()}
+    published = {}
+    if row:
+        published = {column: row[name] for column, name in PAPER_VALIDATION_METRICS.items()}
+    return Row(record["label"], values, published, remark)
 
 
 def format_markdown(results: list[Table]) -> str:
-    """Format tables and notes as Markdown."""
-    parts = []
-    for table in results:
-        grid = tables.format_markdown(table.header, table.rows)
-        parts += [f"### {table.title}", "", grid, ""]
-    return "\n".join([*parts, "\n\n".join(join_notes(results)), ""])
-
-
-def format_for_terminal(results: list[Table]) -> str:
-    """Format tables and notes for the terminal, with a line for each task.
-
-    The tables are transposed, so that several models fit into the width of a terminal.
-    """
+    """Format tables with a line for each task, so that several models fit a terminal's width."""
     parts = []
     for table in results:
         header, *rows = zip(table.header, *table.rows, strict=True)
-        parts += ["", table.title, tables.format_markdown(header, rows)]
-    return "\n".join([*parts, "", *join_notes(results)])
-
-
-def format_latex(results: list[Table]) -> str:
-    """Format tables for LaTeX, with the notes as comments."""
-    parts = ["% needs \\usepackage{booktabs}"]
-    parts += [f"% {note.replace('±', '+-')}" for note in join_notes(results)]
-    for table in results:
-        tabular = tables.format_latex(table.header, table.rows, table.continuations)
-        parts += ["", f"% {table.title}", tabular]
-    return "\n".join([*parts, ""])
-
-
-def format_csv(results: list[Table]) -> str:
-    """Format tables as CSV, with a line for each number."""
-    numbers = [line for table in results for line in table.numbers]
-    return Table("all", "all tables", header=[], rows=[], numbers=numbers).to_csv()
+        parts += [f"### {table.title}", tables.format_markdown(header, rows)]
+    notes = [note for table in results for note in table.notes]
+    return "\n\n".join([*parts, *dict.fromkeys(notes)]) + "\n"

@@ -2,8 +2,7 @@
 
 A model has a row in the paper if the paper trained its variant in its size. Whether the model was
 trained as the paper's was is left to the reader: a line under the table lists every setting that
-differs from the config file that follows the paper's text, and the settings in which the authors'
-released code differs from this text.
+differs from the config file that follows the paper's text.
 """
 
 import csv
@@ -27,8 +26,7 @@ SIZES = {
     "medium": {"num_hidden_layers": 24, "hidden_size": 1024},
 }
 
-# The recipes of the text of January 29, 2026: config/NAME_SIZE.py with these names. For the models of
-# DDL, config/authors_NAME_SIZE.py has what the authors' code does differently.
+# The recipes of the text of January 29, 2026: config/NAME_SIZE.py with these names.
 CONFIG_NAMES = {
     "gpt-mha-rope": "gpt",
     "DDL-vdim1-gpt-mha-rope": "ddl_dv1",
@@ -55,20 +53,12 @@ class Published:
     # variant and size of the model, for a message
     description: str
 
-    # the config file with the recipe of the paper's text, and the settings that differ from it
+    # the config file with the paper's recipe, and the settings that differ from it
     config_file: str = ""
     differences: tuple[str, ...] = ()
 
-    # the settings that differ from the authors' code where this code differs from the text
-    code_differences: tuple[str, ...] = ()
-
-    # False if the model's folder does not say how it was trained
-    is_training_known: bool = True
-
-    # the corpus that it was trained on, as in state.json
+    # the corpus that the model was trained on, as in state.json, and that of the recipe
     corpus: dict | None = None
-
-    # name of the dataset of the paper's recipe
     recipe_dataset: str = ""
 
     def beside(
@@ -89,32 +79,21 @@ class Published:
             return {}, f"The paper reports no results for {label} ({self.description})."
         if not row:
             return {}, f"The paper reports no {shots}-shot results for {label}."
-        sentences = []
         if differences := [*self.differences, *more_differences]:
-            sentences.append(
-                f"Settings of {label} that differ from the paper's text ({self.config_file}): "
+            return row, (
+                f"Settings of {label} that differ from the paper's ({self.config_file}): "
                 f"{', '.join(differences)}."
             )
-        if self.code_differences:
-            sentences.append(
-                f"Settings of {label} that differ from the authors' code: "
-                f"{', '.join(self.code_differences)}."
-            )
-        if not self.is_training_known:
-            sentences.append(f"It is not known how {label} was trained.")
-        return row, " ".join(sentences)
+        return row, ""
 
     def beside_validation(self, label: str, record: dict) -> tuple[dict[str, float], str]:
-        """Return what `beside` does for a record of the validation split (runner.py)."""
-        differences = []
-        if self.corpus is None:
-            if record["dataset"] != self.recipe_dataset:
-                differences.append(
-                    f"validated on {record['dataset']} (paper: {self.recipe_dataset})"
-                )
-        elif record["settings"]["corpus"] != self.corpus:
-            differences.append("validated on a corpus other than the training corpus")
-        return self.beside(label, "", *differences)
+        """Return what `beside` does for a record of the validation split (eval.py)."""
+        if self.corpus is not None and record["settings"]["corpus"] != self.corpus:
+            return self.beside(label, "", "validated on a corpus other than the training corpus")
+        if self.corpus is None and record["dataset"] != self.recipe_dataset:
+            difference = f"validated on {record['dataset']} (paper: {self.recipe_dataset})"
+            return self.beside(label, "", difference)
+        return self.beside(label, "")
 
 
 @cache
@@ -147,24 +126,14 @@ def find(variant: str, model_config: GPTConfig, state: dict | None = None) -> Pu
     options = collect_options(TrainConfig, model_class(variant).Config)
     recipe = read_recipe(config_file, options)
     settings = asdict(model_config) if state is None else saved_settings(state)
-    differences = find_differences(settings, recipe, options, "paper")
-    if state is not None and state["step"] != settings["max_steps"]:
+    differences = find_differences(settings, recipe, options)
+    if state is None:
+        differences.append("it is not known how it was trained")
+    elif state["step"] != settings["max_steps"]:
         differences.append(f"trained for {state['step']:,} of max_steps={settings['max_steps']}")
-    code_differences = []
-    code_file = f"config/authors_{CONFIG_NAMES[variant]}_{size}.py"
-    if (ROOT / code_file).exists():  # the baseline has one form
-        code = read_recipe(code_file, options)
-        form_options = {key: options[key] for key in options if code[key] != recipe[key]}
-        code_differences = find_differences(settings, code, form_options, "code")
+    corpus = None if state is None else state["corpus"]
     return Published(
-        results,
-        description,
-        config_file,
-        tuple(differences),
-        tuple(code_differences),
-        is_training_known=state is not None,
-        corpus=None if state is None else state["corpus"],
-        recipe_dataset=recipe["dataset"],
+        results, description, config_file, tuple(differences), corpus, recipe["dataset"]
     )
 
 
@@ -188,7 +157,6 @@ def find_differences(
     settings: dict[str, object],
     recipe: dict[str, object],
     options: dict[str, Option],
-    source: str,
 ) -> list[str]:
     """Return the settings that differ from a recipe, as `learning_rate=0.002 (paper: 0.001)`.
 
@@ -196,7 +164,6 @@ def find_differences(
         settings: all settings of a run, or only those of its model
         recipe: all settings of the recipe
         options: the keys to compare
-        source: what the recipe's value is called, "paper" or "code"
     """
     differences = []
     for name, option in options.items():
@@ -207,9 +174,6 @@ def find_differences(
         value = settings[name]
         if name == "dataset":  # the same data may lie in another folder
             value = Path(value).name
-        # An exported folder has only settings of the model, so the recipe fills in the others before
-        # find_effect reads them.
-        has_effect, _ = option.find_effect({**recipe, **settings})
-        if value != recipe[name] and has_effect:
-            differences.append(f"{name}={value} ({source}: {recipe[name]})")
+        if value != recipe[name]:
+            differences.append(f"{name}={value} (paper: {recipe[name]})")
     return differences

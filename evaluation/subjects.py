@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,9 +15,6 @@ from data.tokenizer import Tokenizer
 from model import weights
 from model.gpt import GPT
 from training import checkpoint
-
-# The longest list of run names in the name of a folder of results; file systems allow 255 bytes.
-MAX_NAMES_LENGTH = 100
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,14 @@ class Subject:
         model, model_tokenizer, state = model_folder.load_model(self.folder, device)
         return model, model_tokenizer, state["model"]
 
+    def results_folder(self) -> Path:
+        """Return eval/ in the run folder, or eval_NAME/ beside an exported folder.
+
+        `export.py --overwrite` replaces an exported folder as a whole.
+        """
+        run = find_run_folder(self.folder.resolve())
+        return run.parent / f"eval_{run.name}" if self.state is None else run / "eval"
+
 
 def find(path: str) -> Subject:
     """Return the latest checkpoint of a run, a checkpoint, or an exported or released folder.
@@ -46,38 +52,29 @@ def find(path: str) -> Subject:
     """
     folder = Path(path)
     if model_folder.is_exported(folder):
-        files = [
-            folder / "config.json",
-            folder / "tokenizer.json",
-            *weights.list_weight_files(folder),
-        ]
-        digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file()]
-        identity = hashlib.sha256(b"".join(digests)).hexdigest()
+        names = ("config.json", "tokenizer.json")
+        files = [folder / name for name in names if (folder / name).is_file()]
+        identity = compute_digest([*files, *weights.list_weight_files(folder)])
         return Subject(folder.resolve().name, folder, None, identity)
     folder = checkpoint.find(folder)
     state = checkpoint.read_state(folder)
     label = f"{find_run_folder(folder.resolve()).name}, step {state['step']:,}"
-    checksums_file = folder / checkpoint.CHECKSUMS
-    if checksums_file.exists():
-        checksums = checksums_file.read_bytes()
-    else:
-        lines = [checkpoint.compute_checksum_line(folder / name) for name in checkpoint.MODEL_FILES]
-        checksums = "".join(lines).encode()
     if folder.name == "ema":
-        label = f"{label}, averaged weights"
-    identity = hashlib.sha256(checksums).hexdigest()
-    return Subject(label, folder, state, identity)
+        label += ", averaged weights"
+    names = [checkpoint.CHECKSUMS]
+    if not (folder / checkpoint.CHECKSUMS).exists():
+        names = list(checkpoint.MODEL_FILES)
+    return Subject(label, folder, state, compute_digest(folder / name for name in names))
 
 
-def find_all(paths: list[str]) -> list[Subject]:
-    """Return the subject of each path; labels that are equal get the name of the parent folder."""
-    subjects = [find(path) for path in paths]
-    labels = [subject.label for subject in subjects]
-    for index, path in enumerate(paths):
-        if labels.count(labels[index]) > 1:
-            parent = find_run_folder(Path(path).resolve()).parent.name
-            subjects[index] = replace(subjects[index], label=f"{parent}/{labels[index]}")
-    return subjects
+def compute_digest(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of the contents of files."""
+    digest = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def find_run_folder(path: Path) -> Path:
@@ -86,48 +83,12 @@ def find_run_folder(path: Path) -> Path:
     return folder.parents[1] if folder.parent.name == "checkpoints" else path
 
 
-def default_out_folder(paths: list[str]) -> Path:
-    """Return the folder for results: eval/ in a single run, eval_A+B/ beside the runs A and B.
-
-    The names of several runs are sorted, so that their order in `paths` does not matter. The
-    results of an exported folder are beside it, because `export.py --overwrite` replaces it.
-
-    Raises:
-        ValueError: only the root folder contains all runs
-    """
-    run_folders = find_run_folders(paths)
-    common_folder = find_common_folder(paths)
-    if len(run_folders) == 1:
-        if model_folder.is_exported(common_folder):
-            return common_folder.parent / f"eval_{common_folder.name}"
-        return common_folder / "eval"
-    relative_paths = sorted(str(folder.relative_to(common_folder)) for folder in run_folders)
-    names = "+".join(relative_paths).replace(os.sep, "-")
-    if len(names.encode()) > MAX_NAMES_LENGTH:
-        digest = hashlib.sha256("\n".join(relative_paths).encode()).hexdigest()[:8]
-        names = f"{len(relative_paths)}_runs_{digest}"
-    return common_folder / f"eval_{names}"
-
-
-def find_run_folders(paths: list[str]) -> set[Path]:
-    """Return the run folders of runs, checkpoints and exported models."""
-    return {find_run_folder(Path(path).resolve()) for path in paths}
-
-
 def find_common_folder(paths: list[str]) -> Path:
-    """Return the folder of a single run, or the folder that contains all runs.
-
-    Raises:
-        ValueError: only the root folder contains all runs
-    """
-    run_folders = find_run_folders(paths)
-    if len(run_folders) == 1:
-        common_folder = run_folders.pop()
-    else:
-        common_folder = Path(os.path.commonpath([folder.parent for folder in run_folders]))
-    if common_folder == Path(common_folder.anchor):
-        raise ValueError("the runs have no common folder for the results; give --out=FOLDER")
-    return common_folder
+    """Return the folder of a single run, or the folder that contains all runs."""
+    runs = {find_run_folder(Path(path).resolve()) for path in paths}
+    if len(runs) == 1:
+        return runs.pop()
+    return Path(os.path.commonpath([run.parent for run in runs]))
 
 
 def check_has_text(subject: Subject) -> None:

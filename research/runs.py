@@ -530,7 +530,7 @@ def find_published_results(state: dict[str, Any]) -> Published | None:
 
 
 def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> list[dict]:
-    """Return the records of eval.py for a checkpoint (evaluation/runner.py).
+    """Return the records of eval.py for a checkpoint (eval.py).
 
     They are in eval/ in the folder of the run, and in the folders beside the run in which it was
     evaluated with others, eval_*/. Newer records come later. A note is appended for each results

@@ -16,8 +16,6 @@ from utils import machine
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists where NVIDIA's driver has found a GPU
 # How long ranks wait for each other, if the key collective_timeout does not say.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-# How long they wait if one rank alone fetches data.
-ONE_RANK_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -146,11 +144,6 @@ def stop(world: World) -> None:
     # pause, which releases the lock, 1 run in 5 hung at its exit (torch 2.13).
     time.sleep(0.5)
     dist.destroy_process_group()
-
-
-def patient_group() -> dist.ProcessGroup:
-    """Return a group of all ranks on the CPU, whose time-out lets one rank work alone for days."""
-    return dist.new_group(backend="gloo", timeout=ONE_RANK_TIMEOUT)
 
 
 def check_agreement(world: World, values: dict[str, object]) -> None:

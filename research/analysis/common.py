@@ -103,7 +103,7 @@ def find_subjects(args: SimpleNamespace) -> list[Subject]:
     Raises:
         ValueError: there is no such run, or its corpus is missing
     """
-    found_subjects = subjects.find_all(args.runs)
+    found_subjects = [subjects.find(path) for path in args.runs]
     for subject in found_subjects:
         open_corpus_of(subject, args.dataset or "", option="--dataset")
     return found_subjects
