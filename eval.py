@@ -26,7 +26,6 @@ from data.tokenizer import Tokenizer
 from evaluation import comparison, published, subjects, tasks
 from evaluation.subjects import Subject
 from model import kernels
-from model.decoding import round_matrices
 from model.gpt import GPT
 from training import metrics, validation
 from utils import errors, files, machine, processes
@@ -186,9 +185,6 @@ def evaluate_model(
     model, tokenizer, model_name = subject.load(device)
     kernels.use(model, "auto", device)
     dtype = processes.get_compute_dtype(args.dtype, device)
-    # autocast would otherwise round the same weights again in every forward pass
-    if dtype != torch.float32:
-        round_matrices(model, dtype)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     settings = {
         "dtype": format_dtype(dtype),

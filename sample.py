@@ -5,14 +5,12 @@
     cat prompt.txt | python sample.py runs/demo_cpu --prompt=-
     python sample.py runs/demo_cpu --serve            # write prompts on a web page
 
-Prompts and samples are generated together, in batches of up to --batch_size sequences. Samples do
-not depend on the batch they are generated in. The generation speed is printed on stderr.
+Samples are generated together, in batches of up to --batch_size sequences. They do not depend on the
+batch that they are generated in. The generation speed is printed on stderr.
 """
 
-import os
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Literal
@@ -23,17 +21,12 @@ import model_folder
 from configurator import argument, option, read_command_line
 from data.tokenizer import Tokenizer, encode_prompt
 from model import kernels
-from model.decoding import Decoder, round_matrices
-from model.generation import Piece, Sampling, generate_text
+from model.generation import Sampling, generate_text
 from model.gpt import GPT
-from utils import errors, files, machine
+from utils import errors, files
 from utils.processes import get_compute_dtype, pick_device
 
 RULE = "-" * 80
-# Multiply-adds of a decoding step on a CPU for each thread. At every operation the threads wait for
-# each other: on an idle machine, a step with 12M parameters took 14 ms with one thread and 21 with two,
-# one with 88M 55 and 54. Beside other work, two threads are up to 10 times slower.
-WORK_PER_THREAD = 30_000_000
 
 
 @dataclass(frozen=True)
@@ -103,12 +96,6 @@ class TextOptions:
         "maximum number of sequences to generate together",
         low=1,
     )
-    compile: Literal["auto", True, False] = option(
-        "auto",
-        "capture the decoding step as a CUDA graph on a GPU, or compile it with torch.compile on a "
-        "CPU, which saves time in long texts; auto does so on a GPU only; the web page does not, "
-        "because it records statistics of the residual stream",
-    )
 
 
 @dataclass(frozen=True)
@@ -146,117 +133,49 @@ def read_options() -> SimpleNamespace:
     return args
 
 
-def make_decoder(
-    model: GPT, device: torch.device, args: SimpleNamespace, batch_size: int, length: int
-) -> Decoder:
-    """Return a decoder for sequences of up to `length` tokens, or up to block_size if that is less.
-
-    Raises:
-        ValueError: --compile=True without a C++ compiler
-    """
-    if args.compile is True and not machine.can_compile(device.type):
-        raise ValueError(
-            "--compile=True needs a C++ compiler and Python's header files; install them, or give "
-            "--compile=False"
-        )
-    compiled = args.compile
-    if compiled == "auto":
-        compiled = device.type == "cuda"
-    if compiled and device.type == "cpu":
-        print("compiling: the first token takes up to a minute or two", file=sys.stderr, flush=True)
-    return Decoder(
-        model,
-        batch_size=batch_size,
-        length=min(length, model.config.block_size),
-        compiled=compiled,
-    )
-
-
-def choose_num_threads(num_parameters: int, batch_size: int) -> int:
-    """Return how many threads decode a token of each sequence on a CPU, at most torch's default."""
-    work = num_parameters * batch_size
-    return max(min(torch.get_num_threads(), work // WORK_PER_THREAD), 1)
-
-
-def sample(
+def print_samples(
     model: GPT,
     tokenizer: Tokenizer,
     prompts: list[str],
     args: SimpleNamespace,
     sampling: Sampling,
-    device: torch.device,
 ) -> None:
-    """Generate and print args.num_samples samples of each prompt."""
-    ids_of_prompt = {prompt: encode_prompt(tokenizer, prompt) for prompt in prompts}
-    longest_prompt = max(len(ids) for ids in ids_of_prompt.values())
-    if longest_prompt > model.config.block_size:
+    """Generate and print args.num_samples samples of each prompt; one alone while it grows."""
+    ids = {prompt: encode_prompt(tokenizer, prompt) for prompt in prompts}
+    longest = max(map(len, ids.values()))
+    if longest > model.config.block_size:
         print(
-            f"note: the longest prompt has {longest_prompt} tokens, of which the model reads the "
-            f"last {model.config.block_size} (block_size)",
+            f"note: the longest prompt has {longest} tokens, of which the model reads the last "
+            f"{model.config.block_size} (block_size)",
             file=sys.stderr,
-            flush=True,
         )
-    # a sample depends on its prompt and seed alone, so batches may mix prompts
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
-    batch_size = min(len(jobs), args.batch_size)
-    # one decoder serves all batches, because it may take seconds to compile
-    decoder = make_decoder(
-        model, device, args, batch_size, length=longest_prompt + args.max_new_tokens
-    )
     num_tokens = 0
     started = time.perf_counter()
-    for first in range(0, len(jobs), batch_size):
-        batch = jobs[first : first + batch_size]
-        batch_prompts = [prompt for prompt, _ in batch]
-        pieces = generate_text(
-            decoder,
-            tokenizer,
-            prompts=[ids_of_prompt[prompt] for prompt in batch_prompts],
-            max_new_tokens=args.max_new_tokens,
-            sampling=sampling,
-            seeds=[seed for _, seed in batch],
-            stop=args.stop,
-        )
+    for first in range(0, len(jobs), args.batch_size):
+        batch = jobs[first : first + args.batch_size]
+        texts = [prompt for prompt, _ in batch]
         if first > 0:
             print(RULE)
-        num_tokens += print_samples(batch_prompts, pieces)
+        if len(batch) == 1:
+            print(texts[0], end="", flush=True)
+        for row, piece, num_new_tokens in generate_text(
+            model,
+            tokenizer,
+            [ids[prompt] for prompt, _ in batch],
+            args.max_new_tokens,
+            sampling,
+            seeds=[seed for _, seed in batch],
+            stop=args.stop,
+        ):
+            num_tokens += num_new_tokens
+            if len(batch) == 1:
+                print(piece, end="", flush=True)
+            texts[row] += piece
+        print("" if len(batch) == 1 else f"\n{RULE}\n".join(texts), flush=True)
     seconds = time.perf_counter() - started
-    print(
-        f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:,.1f} tokens/s",
-        file=sys.stderr,
-    )
-
-
-def print_samples(prompts: list[str], pieces: Iterable[Piece]) -> int:
-    """Print each prompt with its continuation, in the order of the prompts.
-
-    All samples of a batch grow at the same time, but only one can be printed at a time. The pieces
-    of the others are held back until it is their turn.
-
-    Args:
-        pieces: what `generate_text` yields
-
-    Returns:
-        the number of generated tokens
-    """
-    held_back = [[prompt] for prompt in prompts]
-    finished = set()
-    printing = 0  # the row that is being printed
-    num_tokens = 0
-    for row, piece, num_new_tokens in pieces:
-        num_tokens += num_new_tokens
-        if piece is None:
-            finished.add(row)
-        else:
-            held_back[row].append(piece)
-        while printing < len(prompts):
-            print("".join(held_back[printing]), end="", flush=True)
-            held_back[printing].clear()
-            if printing not in finished:
-                break
-            printing += 1
-            print(f"\n{RULE}" if printing < len(prompts) else "", flush=True)
-    return num_tokens
+    speed = f"{num_tokens / seconds:,.1f} tokens/s"
+    print(f"{num_tokens} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)
 
 
 def main() -> None:
@@ -267,18 +186,11 @@ def main() -> None:
         device = pick_device(args.device)
         prompts = [files.read_text_argument(text) for text in args.prompt or [""]]
         model, tokenizer, state = model_folder.load_model(args.run, device)
-        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # --serve has one prompt and one sample
-            batch_size = min(len(prompts) * args.num_samples, args.batch_size)
-            torch.set_num_threads(choose_num_threads(model.num_parameters(), batch_size))
         kernels.use(model, "auto", device)
         dtype = get_compute_dtype(args.dtype, device)
-        # autocast would otherwise round the same weights again at every token
-        if dtype != torch.float32:
-            round_matrices(model, dtype)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             if not args.serve:
-                sample(model, tokenizer, prompts, args, sampling, device)
+                print_samples(model, tokenizer, prompts, args, sampling)
                 return
             # imported here, because other uses do without its packages
             from serving.app import serve

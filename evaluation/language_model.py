@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
-from model.decoding import Decoder, pad_left
+from model.cache import pad_left
 from model.generation import Sampling, generate_text
 from model.gpt import GPT
 
@@ -269,17 +269,16 @@ class LanguageModel(TemplateLM):
             list(self.cut(self.tok_encode(text) or [self.prefix_token_id], max_new_tokens))
             for text in texts
         ]
-        decoder = Decoder(self.model, len(prompts), max(map(len, prompts)) + max_new_tokens)
         continuations = [""] * len(texts)
         with self.autocast:
             for row, piece, _ in generate_text(
-                decoder,
+                self.model,
                 self.encoding,
-                prompts=prompts,
-                max_new_tokens=max_new_tokens,
-                sampling=Sampling(**settings),
+                prompts,
+                max_new_tokens,
+                Sampling(**settings),
                 seeds=list(range(len(prompts))),
                 stop=stop,
             ):
-                continuations[row] += piece or ""
+                continuations[row] += piece
         return continuations

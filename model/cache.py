@@ -1,8 +1,4 @@
-"""The cache of a model: what it stores of the tokens so far.
-
-Every tensor of it has a fixed shape and address, and the position is a number on the device, so that
-a step that is compiled or captured once serves all positions (model/decoding.py).
-"""
+"""The cache of a model: what it stores of the tokens so far."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,6 +7,24 @@ import torch
 
 # Padding to the left of the shorter sequences of a batch.
 NO_TOKEN = -1
+
+
+def pad_left(
+    sequences: list[list[int]] | list[tuple[int, ...]], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return token ids as int64 (B, T), with NO_TOKEN to the left of shorter sequences.
+
+    Raises:
+        ValueError: a sequence is empty
+    """
+    if not all(sequences):
+        raise ValueError(
+            "a sequence is empty; give each sequence at least one token, such as the end-of-text "
+            "token, with which documents begin in training"
+        )
+    length = max(map(len, sequences))
+    rows = [[NO_TOKEN] * (length - len(ids)) + list(ids) for ids in sequences]
+    return torch.tensor(rows, device=device)
 
 
 class Folded(NamedTuple):
@@ -69,17 +83,6 @@ class Cache:
             self.padded = bool((self.start > 0).any())
         self.num_tokens += new_tokens
         return self.num_tokens
-
-    def reset(self) -> None:
-        """Forget all tokens; the tensors keep their addresses."""
-        self.num_tokens = 0
-        self.position.zero_()
-        if self.start is not None:
-            self.start.zero_()
-        for block in self.blocks:
-            for content in block.values():
-                if not isinstance(content, Folded):
-                    content.zero_()
 
     def select(self, rows: torch.Tensor) -> "Cache":
         """Return a new cache of these rows (N,), int64: for beams, or to continue one prefix."""

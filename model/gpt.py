@@ -309,7 +309,8 @@ class GPT(nn.Module):
             ids: token ids (B, T), int64
             targets: ids of the next tokens (B, T), int64; -1 is ignored
             cache: a cache of `new_cache`, whose tokens ids continue; the first call may have padding
-                at the left (see `pad_left` in model/decoding.py). Only the output layer then has a gradient.
+                at the left (see `pad_left` in model/cache.py). Only the output layer then has a
+                gradient.
             return_logits: whether to return the logits in addition to the loss
 
         Returns:

@@ -264,7 +264,7 @@ def measure_decoding(args: SimpleNamespace, batch_size: int) -> Task:
     size = suites.SMALL
     if args.device == "cpu":
         size = {**suites.TINY, "vocab_size": 320, "block_size": 16}
-        command += ["--context=4", "--tokens=2", "--rounds=1", "--compile=False"]
+        command += ["--context=4", "--tokens=2", "--rounds=1"]
     else:
         command += ["--context=512", "--tokens=32", "--rounds=5"]
     command += [f"--{key}={size[key]}" for key in suites.SIZE_KEYS]

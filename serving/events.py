@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
@@ -13,8 +13,7 @@ import torch
 from data.tokenizer import Tokenizer
 from model.block import Site, State
 from model.ddl import DeltaRewrite
-from model.decoding import Decoder
-from model.generation import Generation, Sampling, Text, TokenText
+from model.generation import Generation, Sampling, Text
 from model.gpt import GPT
 from training.residual_statistics import ObservedStream, SiteWrite
 
@@ -129,27 +128,34 @@ def label_token(tokenizer: Tokenizer, token: int) -> str:
 
 
 def make_event(
-    tokenizer: Tokenizer, token_texts: list[TokenText], statistics: deque[dict], *, prompt: bool
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    texts: list[str],
+    statistics: list[dict],
+    *,
+    prompt: bool,
 ) -> dict:
-    """Return {"tokens"} of these tokens, whose statistics are taken from the queue."""
-    tokens = [
-        {
-            "id": token,
-            "text": text,
-            "label": label_token(tokenizer, token),
-            "statistics": statistics.popleft(),
-            "prompt": prompt,
-        }
-        for token, text in token_texts
-    ]
-    return {"tokens": tokens}
+    """Return {"tokens"} of these tokens, each with the text that has become certain with it."""
+    return {
+        "tokens": [
+            {
+                "id": token,
+                "text": text,
+                "label": label_token(tokenizer, token),
+                "statistics": values,
+                "prompt": prompt,
+            }
+            for token, text, values in zip(tokens, texts, statistics, strict=True)
+        ]
+    }
 
 
-def split_text(tokenizer: Tokenizer, tokens: list[int]) -> list[TokenText]:
-    """Return the tokens of a whole text, each with the text that it adds."""
+def split_text(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    """Return the text that each token adds to a whole text."""
     text = Text(tokenizer, stop=[])
-    certain = [token_text for token in tokens for token_text in text.add(token)]
-    return [*certain, *text.end()]
+    texts = [text.add(token) for token in tokens]
+    texts[-1] += text.end()
+    return texts
 
 
 def generate_events(
@@ -163,17 +169,15 @@ def generate_events(
     stop: list[str],
     is_cancelled: Callable[[], bool],
 ) -> Generator[dict, None, None]:
-    """Yield {"seed"}, then {"tokens"} several times, and at last {"end", "new_tokens", "seconds"}.
+    """Yield {"seed"}, then {"tokens"} several times, and at last {"end", "text", "new_tokens", "seconds"}.
 
     The statistics of a token are those of the forward pass that reads it. A generated token is only
     read when the next one is sampled, so one more token is sampled than is sent.
     """
     start = time.perf_counter()
     recorder = StatisticsRecorder()
-    # a text may become longer than the cache, which then holds its newest part
-    decoder = Decoder(model, 1, min(len(prompt) + max_new_tokens, model.config.block_size))
     generation = Generation(
-        decoder,
+        model,
         prompts=[prompt],
         max_new_tokens=max_new_tokens + 1,
         sampling=sampling,
@@ -183,18 +187,15 @@ def generate_events(
     )
     # the prompt may contain a stop string, which only ends the generated text
     text = Text(tokenizer, stop)
-    statistics: deque[dict] = deque()  # of the tokens that have been read, but not been sent
     num_new_tokens = 0
-    unread = prompt  # the tokens that the next pass reads for the first time
     reason = "reached max tokens"
+    unread = prompt  # the tokens that the next pass reads for the first time
+    texts = split_text(tokenizer, prompt)
     yield {"seed": seed}
     with model.through(recorder):
         for [token] in generation:
-            statistics.extend(recorder.take_last(len(unread)))
-            if num_new_tokens == 0:
-                yield make_event(tokenizer, split_text(tokenizer, prompt), statistics, prompt=True)
-            elif ready := text.add(unread[0]):
-                yield make_event(tokenizer, ready, statistics, prompt=False)
+            statistics = recorder.take_last(len(unread))
+            yield make_event(tokenizer, unread, texts, statistics, prompt=num_new_tokens == 0)
             if text.stopped:
                 reason = "stop string"
                 break
@@ -209,10 +210,9 @@ def generate_events(
                 break
             num_new_tokens += 1
             unread = [token]
-    if ready := text.end():
-        yield make_event(tokenizer, ready, statistics, prompt=False)
+            texts = [text.add(token)]
     seconds = time.perf_counter() - start
-    yield {"end": reason, "new_tokens": num_new_tokens, "seconds": seconds}
+    yield {"end": reason, "text": text.end(), "new_tokens": num_new_tokens, "seconds": seconds}
 
 
 def iterate_under(

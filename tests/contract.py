@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model import cost, kernels
 from model.block import Site, State, Stream, count_state_numbers
+from model.cache import pad_left
 from model.causality import find_leak, move_parameters
-from model.decoding import pad_left
 from model.gpt import GPT
 from model.parameters import collect_rules
 from training import optimizer

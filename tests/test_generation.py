@@ -11,30 +11,20 @@ from models import TINY, build_tiny
 
 from data.tokenizer import byte_tokenizer, train_byte_pairs
 from model import build
-from model.decoding import Decoder
-from model.generation import Generation, Sampling, Text, generate_text, join, sample
+from model.generation import Generation, Sampling, Text, generate_text, sample
 from model.gpt import GPT
 
 BYTES = byte_tokenizer()
 
 
-def expected_probabilities(
-    logits: torch.Tensor, sampling: Sampling, ids: torch.Tensor
-) -> torch.Tensor:
+def expected_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return probabilities by the processors of transformers, in the order of that library."""
     transformers = pytest.importorskip("transformers")
-    scores = logits.double()
-    if sampling.repetition_penalty != 1:
-        scores = transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(
-            ids, scores
-        )
-    scores = transformers.TemperatureLogitsWarper(sampling.temperature)(ids, scores)
+    scores = transformers.TemperatureLogitsWarper(sampling.temperature)(None, logits.double())
     if sampling.top_k:
-        scores = transformers.TopKLogitsWarper(sampling.top_k)(ids, scores)
+        scores = transformers.TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
-        scores = transformers.TopPLogitsWarper(sampling.top_p)(ids, scores)
-    if sampling.min_p:
-        scores = transformers.MinPLogitsWarper(sampling.min_p)(ids, scores)
+        scores = transformers.TopPLogitsWarper(sampling.top_p)(None, scores)
     return scores.softmax(-1)
 
 
@@ -47,21 +37,17 @@ def expected_probabilities(
         {"top_k": 1000, "top_p": 0.7},
         {"top_p": 0.6},
         {"top_p": 1e-9},
-        {"min_p": 0.2},
-        {"temperature": 1.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.8},
-        {"repetition_penalty": 0.6},
+        {"temperature": 1.7, "top_k": 20, "top_p": 0.8},
     ],
 )
 def test_draws_follow_the_distribution_of_transformers(options):
     logits = torch.randn(1, 40, dtype=torch.float64) * 2
     sampling = Sampling(**options)
-    ids = torch.tensor([[3, 7, 7, 11, *logits[0].topk(3).indices.tolist()]])
-    present = torch.zeros(1, 40, dtype=torch.bool).scatter_(1, ids, True)
     num_draws = 20_000
     uniform = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
-    tokens = sample(logits.expand(num_draws, -1), sampling, uniform, present.expand(num_draws, -1))
+    tokens = sample(logits.expand(num_draws, -1), sampling, uniform)
     frequencies = torch.bincount(tokens, minlength=40) / num_draws
-    expected = expected_probabilities(logits, sampling, ids)[0]
+    expected = expected_probabilities(logits, sampling)[0]
     torch.testing.assert_close(frequencies.double(), expected, rtol=0, atol=1.01 / num_draws)
     assert not (frequencies > 0)[expected == 0].any()
 
@@ -69,17 +55,12 @@ def test_draws_follow_the_distribution_of_transformers(options):
 GREEDY = Sampling(temperature=0)
 
 
-def test_temperature_zero_draws_the_most_likely_token_after_the_penalty():
+def test_temperature_zero_draws_the_most_likely_token():
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -2.0]])
     assert sample(logits, GREEDY, None).tolist() == [1, 0]
-    present = torch.tensor([[False, True, False], [True, False, False]])
-    sampling = Sampling(temperature=0, repetition_penalty=2.5)
-    assert sample(logits, sampling, None, present).tolist() == [2, 2]
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=2), Sampling(min_p=0.5)]
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=2)])
 def test_extreme_uniform_numbers_draw_only_what_is_possible(sampling):
     logits = torch.full((2, 300), -1e9)
     logits[:, 100:103] = torch.tensor([1.0, 2.0, 3.0])
@@ -99,12 +80,6 @@ def test_extreme_uniform_numbers_draw_only_what_is_possible(sampling):
         ({"top_k": 0}, "top_k=0: give a number at least 1"),
         ({"top_p": 0.0}, "top_p=0.0: give a number above 0"),
         ({"top_p": 1.1}, "top_p=1.1: give a number above 0"),
-        ({"min_p": -0.1}, "min_p=-0.1: give a number at least 0 and at most 1"),
-        (
-            {"repetition_penalty": 0.0},
-            "repetition_penalty=0.0: give a number from 1e-06 to 1000000.0",
-        ),
-        ({"repetition_penalty": math.inf}, "repetition_penalty=inf: give a number from 1e-06"),
     ],
 )
 def test_values_out_of_range_are_refused(options, message):
@@ -114,21 +89,19 @@ def test_values_out_of_range_are_refused(options, message):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 2.0}],
+    [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}],
 )
 def test_logits_that_are_not_finite_are_an_error(options):
     model = build_tiny("gpt-mha-rope")
     torch.nn.init.constant_(model.ln_f.weight, math.nan)
     with pytest.raises(ValueError, match="the logits of the model are not finite"):
-        generate(Decoder(model, 2), [[1, 2], [3]], 4, Sampling(**options))
+        generate(model, [[1, 2], [3]], 4, Sampling(**options))
 
 
-@pytest.mark.parametrize("options", [{"temperature": 1e-6}, {"repetition_penalty": 1e-6}])
-def test_the_smallest_values_draw_a_token(options):
-    logits = torch.tensor([[-1e4, 1e4, 3.0]])
-    present = torch.ones(1, 3, dtype=torch.bool)
+def test_the_smallest_temperature_draws_a_token():
     uniform = torch.tensor([0.5], dtype=torch.float64)
-    assert sample(logits, Sampling(**options), uniform, present).tolist() == [1]
+    logits = torch.tensor([[-1e4, 1e4, 3.0]])
+    assert sample(logits, Sampling(temperature=1e-6), uniform).tolist() == [1]
 
 
 @torch.no_grad()
@@ -163,7 +136,7 @@ def build_varied(model_name: str, **settings) -> GPT:
 
 
 def generate(
-    decoder: Decoder,
+    model: GPT,
     prompts: list[list[int]],
     count: int,
     sampling: Sampling = GREEDY,
@@ -172,7 +145,7 @@ def generate(
 ) -> list[list[int | None]]:
     """Return the tokens of each text; None after its end."""
     seeds = [0] * len(prompts) if seeds is None else seeds
-    steps = Generation(decoder, prompts, count, sampling, seeds, eot_token, TINY["vocab_size"])
+    steps = Generation(model, prompts, count, sampling, seeds, eot_token, TINY["vocab_size"])
     return [list(row) for row in zip(*steps)]
 
 
@@ -189,7 +162,7 @@ def test_cached_text_equals_recomputed_text(model_name, settings):
     """The prompts differ in length, one exceeds block_size, and all texts exceed it twice."""
     model = build_varied(model_name, **settings)
     prompts = [[5], [3, 1, 4, 1, 5, 9, 2, 6], list(range(20)), [2, 7, 1]]
-    texts = generate(Decoder(model, 5), prompts, 30)
+    texts = generate(model, prompts, 30)
     assert len(texts) == 4
     for prompt, text in zip(prompts, texts):
         expected, smallest_margin = generate_without_cache(model, prompt[-16:], 30, 16)
@@ -197,44 +170,29 @@ def test_cached_text_equals_recomputed_text(model_name, settings):
         assert text == expected
 
 
-def test_the_penalty_applies_to_all_tokens_of_a_text():
-    transformers = pytest.importorskip("transformers")
-    penalty = transformers.RepetitionPenaltyLogitsProcessor(3.0)
-    model = build_varied("DDL-gpt-mha-rope")
-    prompts = [[5, 6, 7, 5], [1]]
-    sampling = Sampling(temperature=0, repetition_penalty=3.0)
-    texts = generate(Decoder(model, 2), prompts, 12, sampling)
-    for prompt, text in zip(prompts, texts):
-        for token in text:
-            ids = torch.tensor([prompt])
-            assert token == int(penalty(ids, model(ids)[0][:, -1]).argmax())
-            prompt.append(token)
-
-
 def test_a_text_does_not_depend_on_its_batch():
     model = build_varied("DDL-gpt-mha-rope-EC")
-    sampling = Sampling(top_p=0.95, repetition_penalty=1.2)
+    sampling = Sampling(top_p=0.95)
 
-    def texts_of(prompts, seeds, batch_size):
-        decoder = Decoder(model, batch_size, 16)
-        texts = generate(decoder, prompts, 25, sampling, seeds, eot_token=3)
+    def texts_of(prompts, seeds):
+        texts = generate(model, prompts, 25, sampling, seeds, eot_token=3)
         return [[token for token in text if token is not None] for text in texts]
 
     prompts = [[1], [4, 4, 4, 4, 9], [8, 1]]
     seeds = [0, 1, 5]
-    batch = texts_of(prompts, seeds, 4)
+    batch = texts_of(prompts, seeds)
     for prompt, seed, text in zip(prompts, seeds, batch):
-        assert texts_of([prompt], [seed], 1) == [text]
-    assert texts_of(prompts[::-1], seeds[::-1], 3) == batch[::-1]
-    assert texts_of(prompts, [7, 8, 9], 3) != batch
+        assert texts_of([prompt], [seed]) == [text]
+    assert texts_of(prompts[::-1], seeds[::-1]) == batch[::-1]
+    assert texts_of(prompts, [7, 8, 9]) != batch
 
 
 def test_end_of_text_ends_one_text_alone():
     model = build_varied("DDL-gpt-mha-rope")
     prompts = [[1, 2], [7]]
-    endless = generate(Decoder(model, 2), prompts, 12)
+    endless = generate(model, prompts, 12)
     eot_token = endless[0][4]
-    texts = generate(Decoder(model, 2), prompts, 12, eot_token=eot_token)
+    texts = generate(model, prompts, 12, eot_token=eot_token)
     first_end = endless[0].index(eot_token)
     assert texts[0][: first_end + 1] == [*endless[0][:first_end], None]
     assert set(texts[0][first_end:]) == {None}
@@ -244,10 +202,8 @@ def test_end_of_text_ends_one_text_alone():
 
 def test_a_text_that_is_stopped_ends_alone():
     model = build_varied("DDL-gpt-mha-rope")
-    endless = generate(Decoder(model, 2), [[1, 2], [7]], 12)
-    generation = Generation(
-        Decoder(model, 2), [[1, 2], [7]], 12, GREEDY, [0, 0], None, TINY["vocab_size"]
-    )
+    endless = generate(model, [[1, 2], [7]], 12)
+    generation = Generation(model, [[1, 2], [7]], 12, GREEDY, [0, 0], None, TINY["vocab_size"])
     steps = []
     for tokens in generation:
         steps.append(tokens)
@@ -260,10 +216,8 @@ def test_a_text_that_is_stopped_ends_alone():
 def test_a_text_that_ended_with_a_full_context_does_not_stop_the_others():
     model = build_varied("DDL-gpt-mha-rope")
     prompts = [list(range(16)), [7]]
-    alone = generate(Decoder(model, 1), prompts[1:], 20)[0]
-    generation = Generation(
-        Decoder(model, 2), prompts, 20, GREEDY, [0, 0], None, TINY["vocab_size"]
-    )
+    alone = generate(model, prompts[1:], 20)[0]
+    generation = Generation(model, prompts, 20, GREEDY, [0, 0], None, TINY["vocab_size"])
     text = []
     for tokens in generation:
         generation.stop(0)
@@ -271,36 +225,31 @@ def test_a_text_that_ended_with_a_full_context_does_not_stop_the_others():
     assert text == alone
 
 
-def test_random_numbers_of_a_text_depend_on_its_seed_alone(monkeypatch):
-    monkeypatch.setattr("model.generation.UNIFORMS_PER_DRAW", 4)
-    decoder = Decoder(build("gpt-mha-rope", **TINY), 3)
-    generation = Generation(decoder, [[1], [2]], 10, Sampling(), [5, 6], None, 29)
-    uniform = torch.stack([generation.uniform(step) for step in range(10)], dim=1)
+def test_random_numbers_of_a_text_depend_on_its_seed_alone():
+    model = build("gpt-mha-rope", **TINY)
+    generation = Generation(model, [[1], [2]], 10, Sampling(), [5, 6], None, 29)
+    uniform = torch.stack([generation.draw_uniform("cpu") for _ in range(10)], dim=1)
     for row, seed in enumerate((5, 6)):
         generator = torch.Generator().manual_seed(seed)
-        expected = torch.cat(
-            [torch.rand(4, generator=generator, dtype=torch.float64) for _ in range(3)]
-        )
-        assert torch.equal(uniform[row], expected[:10])
+        expected = torch.rand(10, generator=generator, dtype=torch.float64)
+        assert torch.equal(uniform[row], expected)
 
 
-@pytest.mark.parametrize("prompts", [[], [[1], [2], [3]], [[1], []]], ids=str)
-def test_prompts_that_a_decoder_has_no_row_for_are_refused(prompts):
-    decoder = Decoder(build("gpt-mha-rope", **TINY), 2)
-    message = r"prompts for 2 rows: give 1 to 2 prompts, each of 1 token or more"
-    with pytest.raises(ValueError, match=message):
-        Generation(decoder, prompts, 1, GREEDY, [0] * len(prompts), None, 29)
+def test_an_empty_prompt_is_refused():
+    model = build("gpt-mha-rope", **TINY)
+    with pytest.raises(ValueError, match="a sequence is empty; give each sequence at least one"):
+        generate(model, [[1], []], 1)
 
 
 def show_text(tokens: list[int], stop: list[str]) -> tuple[str, int]:
     """Return the text of tokens as `Text` shows it in pieces, and how many tokens it took."""
     text = Text(BYTES, stop)
-    pieces = []
+    shown = ""
     for count, token in enumerate(tokens, 1):
-        pieces += text.add(token)
+        shown += text.add(token)
         if text.stopped:
-            return join(pieces), count
-    return join([*pieces, *text.end()]), len(tokens)
+            return shown, count
+    return shown + text.end(), len(tokens)
 
 
 @settings(max_examples=300, deadline=None)
@@ -316,18 +265,12 @@ def test_text_ends_before_the_first_stop_string(text, stop):
 
 def test_text_is_shown_as_early_as_possible():
     text = Text(BYTES, ["\n\n", "END"])
-    assert [join(text.add(byte)) for byte in b"a\nbEN"] == ["a", "", "\nb", "", ""]
-    assert [join(text.add(byte)) for byte in "é!".encode()] == ["", "ENé", "!"]
-    assert text.add(ord("\n")) == []
-    assert text.end() == [(ord("\n"), "\n")]
-    assert Text(BYTES, []).add(0xFF) == [(0xFF, "\ufffd")]
-
-
-def test_a_token_within_a_character_waits_for_the_one_that_completes_it():
-    text = Text(BYTES, ["b"])
-    assert [text.add(token) for token in (0xC3, 0xA9)] == [[], [(0xC3, ""), (0xA9, "é")]]
-    assert text.add(0xC3) == []
-    assert text.end() == [(0xC3, "\ufffd")]
+    assert [text.add(byte) for byte in b"a\nbEN"] == ["a", "", "\nb", "", ""]
+    assert [text.add(byte) for byte in "é!".encode()] == ["", "ENé", "!"]
+    assert text.add(ord("\n")) == ""
+    assert text.end() == "\n"
+    text = Text(BYTES, [])
+    assert text.add(0xFF) + text.add(0xC3) + text.end() == "\ufffd\ufffd"
 
 
 def test_tokens_of_several_characters_are_the_text_up_to_the_first_stop_string():
@@ -342,26 +285,19 @@ def test_tokens_of_several_characters_are_the_text_up_to_the_first_stop_string()
         starts = [text.find(stop_string) for stop_string in stop if stop_string in text]
         expected = text[: min(starts)] if starts else text
         growing_text = Text(encoding, stop)
-        pieces = []
-        ids = encoding.encode(text)
-        for token in ids:
-            pieces += growing_text.add(token)
-            assert expected.startswith(join(pieces))
+        shown = ""
+        for token in encoding.encode(text):
+            shown += growing_text.add(token)
+            assert expected.startswith(shown)
             if growing_text.stopped:
                 break
-        pieces += growing_text.end()
-        assert join(pieces) == expected
-        assert [piece.token for piece in pieces] == ids[: len(pieces)]
-        if not starts:
-            assert len(pieces) == len(ids)
+        assert shown + growing_text.end() == expected
 
 
 @given(st.lists(st.integers(0, 255), max_size=8))
 def test_tokens_that_are_no_text_become_replacement_characters(tokens):
-    text = Text(BYTES, [])
-    pieces = [piece for token in tokens for piece in text.add(token)] + text.end()
-    assert join(pieces) == bytes(tokens).decode(errors="replace")
-    assert [piece.token for piece in pieces] == tokens
+    shown, _ = show_text(tokens, [])
+    assert shown == bytes(tokens).decode(errors="replace")
 
 
 BYTE_PROMPTS = [[256, 65], [256, 66, 67, 68]]
@@ -369,35 +305,35 @@ SEEDS = [0, 1]
 
 
 @pytest.fixture
-def byte_decoder() -> Decoder:
-    return Decoder(build("DDL-gpt-mha-rope", **{**TINY, "vocab_size": 257}), 3)
+def byte_model() -> GPT:
+    return build("DDL-gpt-mha-rope", **{**TINY, "vocab_size": 257})
 
 
-@pytest.fixture
-def byte_texts(byte_decoder) -> list[list[int | None]]:
-    """Return the tokens of two texts; None after their end."""
-    steps = Generation(byte_decoder, BYTE_PROMPTS, 40, Sampling(), SEEDS, 256, 257)
-    return [list(row) for row in zip(*steps)]
+def generate_bytes(model: GPT, count: int, stop: list[str]) -> tuple[list[str], list[int]]:
+    """Return the text of each prompt, and its number of tokens."""
+    texts = ["", ""]
+    counts = [0, 0]
+    for row, piece, num_tokens in generate_text(
+        model, BYTES, BYTE_PROMPTS, count, Sampling(), SEEDS, stop
+    ):
+        texts[row] += piece
+        counts[row] += num_tokens
+    return texts, counts
 
 
-def test_pieces_of_a_text_are_its_tokens(byte_decoder, byte_texts):
-    pieces = list(generate_text(byte_decoder, BYTES, BYTE_PROMPTS, 40, Sampling(), SEEDS, []))
-    for row, text in enumerate(byte_texts):
-        tokens = [token for token in text if token is not None]
-        *row_pieces, last_piece = [piece for r, piece, _ in pieces if r == row]
-        assert last_piece is None
-        assert "".join(row_pieces) == bytes(tokens).decode(errors="replace")
-        assert sum(num_tokens for r, _, num_tokens in pieces if r == row) == len(tokens)
+def test_pieces_of_a_text_are_its_tokens_up_to_a_stop_string(byte_model):
+    steps = Generation(byte_model, BYTE_PROMPTS, 40, Sampling(), SEEDS, 256, 257)
+    tokens = [[token for token in row if token is not None] for row in zip(*steps)]
+    texts, counts = generate_bytes(byte_model, 40, [])
+    assert texts == [bytes(row).decode(errors="replace") for row in tokens]
+    assert counts == [len(row) for row in tokens]
+    stop = [text[5] for text in texts]
+    stopped_texts, stopped_counts = generate_bytes(byte_model, 40, stop)
+    for text, stopped in zip(texts, stopped_texts):
+        assert stopped == text[: min(text.find(each) for each in stop if each in text)]
+    assert max(stopped_counts) <= 3 * 6  # nothing is generated after the texts ended
 
 
-def test_texts_end_before_their_stop_strings_and_generation_with_them(byte_decoder, byte_texts):
-    stop = [bytes([text[5]]).decode(errors="replace") for text in byte_texts]
-    pieces = list(generate_text(byte_decoder, BYTES, BYTE_PROMPTS, 10, Sampling(), SEEDS, stop))
-    text = "".join(piece for _, piece, _ in pieces if piece)
-    assert not any(stop_string in text for stop_string in stop)
-    assert byte_decoder.cache.num_tokens <= 4 + 6  # nothing is computed after both texts ended
-
-
-def test_an_empty_stop_string_is_refused(byte_decoder):
+def test_an_empty_stop_string_is_refused(byte_model):
     with pytest.raises(ValueError, match="an empty stop string"):
-        list(generate_text(byte_decoder, BYTES, BYTE_PROMPTS, 40, Sampling(), SEEDS, ["a", ""]))
+        generate_bytes(byte_model, 40, ["a", ""])

@@ -1,13 +1,11 @@
 """sample.py as a user runs it; tests/test_generation.py tests how texts are generated."""
 
+import re
 from pathlib import Path
 
 import pytest
 from helpers import one_line_error, small_run
 from in_process import call
-
-from model.decoding import Decoder
-from sample import choose_num_threads
 
 SEPARATOR = b"-" * 80 + b"\n"  # between samples
 
@@ -59,6 +57,11 @@ def test_another_seed_gives_another_sample(run, sampled):
     assert sample(run, f"--prompt={PROMPT}", *options) != sampled
 
 
+def test_the_speed_is_on_stderr(run):
+    result = call("sample.py", run, "--max_new_tokens=7", "--temperature=2")
+    assert re.search(r"^[1-7] tokens in .* tokens/s\n$", result.stderr.decode(), re.MULTILINE)
+
+
 def test_several_samples_differ(run):
     output = sample(run, "--num_samples=3", "--max_new_tokens=30")
     assert len({text.strip() for text in output.split(SEPARATOR)}) == 3
@@ -74,7 +77,6 @@ def test_several_samples_differ(run):
         (["--prompt=FILE:nowhere.txt"], "nowhere.txt"),
         (["--temperature=-1"], "temperature=-1.0: give a number at least 0"),
         (["--top_p=0"], "top_p=0.0: give a number above 0"),
-        (["--min_p=2"], "min_p=2.0: give a number at least 0 and at most 1"),
         (["--batch_size=0"], "--batch_size=0: give a number at least 1"),
         (["--stop="], "--stop is an empty string: give one character or more"),
         (["--serve", "--prompt=a"], "--serve and --prompt exclude each other"),
@@ -110,18 +112,9 @@ def samples_of_prompts(run) -> bytes:
 
 
 @pytest.mark.parametrize("batch_size", [4, 1])
-def test_samples_do_not_depend_on_the_batch_size(run, samples_of_prompts, batch_size, monkeypatch):
-    decoders = []
-
-    class KeptDecoder(Decoder):
-        def __init__(self, *arguments, **keys):
-            super().__init__(*arguments, **keys)
-            decoders.append(self)
-
-    monkeypatch.setattr("sample.Decoder", KeptDecoder)
+def test_samples_do_not_depend_on_the_batch_size(run, samples_of_prompts, batch_size):
     options = ("--num_samples=2", "--seed=3", *SAMPLING, f"--batch_size={batch_size}")
     assert sample(run, *PROMPTS, *options) == samples_of_prompts
-    assert [len(decoder.token) for decoder in decoders] == [batch_size]
 
 
 def test_each_prompt_and_sample_gives_another_text(samples_of_prompts):
@@ -145,30 +138,3 @@ def test_a_prompt_that_is_longer_than_block_size_is_noted(run):
     result = call("sample.py", run, f"--prompt={'a' * 20}", "--max_new_tokens=1")
     note = "the longest prompt has 21 tokens, of which the model reads the last 16 (block_size)"
     assert result.stderr.decode().startswith(f"note: {note}\n")
-
-
-# ---- threads ----
-
-
-@pytest.mark.parametrize(
-    ("num_parameters", "batch_size", "expected"),
-    [(1_300_000, 1, 1), (59_000_000, 1, 1), (60_000_000, 1, 2), (15_000_000, 16, 8), (10**9, 1, 8)],
-)
-def test_the_threads_follow_from_the_work_of_a_step(
-    monkeypatch, num_parameters, batch_size, expected
-):
-    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
-    assert choose_num_threads(num_parameters, batch_size) == expected
-
-
-@pytest.mark.parametrize(("environment", "expected"), [(None, [1]), ("2", [])])
-def test_a_small_model_samples_with_one_thread_unless_the_user_chooses(
-    run, monkeypatch, environment, expected
-):
-    numbers = []
-    monkeypatch.setattr("torch.set_num_threads", numbers.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if environment is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    sample(run, "--max_new_tokens=1")
-    assert numbers == expected

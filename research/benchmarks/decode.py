@@ -16,7 +16,6 @@ import torch
 
 from configurator import option
 from model import build, kernels
-from model.decoding import Decoder
 from research.benchmarks.figures import Figures
 from research.benchmarks.options import MeasurementOptions, SizeOptions
 from research.benchmarks.suites import ALL_MODELS, SIZE_KEYS, make_row_name, parse_model
@@ -26,9 +25,8 @@ from research.benchmarks.timing import (
     measure,
     repeat_and_synchronize,
 )
-from utils import machine, processes, tables
+from utils import processes, tables
 
-FIXED_STEPS = {"cpu": "compiled", "cuda": "CUDA graph"}  # what Decoder's `compiled` does
 Turn = Callable[[], None]
 
 
@@ -43,20 +41,23 @@ def make_uncached_turn(model: torch.nn.Module, ids: torch.Tensor, context: int) 
     return decode
 
 
-def make_cached_turn(
-    model: torch.nn.Module, ids: torch.Tensor, context: int, compiled: bool
-) -> tuple[Turn, Turn]:
+def make_cached_turn(model: torch.nn.Module, ids: torch.Tensor, context: int) -> tuple[Turn, Turn]:
     """Return a function that reads the context, and one that decodes the tokens after it."""
-    batch_size, length = ids.shape
-    decoder = Decoder(model, batch_size, length, compiled)
-    tokens = ids[:, context:].unbind(1)
+    cache = model.new_cache(ids.shape[1])
+    tokens = ids[:, context:].split(1, dim=1)
+
+    @torch.no_grad()
+    def read(new_ids: torch.Tensor) -> None:
+        model.logits(model.hidden(new_ids, cache, cache.reserve(new_ids))[:, -1])
 
     def read_context() -> None:
-        decoder.prefill(ids[:, :context])
+        nonlocal cache
+        cache = model.new_cache(ids.shape[1])
+        read(ids[:, :context])
 
     def decode() -> None:
         for token in tokens:
-            decoder.step(token)
+            read(token)
 
     return read_context, decode
 
@@ -68,19 +69,13 @@ def make_turns(
 
     The function that reads the context comes before each, as (name, way, "context").
     """
-    fixed_step = FIXED_STEPS[ids.device.type]
-    cache_modes = ["cached"]
-    if args.compile:
-        cache_modes.append(fixed_step)
-    turns = {(name, "uncached"): make_uncached_turn(model, ids, args.context)}
-    for way in cache_modes:
-        read_context, decode = make_cached_turn(
-            model, ids, args.context, compiled=way == fixed_step
-        )
-        turns[name, way, "context"] = read_context
-        turns[name, way] = decode
-        print(f"  built {name}, {way}", flush=True)
-    return turns
+    read_context, decode = make_cached_turn(model, ids, args.context)
+    print(f"  built {name}", flush=True)
+    return {
+        (name, "uncached"): make_uncached_turn(model, ids, args.context),
+        (name, "cached", "context"): read_context,
+        (name, "cached"): decode,
+    }
 
 
 def list_models(
@@ -166,25 +161,19 @@ class Options(SizeOptions, MeasurementOptions):
     context: int = option(128, "number of context tokens before the decoded ones", low=1)
     tokens: int = option(32, "number of tokens to decode per turn", low=1)
     rounds: int = option(10, "number of measured turns of each way to decode", low=1)
-    compile: bool = option(True, "also measure the step compiled, or as a CUDA graph")
     note: str = option(
         "",
         "note to store with the figures, for example on other load on the machine",
     )
 
 
-def check_arguments(args: SimpleNamespace, size: dict[str, Any], device: torch.device) -> None:
-    """Raise ValueError if the text is too long or nothing can be compiled."""
+def check_arguments(args: SimpleNamespace, size: dict[str, Any]) -> None:
+    """Raise ValueError if the text is too long."""
     num_tokens = args.context + args.tokens
     if num_tokens > size["block_size"]:
         raise ValueError(
             f"--context and --tokens: {num_tokens} together, more than "
             f"--block_size={size['block_size']}: give fewer"
-        )
-    if args.compile and not machine.can_compile(device.type):
-        raise ValueError(
-            "--compile=True needs a C++ compiler and Python's headers: install them, or "
-            "--compile=False"
         )
 
 
@@ -193,10 +182,7 @@ def run(args: SimpleNamespace) -> None:
     device = processes.pick_device(args.device)
     size = {key: getattr(args, key) for key in SIZE_KEYS}
     args.models = args.models.split(",") if args.models else list(ALL_MODELS)
-    check_arguments(args, size, device)
-    # All models share the code that is compiled. With the default limit the ninth would be refused.
-    torch._dynamo.config.recompile_limit = 1000
-    torch._dynamo.config.accumulated_recompile_limit = 1000
+    check_arguments(args, size)
     shape = (args.batch_size, args.context + args.tokens)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(size["vocab_size"], shape, generator=generator).to(device)
@@ -209,7 +195,6 @@ def run(args: SimpleNamespace) -> None:
         "context": args.context,
         "tokens": args.tokens,
         "rounds": args.rounds,
-        "compile": args.compile,
     }
     figures = Figures(args.json, device, settings, args.resume)
     for name, build_model in list_models(args, size, device):

@@ -23,7 +23,6 @@ def test_decoding_is_measured(tmp_path):
         "--head_dim=8",
         "--hidden_size=16",
         "--device=cpu",
-        "--compile=False",
         "--rounds=2",
         "--context=6",
         "--tokens=3",
@@ -55,4 +54,4 @@ def test_decoding_is_measured(tmp_path):
 )
 def test_mistakes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        decode.run(bench.parse_arguments(["decode", "--device=cpu", "--compile=False", *arguments]))
+        decode.run(bench.parse_arguments(["decode", "--device=cpu", *arguments]))
