@@ -28,7 +28,6 @@ UNSUPPORTED_ARGUMENTS = (
     "position_ids",
     "output_attentions",
     "output_hidden_states",
-    "token_type_ids",
 )
 
 
@@ -115,15 +114,6 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        raise ValueError("the output layer of this model cannot be replaced")
-
-    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
-        raise ValueError(
-            "the vocabulary of this model cannot be resized; its embedding has "
-            f"{self.config.vocab_size} rows"
-        )
-
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -154,11 +144,8 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
                 not support an argument
         """
         for name in UNSUPPORTED_ARGUMENTS:
-            value = kwargs.pop(name, None)
-            if value is not None and value is not False:
+            if kwargs.pop(name, None) not in (None, False):
                 raise ValueError(f"{name} is not supported by this model; omit it")
-        if input_ids is None:
-            raise ValueError("input_ids is missing")
         self.place_rope()
         self.gpt.activation_checkpointing = self.gradient_checkpointing and self.training
         if cache is None:
@@ -247,14 +234,9 @@ def count_left_padding(mask: torch.Tensor) -> torch.Tensor:
 
 def check_mask(mask: torch.Tensor, seq_len: int) -> None:
     """Raise ValueError if a mask is not (B, seq_len), or has zeros between the ones of a row."""
-    if mask.shape[1:] != (seq_len,):
-        raise ValueError(
-            f"attention_mask has the shape {tuple(mask.shape)}; give one number for each of the "
-            f"{seq_len} tokens"
-        )
     begins = F.pad(mask.long(), (1, 0)).diff(dim=1) > 0
-    if bool((begins.sum(1) > 1).any()):
+    if mask.shape[1:] != (seq_len,) or bool((begins.sum(1) > 1).any()):
         raise ValueError(
-            "attention_mask has a gap between the tokens of a sequence; pad on the left or on the "
-            "right"
+            f"attention_mask must have a number for each of the {seq_len} tokens, and no gap between "
+            "the tokens of a sequence; pad on the left or on the right"
         )

@@ -9,11 +9,11 @@ code in a folder is executed.
 from pathlib import Path
 
 from configurator import collect_options
-from model import check_settings, every_config, model_class, weights
+from model import check_settings, model_class, weights
 from model.ddl import fold_channel_conv
 from model.gpt import GPT
 from model.weights import Tensors
-from utils import errors, files
+from utils import files
 
 # Endings of names in the current release, and what they are here. A convolution over tokens has the
 # shape (d, v, K) there, and (dv, K) here, or (dv, 1, K) in input_embed. A convolution over columns
@@ -57,35 +57,6 @@ SUPPORTED_VALUES = {
     "kv_cache_slot_size": (128, None),
     "validate_cached_position_ids": (False, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
-}
-
-# Keys that export.py and transformers write into config.json.
-IGNORED_KEYS = {
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "is_decoder",
-    "is_encoder_decoder",
-    "label2id",
-    "max_position_embeddings",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "problem_type",
-    "return_dict",
-    "stem",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "torchscript",
-    "transformers_version",
-    "use_cache",
 }
 
 
@@ -146,8 +117,10 @@ def detect_variant(tensors: Tensors) -> str:
 def read_settings(config: dict, variant: str) -> dict[str, object]:
     """Return the settings of the variant that a config.json has, under the names of this repository.
 
+    Keys of transformers, of other variants and of nothing known are ignored.
+
     Raises:
-        ValueError: an unknown key, or an option of the released code that is not supported
+        ValueError: an option of the released code that is not supported
     """
     options = collect_options(model_class(variant).Config)
     config = {RENAMED_KEYS.get(key, key): value for key, value in config.items()}
@@ -157,7 +130,7 @@ def read_settings(config: dict, variant: str) -> dict[str, object]:
         config["mup"] = True
     elif parameterization is not None:
         raise ValueError(
-            f"parameterization={weights.shorten(parameterization)} in the released config: only "
+            f"parameterization={parameterization!r} in the released config: only "
             "None, 'widthmuP', 'completeP' and 'spectralP' are supported"
         )
     # the released code ignores the base without depth scaling
@@ -170,18 +143,8 @@ def read_settings(config: dict, variant: str) -> dict[str, object]:
         if config[key] not in SUPPORTED_VALUES[key]:
             supported = " or ".join(map(repr, SUPPORTED_VALUES[key]))
             raise ValueError(
-                f"{key}={weights.shorten(config[key])} in the released config: only {supported} is "
-                "supported"
+                f"{key}={config[key]!r} in the released config: only {supported} is supported"
             )
-    unknown_keys = config.keys() - options.keys() - SUPPORTED_VALUES.keys() - IGNORED_KEYS
-    if unknown_keys:
-        # a config of the release has the keys of all variants, whose files are only now imported
-        unknown_keys -= collect_options(*every_config()).keys()
-    for key in sorted(unknown_keys):
-        raise ValueError(
-            f"unknown key {weights.shorten(key)} in the released config"
-            f"{errors.suggest(key, options)}"
-        )
     return settings
 
 
@@ -193,17 +156,14 @@ def describe(folder: Path) -> tuple[str, dict[str, object]]:
     """
     config_file = folder / "config.json"
     config = files.read_json(config_file)
-    tensors = weights.read_headers(folder)
-    if weights.EMBEDDING not in tensors:
-        raise ValueError(
-            f"{folder} has no {weights.EMBEDDING}, so it is not a model of the released code"
-        )
-    variant = str(config.get("stem", detect_variant(tensors)))
+    is_exported = "stem" in config
+    tensors = {} if is_exported else weights.load_tensors(folder)
+    variant = str(config["stem"]) if is_exported else detect_variant(tensors)
     try:
         settings = read_settings(config, variant)
     except ValueError as error:
         raise ValueError(f"{config_file}: {error}") from error
-    if "stem" not in config and "-CC" in variant:
+    if not is_exported and "-CC" in variant:
         # the config has the default of this key, 4, whatever the weights have
         num_taps = tensors["readout.weight"].shape[1]
         value_channels = settings.get(
@@ -213,14 +173,3 @@ def describe(folder: Path) -> tuple[str, dict[str, object]]:
             num_taps = None
         settings["ddl_state_shortconv_kernel_size"] = num_taps
     return variant, settings
-
-
-def load(folder: str | Path) -> GPT:
-    """Load the model of a released or exported folder, in evaluation mode, on the CPU.
-
-    Raises:
-        ValueError: the folder is missing, damaged or unsupported, or its weights do not fit
-    """
-    folder = Path(folder)
-    variant, settings = describe(folder)
-    return weights.read_model(folder, variant, settings, convert_weights)

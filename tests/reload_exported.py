@@ -177,7 +177,6 @@ def error_messages(folder: str) -> dict[str, str]:
         "long": lambda: model(ids.repeat(1, 9)),
         "generate_long": lambda: model.generate(ids, max_new_tokens=99, min_new_tokens=99),
         "attentions": lambda: model(ids, output_attentions=True),
-        "resize": lambda: model.resize_token_embeddings(300),
         "static": lambda: model.generate(ids, max_new_tokens=2, cache_implementation="static"),
         "range": lambda: load(folder, rope_ratio=2.0),
     }

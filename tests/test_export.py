@@ -17,16 +17,14 @@ import torch
 from export_helpers import CC, TINY, build_noisy, export_run, save_run
 from helpers import EXAMPLES, ROOT, one_line_error
 from in_process import call
-from models import DDL
 from safetensors.torch import load_file, save_file
 
 import export
 import model.gpt
 import model_folder
 from data import library_tokenizer, tokenizer
-from huggingface import card, modeling_files
+from huggingface import modeling_files
 from model import MODEL_NAMES, build
-from training import checkpoint
 
 # Every variant and every kind of branch occurs once; settings of independent parts share a case.
 PLAIN = {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0}
@@ -281,13 +279,12 @@ def test_gradients_are_ours(case, ids):
 def test_calls_that_the_model_cannot_serve_are_refused(reloaded):
     messages = reloaded.summary["refusals"]
     expected = {
-        "gap": "a gap between the tokens of a sequence",
+        "gap": "no gap between the tokens of a sequence",
         "right": "pad on the left",
-        "short": r"attention_mask has the shape \(1, 3\); give one number for each of the 5 tokens",
+        "short": "attention_mask must have a number for each of the 5 tokens",
         "long": "45 tokens do not fit block_size=24",
         "generate_long": "25 tokens do not fit a cache of length=24",
         "attentions": "output_attentions is not supported",
-        "resize": "cannot be resized",
         "static": "this model has its own cache",
         "range": "rope_ratio=2.0: give a number of at most 1",
     }
@@ -379,7 +376,7 @@ def test_a_copy_differs_from_its_file_in_the_import_of_option_alone(reloaded):
     names = {path.stem for path in folder.glob("*.py")}
     assert {"stem", "gpt", "ddl"} <= names
     changed_lines = set()
-    for name in names - {"option", *modeling_files.TRANSFORMERS_FILES}:
+    for name in names - {"option", "modeling_ddl", "configuration_ddl"}:
         file = ROOT / "model" / f"{CC if name == 'stem' else name}.py"
         lines = file.read_text(encoding="utf-8").splitlines()
         copied_lines = (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
@@ -409,53 +406,11 @@ def write_variant(folder: Path, statement: str) -> None:
     (folder / "mine-gpt.py").write_text(text)
 
 
-@pytest.mark.parametrize("statement", ["from .gate import scale", "from . import gate"])
-def test_files_that_a_variant_imports_are_copied(user_folder, statement):
-    (user_folder / "gate.py").write_text("from .causality import find_leak\n\nscale = 1\n")
-    write_variant(user_folder, statement)
-    texts = modeling_files.collect_modeling_files("mine-gpt")
-    assert texts["gate.py"] == "from .causality import find_leak\n\nscale = 1\n"
-    assert f"\n{statement}\n" in texts["stem.py"]
-    assert "causality.py" in texts
-    assert "ddl.py" not in texts
-
-
 def test_a_variant_with_an_option_of_its_own_can_be_exported(user_folder):
     statement = "from configurator import option"
     write_variant(user_folder, statement)
-    texts = modeling_files.collect_modeling_files("mine-gpt")
+    texts = modeling_files.collect_modeling_files(user_folder / "mine-gpt.py")
     assert "\nfrom .option import option\n" in texts["stem.py"]
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import model",
-        "import model.gpt",
-        "import torch, utils.files",
-        "from model import gpt",
-        "from model.block import Block",
-        "from configurator import collect_options",
-        "from data import tokenizer",
-        "import configurator",
-        "from . import build",
-        "from .kernels import rope",
-        "from .kernels.rope import rotate",
-    ],
-)
-def test_a_variant_that_needs_the_repository_is_refused(user_folder, statement):
-    write_variant(user_folder, statement)
-    with pytest.raises(ValueError, match="cannot be exported; import") as caught:
-        modeling_files.collect_modeling_files("mine-gpt")
-    assert str(caught.value).startswith(f"model/mine-gpt.py has `{statement}`")
-
-
-def test_the_script_names_the_file_and_the_import_that_it_refuses(user_folder, tmp_path):
-    write_variant(user_folder, "from utils import files")
-    run = save_run(tmp_path / "run", build("mine-gpt", **TINY), "mine-gpt")
-    line = one_line_error(call("export.py", run, tmp_path / "out"))
-    assert "model/mine-gpt.py has `from utils import files`, which cannot be exported" in line
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -465,7 +420,7 @@ def test_the_script_names_the_file_and_the_import_that_it_refuses(user_folder, t
             lambda plain: plain.transformer.h[0].register_buffer(
                 "steps", torch.ones(2), persistent=False
             ),
-            r"transformer\.h\.0\.steps is a non-persistent buffer",
+            r"transformer\.h\.0\.steps would be lost",
         ),
         # the wrapper does not copy it
         (lambda plain: setattr(plain, "out_gain", torch.nn.Parameter(torch.ones(2))), "out_gain"),
@@ -489,16 +444,6 @@ def test_what_the_wrapper_would_lose_is_refused(change, message):
         export.check_exportable(plain)
 
 
-def test_the_two_files_that_transformers_loads_name_all_others(reloaded):
-    """transformers before 5.10 copies the files that these import, but not what those import."""
-    folder = reloaded.cases[CC].folder
-    others = {path.stem for path in folder.glob("*.py")} - {"modeling_ddl", "configuration_ddl"}
-    for name in ("modeling_ddl", "configuration_ddl"):
-        assert others <= set(
-            re.findall(r"^from \.(\w+) import", (folder / f"{name}.py").read_text(), flags=re.M)
-        )
-
-
 def test_other_users_can_read_an_exported_folder(reloaded):
     folder = reloaded.cases[CC].folder
     mask = os.umask(0)
@@ -513,92 +458,9 @@ def noisy_run(tmp_path_factory) -> Path:
     return save_run(tmp_path_factory.mktemp("runs") / "run", build_noisy(CC, {}), CC)
 
 
-def test_the_card_tells_what_is_known_of_the_run(noisy_run, tmp_path):
-    run = shutil.copytree(noisy_run, tmp_path / "run")
-    validation = {
-        "step": 7,
-        "val_loss": 1.25,
-        "val_perplexity": 3.49,
-        "val_sequences": 33,
-        "val_bits_per_byte": 1.8,
-    }
-    records = [
-        *({"step": step, "loss": float(step)} for step in range(1, 9)),
-        validation,
-        {"step": 8, "val_loss": 9.0, "val_perplexity": 3.49, "val_sequences": 33},  # too late
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    text = re.sub(" +", " ", (export_run(run, tmp_path / "out") / "README.md").read_text())
-    assert text.startswith("---\nlibrary_name: transformers\n")
-    for row in (
-        "| steps | 7 |",
-        "| tokens | 672, in sequences of 24 |",
-        "| corpus | stories |",
-        "| `hidden_size` | `12` |",
-        "| validation loss | 1.2500 (step 7, 33 sequences) |",
-        "| validation bits per byte | 1.8000 (step 7",
-        "| `learning_rate` | `0.01` |",
-    ):
-        assert row in text, row
-    assert "min_lr" not in text
-    assert "/some" not in text
-    assert f"{build(CC, **TINY).num_parameters():,} parameters" in text
-
-
-@pytest.mark.parametrize(
-    ("source", "description"),
-    [
-        ("OWNER/NAME", "stories (OWNER/NAME, 9,000 tokens)"),
-        ("texts/*.txt /some/where/*.txt", "stories (9,000 tokens)"),
-    ],
-)
-def test_the_card_names_the_source_of_the_corpus_but_no_folder_of_the_machine(source, description):
-    corpus = {"source": source, "train": {"tokens": 9000}}
-    state = {"run_config": {"dataset": "/some/where/stories"}, "corpus": corpus}
-    assert card.describe_corpus(state) == description
-
-
 def test_the_code_is_exported_with_its_license(reloaded):
     license_text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert (reloaded.cases[CC].folder / "LICENSE").read_text(encoding="utf-8") == license_text
-
-
-# The papers that docs/variants.md names for the streams.
-PAPERS = {
-    "AttnRes-gpt-mha-rope": "2603.15031",
-    "DenseFormer-gpt-mha-rope": "2402.02622",
-    "Frac-gpt-mha-rope": "2503.14125",
-    "GatedResidual-gpt-mha-rope": "2608.30320",
-    "HC-gpt-mha-rope": "2409.19606",
-    "LAuReL-gpt-mha-rope": "2411.07501",
-    "Lambdas-gpt-mha-rope": "2410.17897",
-    "MUDD-gpt-mha-rope": "2502.12170",
-    "nGPT-gpt-mha-rope": "2410.01131",
-    "ReZero-gpt-mha-rope": "2003.04887",
-    "SinglePassMHC-gpt-mha-rope": "2609.19969",
-    "conv-gpt-mha-rope": "2512.17351",
-    "mHC-gpt-mha-rope": "2512.24880",
-    **dict.fromkeys(DDL, "2601.00417"),
-    **dict.fromkeys(
-        (
-            "MGT-gpt-mha",
-            "MuseSpark-gpt-mha-rope",
-            "NormPlacement-gpt-mha-rope",
-            "gpt-mha-rope",
-            "wide-gpt-mha-rope",
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize(("variant", "paper"), PAPERS.items())
-def test_the_card_names_the_paper_of_its_variant_alone(variant, paper):
-    text = card.write_card(
-        "name", variant, build(variant, **TINY), dtype="float32", commit=None, state={}, records=[]
-    )
-    expected = [] if paper is None else [paper]
-    assert re.findall(r"\(https://arxiv.org/abs/([\d.]+)\)", text) == expected
-    assert f"variant `{variant}`" in text
 
 
 def test_the_card_of_an_exported_folder_exported_again_says_nothing_of_training(
@@ -606,8 +468,13 @@ def test_the_card_of_an_exported_folder_exported_again_says_nothing_of_training(
 ):
     first = export_run(noisy_run, tmp_path / "first")
     text = (export_run(first, tmp_path / "second") / "README.md").read_text()
-    assert "## Training" not in text
-    assert "None" not in text.partition("## Model")[0]
+    assert (
+        "It was trained for 7 steps, on 672 tokens of the corpus `stories`. It"
+        in (first / "README.md").read_text()
+    )
+    assert "It was trained neither" in text
+    assert "steps" not in text
+    assert "[arXiv 2601.00417](https://arxiv.org/abs/2601.00417)" in text
 
 
 def test_the_code_in_the_card_compiles(reloaded):
@@ -630,78 +497,26 @@ def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, m
     assert torch.ops.ddl.exact_linear.default is first
 
 
-def fail_to_save(*_, **__):
-    raise OSError("disk full")
-
-
-def fail_to_rename(path: Path, target: Path, replace=Path.replace) -> Path:
-    """Fail for the new folder alone."""
-    if path.name == "new":
-        raise OSError("device or resource busy")
-    return replace(path, target)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "fail", "message"),
-    [
-        (checkpoint, "save_file", fail_to_save, "disk full"),
-        (Path, "replace", fail_to_rename, "resource busy"),
-    ],
-)
-def test_an_export_that_fails_leaves_what_was_there(
-    noisy_run, tmp_path, monkeypatch, owner, name, fail, message
-):
-    out = export_run(noisy_run, tmp_path / "exports" / "out")
-    contents = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(owner, name, fail)
-    for arguments in ([out, "--overwrite"], [out.with_name("other")]):
-        assert message in one_line_error(call("export.py", noisy_run, *arguments))
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == contents
-
-
-def test_a_folder_in_an_exported_folder_is_never_deleted(noisy_run, tmp_path):
-    out = export_run(noisy_run, tmp_path / "out")
-    (out / "eval").mkdir()
-    line = one_line_error(call("export.py", noisy_run, out, "--overwrite"))
-    assert "contains eval/, which --overwrite would delete; move it elsewhere" in line
-    assert (out / "eval").is_dir()
-
-
 def test_an_empty_folder_is_written_to(noisy_run, tmp_path):
     assert (export_run(noisy_run, tmp_path) / "model.safetensors").is_file()
 
 
-def test_an_exported_folder_is_replaced_with_overwrite_only(noisy_run, tmp_path):
+def test_a_folder_is_written_over_with_overwrite_only(noisy_run, tmp_path):
     out = export_run(noisy_run, tmp_path / "out")
-    (out / "old").touch()
+    (out / "mine").touch()
     line = one_line_error(call("export.py", noisy_run, out))
     assert "is not empty; give another out_dir, or --overwrite" in line
-    export_run(noisy_run, out, "--overwrite")
-    assert not (out / "old").exists()
-    export_run(out, out, "--overwrite")  # onto itself
-    assert (out / "model.safetensors").is_file()
-
-
-def test_other_folders_and_files_are_never_replaced(noisy_run, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").touch()
-    file = tmp_path / "file"
-    file.touch()
-    for out, message in (
-        (other, "does not hold an exported model"),
-        (noisy_run, "does not hold an exported model"),
-        (file, "is a file; give a folder as out_dir"),
-    ):
-        assert message in one_line_error(call("export.py", noisy_run, out, "--overwrite"))
+    export_run(out, out, "--overwrite", "--dtype=bfloat16")  # onto itself
+    assert (out / "mine").exists()
+    file = out / "model.safetensors"
+    assert load_file(file)["ln_f.weight"].dtype == torch.bfloat16
 
 
 def test_the_script_prints_how_to_load_the_folder(noisy_run, tmp_path):
     result = call("export.py", noisy_run, tmp_path / "out", "--dtype=bfloat16")
     assert result.returncode == 0, result.stderr.decode()
     lines = result.stdout.decode().splitlines()
-    assert "model.safetensors (" in lines[0]
+    assert lines[0] == f"wrote {tmp_path}/out"
     assert lines[1:] == [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         f"model = AutoModelForCausalLM.from_pretrained('{tmp_path}/out', trust_remote_code=True)",

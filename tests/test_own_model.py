@@ -154,25 +154,6 @@ def test_the_package_leaves_a_project_like_nanogpts_alone(tmp_path):
     assert result.stdout == "True 3\n", result.stderr
 
 
-def test_a_package_must_not_hide_a_module(tmp_path):
-    (tmp_path / "model.py").write_text("")
-    message = one_line_error(call("export.py", CC_EC, tmp_path / "model"))
-    assert "would hide model.py" in message
-    assert not (tmp_path / "model").exists()
-
-
-def test_a_package_replaces_a_package_alone(tmp_path):
-    package = tmp_path / "ddl_streams"
-    assert call("export.py", CC_EC, package).returncode == 0
-    (package / "__pycache__").mkdir()
-    assert "is not empty" in one_line_error(call("export.py", CC_EC, package))
-    assert call("export.py", "mHC-gpt-mha-rope", package, "--overwrite").returncode == 0
-    assert (package / "hyper_connections.py").is_file()
-    (package / "example.py").unlink()
-    message = one_line_error(call("export.py", CC_EC, package, "--overwrite"))
-    assert "does not hold the package of a stream" in message
-
-
 @pytest.mark.parametrize("variant", ["MUDD-gpt-mha-rope", "third-gpt-mha-rope"])
 def test_a_stream_that_needs_more_than_sublayers_is_refused(example_streams, tmp_path, variant):
     message = one_line_error(call("export.py", variant, tmp_path / "streams"))
@@ -183,8 +164,6 @@ def test_a_stream_that_needs_more_than_sublayers_is_refused(example_streams, tmp
 def test_other_mistakes_of_the_command(tmp_path):
     message = one_line_error(call("export.py", CC_EC.lower(), tmp_path / "streams"))
     assert f"the name of a variant, did you mean {CC_EC}?" in message
-    message = one_line_error(call("export.py", CC_EC, tmp_path / "streams", "--dtype=bfloat16"))
-    assert "dtype=bfloat16 has no effect" in message
 
 
 @pytest.mark.parametrize(

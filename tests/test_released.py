@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from huggingface import released
 from model.gpt import GPT
+from model.weights import read_model
 
 CC = "DDL-gpt-mha-rope-CC"
 BASE = "num_hidden_layers_base"
@@ -42,10 +43,16 @@ def write_folder(folder: Path, weights: dict[str, torch.Tensor], **config) -> Pa
     return folder
 
 
+def load(folder: Path) -> GPT:
+    """Return the model of a folder, which has no tokenizer."""
+    variant, settings = released.describe(folder)
+    return read_model(folder, variant, settings, released.convert_weights)
+
+
 def read_refusal(folder: Path) -> str:
     """Check that the folder cannot be loaded, and return the error."""
     with pytest.raises(ValueError, match=r".+") as error:
-        released.load(folder)
+        load(folder)
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -73,7 +80,7 @@ def test_both_releases_have_the_logits_of_their_weights(
 ):
     """shape_keys: keys that the weights show, and config.json does not"""
     model = build_tiny(model_name, **shape_keys, **keys)
-    loaded_model = released.load(write_folder(tmp_path, name_weights(model), **keys))
+    loaded_model = load(write_folder(tmp_path, name_weights(model), **keys))
     assert type(loaded_model) is type(model)
     ids = torch.randint(0, 29, (7,))
     expected = naive_logits(model, model_name, ids.tolist())
@@ -84,7 +91,7 @@ def test_both_releases_have_the_logits_of_their_weights(
 def test_a_pair_is_folded_if_config_json_says_so(kernel_size, tmp_path):
     model = build_tiny(CC, ddl_value_channels=3, ddl_state_shortconv_kernel_size=kernel_size)
     keys = {"ddl_value_channels": 3, "ddl_cc_read": "folded"}
-    loaded_model = released.load(write_folder(tmp_path, released_weights(model), **keys))
+    loaded_model = load(write_folder(tmp_path, released_weights(model), **keys))
     assert "readout.read" not in loaded_model.state_dict()
     ids = torch.randint(0, 29, (7,))
     expected = naive_logits(model, CC, ids.tolist())
@@ -95,7 +102,7 @@ def test_a_pair_is_folded_if_config_json_says_so(kernel_size, tmp_path):
 def test_constant_value_is_renamed(tmp_path):
     weights = build_tiny("DDL-vdim1-gpt-mha-rope").state_dict()
     keys = {"ddl_v_dim1_constant": True, "ddl_v_dim1_constant_value": 3.0}
-    config = released.load(write_folder(tmp_path, weights, **keys)).config
+    config = load(write_folder(tmp_path, weights, **keys)).config
     assert config.ddl_v_constant is True
     assert config.ddl_v_constant_value == 3.0
 
@@ -115,7 +122,7 @@ def test_constant_value_is_renamed(tmp_path):
 )
 def test_parameterization_is_mapped(keys, mup, num_hidden_layers_base, branch_mult, tmp_path):
     weights = released_weights(build_tiny("gpt-mha-rope"))
-    config = released.load(write_folder(tmp_path, weights, **keys)).config
+    config = load(write_folder(tmp_path, weights, **keys)).config
     assert config.mup == mup
     assert config.num_hidden_layers_base == num_hidden_layers_base
     assert config.branch_mult == branch_mult
@@ -127,8 +134,6 @@ def test_parameterization_is_mapped(keys, mup, num_hidden_layers_base, branch_mu
         ({"use_k_shift": True}, "use_k_shift=True in the released config: only False"),
         ({"intermediate_size": 40}, f"does not fit {CC}: transformer.h.0.mlp.c_fc1.weight"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
-        ({"hidden_sizes": 10}, "unknown key 'hidden_sizes' in the released config, did you mean"),
-        ({"ddl_beta_intt": 0.3}, "config, did you mean ddl_beta_init"),
         ({"num_hidden_layers": 3}, f"does not fit {CC}: transformer.h.2"),
         ({"parameterization": "muP"}, "='muP' in the released config: only None, 'widthmuP'"),
         ({"parameterization": []}, "parameterization=[]"),
@@ -176,7 +181,7 @@ def test_a_missing_weight_is_named(name, tmp_path):
 def test_weights_of_both_releases_are_refused(tmp_path):
     model = build_tiny(CC)
     folder = write_folder(tmp_path, {**model.state_dict(), **released_weights(model)})
-    assert "o_proj.weight' is not one of its weights" in read_refusal(folder)
+    assert "o_proj.weight is not one of its weights" in read_refusal(folder)
 
 
 def test_a_missing_file_is_named(tmp_path):

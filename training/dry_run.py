@@ -39,8 +39,8 @@ def print_dry_run(settings: Settings) -> None:
     model = build_model(config, settings.model_config, device, on_meta=config.init_from is None)
     kernels.use(model, config.kernels, device, config.state_checkpoint_interval)
     if settings.resumed is not None:
-        headers = weights.read_headers(settings.resumed)
-        weights.check_tensors(headers, model, f"{settings.resumed} does not fit the model")
+        tensors = weights.load_tensors(settings.resumed)
+        weights.check_tensors(tensors, model, f"{settings.resumed} does not fit the model")
     elif config.init_from is not None and data is not None:
         load_initial_weights(model, config.init_from, data.corpus.path)
     if machine.rank() != 0:
