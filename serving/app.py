@@ -1,8 +1,7 @@
 """The server of the page of a trained model: `python sample.py RUN --serve`.
 
-    GET  /          the page (page.html, page.css and two scripts, without a framework; it loads
-                    nothing from other sites)
-    GET  /model     the model, the statistics of its residual stream, and the limits of a request
+    GET  /          the page (serving/page/), which loads nothing from other sites
+    GET  /model     the model, the statistics of its residual stream, and the defaults of a request
     POST /generate  a `Request` as JSON; the answer is lines of JSON, the events of events.py, each
                     sent as soon as it is computed
 
@@ -11,15 +10,12 @@ One text is generated at a time, and its generation ends if the connection is cl
 """
 
 import contextlib
-import ipaddress
 import itertools
 import json
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Callable, Generator
-from dataclasses import fields
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -28,11 +24,12 @@ import torch
 
 try:
     import uvicorn
-    from fastapi import FastAPI
+    from fastapi import FastAPI, HTTPException
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-    from pydantic import ConfigDict, Field, create_model
-    from starlette.exceptions import HTTPException
+    from fastapi.responses import JSONResponse, StreamingResponse
+    from fastapi.staticfiles import StaticFiles
+    from pydantic import BaseModel, Field
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.types import Receive, Scope, Send
 except ImportError as error:
     raise ValueError(
@@ -44,42 +41,24 @@ from data.tokenizer import Tokenizer, encode_prompt
 from model.generation import Sampling
 from model.gpt import GPT
 from serving.events import describe_statistics, generate_events, iterate_under
-from serving.guard import WILDCARD_ADDRESSES, Guard
-from utils import errors
 
-# the files of the page by their URL
-FILES = {
-    "/": "page.html",
-    "/page.css": "page.css",
-    "/page.js": "page.js",
-    "/heatmap.js": "heatmap.js",
-    "/icon.svg": "icon.svg",
-}
 MAX_NEW_TOKENS = 2048
-MAX_PROMPT_CHARACTERS = 2**16
 # How long a request waits for the one before it, which may be about to end, in seconds.
 MAX_WAIT = 2.0
 
-StopString = Annotated[str, Field(min_length=1, max_length=100)]
 
+class Request(BaseModel, extra="forbid", strict=True):
+    """The body of POST /generate; an omitted key has the value of the command line.
 
-# The keys of `Sampling`, which checks their ranges itself.
-SamplingKeys = create_model(
-    "SamplingKeys", **{field.name: (field.type, field.default) for field in fields(Sampling)}
-)
+    `Sampling` checks the ranges of its own keys.
+    """
 
-
-class Request(SamplingKeys):
-    """The body of POST /generate; an omitted key has the value of the command line."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)] = ""
-
-    # The server reads these and the keys of `Sampling` only if a request has them. Their defaults
-    # never apply, but make them optional.
+    prompt: Annotated[str, Field(max_length=2**16)] = ""
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 1
-    stop: Annotated[list[StopString], Field(max_length=8, default_factory=list)]
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=8)] = []
 
     # None takes the next seed. JavaScript represents whole numbers exactly up to this limit.
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
@@ -88,10 +67,10 @@ class Request(SamplingKeys):
 class JSONLines(StreamingResponse):
     """Sends each event as a line of JSON; then closes the iterator and releases the lock.
 
-    This happens however the response ends, also before it begins.
+    This happens however the response ends, also if the client has closed the connection.
     """
 
-    def __init__(self, events: Generator[dict, None, None], lock: threading.Lock):
+    def __init__(self, events: Iterator[dict], lock: threading.Lock):
         self.events = events
         self.lock = lock
         lines = (json.dumps(event) + "\n" for event in events)
@@ -101,47 +80,34 @@ class JSONLines(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # ends the generation, also if the client has closed the connection
-            try:
-                self.events.close()
-            finally:
-                self.lock.release()
+            self.events.close()
+            self.lock.release()
 
 
-def report_mistake(events: Generator[dict, None, None]) -> Generator[dict, None, None]:
+def report_mistake(events: Iterator[dict]) -> Iterator[dict]:
     """Yield events, and a message for an error, because the status can no longer say it."""
     with contextlib.closing(events):
         try:
             yield from events
         except ValueError as error:
-            yield {"message": describe_mistake(error)}
+            yield {"message": str(error)}
 
 
-def describe_mistake(error: Exception) -> str:
-    """Return in one line what is wrong with a request, such as `temperature=-1.0: give 0 or more`.
+def list_own_names(host: str) -> list[str]:
+    """Return the names in Host headers that the server answers to, without their ports.
 
-    For an error that pydantic finds, it is pydantic's message after the key.
+    Any website can let its own name point at this machine (DNS rebinding), and so reach the server
+    from the browser of a visitor. The header then has the name of the website.
+
+    host: what the server listens on; 0.0.0.0 stands for all addresses of this machine
     """
-    if not isinstance(error, RequestValidationError):
-        return " ".join(str(error).split())
-    keys = list(Request.model_fields)
-    unknown = [str(each["loc"][-1]) for each in error.errors() if each["type"] == "extra_forbidden"]
-    if unknown:
-        hints = [f"unknown key {key}{errors.suggest(key, keys)}" for key in unknown]
-        return f"{'; '.join(hints)}; the keys are {', '.join(keys)}"
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return "the request is not valid JSON"
-    if first["type"] == "model_attributes_type":
-        return (
-            "the request is not a JSON object; send one, with the header content-type: "
-            "application/json"
-        )
-    if first["type"] == "list_type":
-        return 'stop: give a list of strings, such as ["\\n"]'
-    key = ".".join(str(part) for part in first["loc"] if part != "body") or "the request"
-    message = first["msg"]
-    return f"{key}: {message[0].lower()}{message[1:]}"
+    names = ["localhost", "127.0.0.1", host]
+    if host in ("", "0.0.0.0"):
+        name = socket.gethostname()
+        names = ["localhost", "127.0.0.1", name]
+        with contextlib.suppress(OSError):
+            names += socket.gethostbyname_ex(name)[2]
+    return names
 
 
 def create_app(
@@ -163,8 +129,7 @@ def create_app(
     """
     # FastAPI's own documentation pages would load files from other sites
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, host=host)
-    block_size = model.config.block_size
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list_own_names(host))
     # the autocast of this thread, to be entered by the threads that will compute
     device_type = model.rope_cos.device.type
     autocast = partial(
@@ -177,14 +142,19 @@ def create_app(
     lock = threading.Lock()
     seeds = itertools.count(first_seed)
 
+    @app.exception_handler(RequestValidationError)
+    def answer_invalid(_request: object, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"][1:])
+        return JSONResponse({"message": f"{key or 'the request'}: {first['msg']}"}, 400)
+
+    @app.exception_handler(ValueError)
+    def answer_mistake(_request: object, error: ValueError) -> JSONResponse:
+        return JSONResponse({"message": str(error)}, 400)
+
     @app.exception_handler(HTTPException)
     def answer_other_error(_request: object, error: HTTPException) -> JSONResponse:
         return JSONResponse({"message": error.detail}, error.status_code, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    @app.exception_handler(ValueError)
-    def answer_mistake(_request: object, error: Exception) -> JSONResponse:
-        return JSONResponse({"message": describe_mistake(error)}, status_code=400)
 
     @app.get("/model")
     def answer_model() -> dict:
@@ -192,26 +162,15 @@ def create_app(
 
     @app.post("/generate")
     def generate(request: Request) -> JSONLines:
-        settings = {
-            # lowest precedence first
-            **description["defaults"],
-            **request.model_dump(exclude_unset=True),
-        }
         # errors are raised before the response begins, so that its status is 400
-        sampling = Sampling(**{name: settings[name] for name in SamplingKeys.model_fields})
+        settings = {**description["defaults"], **request.model_dump(exclude_unset=True)}
+        sampling = Sampling(**{key: settings[key] for key in ("temperature", "top_k", "top_p")})
         prompt = encode_prompt(tokenizer, request.prompt)
+        block_size = model.config.block_size
         if len(prompt) > block_size:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens: give at most {block_size}, including "
-                "end-of-text"
-            )
+            raise ValueError(f"the prompt has {len(prompt)} tokens: give at most {block_size}")
         if not lock.acquire(timeout=MAX_WAIT):
-            raise HTTPException(
-                503,
-                "busy: another text is being generated; try again when it has ended",
-                {"Retry-After": f"{MAX_WAIT:.0f}"},
-            )
-        # the response releases the lock
+            raise HTTPException(503, "busy: another text is being generated; try again later")
         events = generate_events(
             model,
             tokenizer,
@@ -224,19 +183,8 @@ def create_app(
         )
         return JSONLines(report_mistake(iterate_under(autocast, events)), lock)
 
-    for url, name in FILES.items():
-        answer = make_file_answer(Path(__file__).with_name(name))
-        app.add_api_route(url, answer, methods=["GET"])
+    app.mount("/", StaticFiles(directory=Path(__file__).parent / "page", html=True))
     return app
-
-
-def make_file_answer(file: Path) -> Callable[[], FileResponse]:
-    """Return a function that answers with a file.
-
-    FastAPI lets a request set the parameters of such a function, also those with a default. So that
-    no other file can be requested, this one has none.
-    """
-    return lambda: FileResponse(file)
 
 
 def describe_model(model: GPT, tokenizer: Tokenizer, state: dict, defaults: dict) -> dict:
@@ -250,30 +198,11 @@ def describe_model(model: GPT, tokenizer: Tokenizer, state: dict, defaults: dict
         "model": state["model"],
         "parameters": model.num_parameters(),
         "step": state.get("step"),
-        "weights": state.get("weights"),
-        "best_validation_loss": state.get("best_val_loss"),
         "tokenizer": tokenizer.name,
-        "end_of_text": tokenizer.eot_token,
         "block_size": model.config.block_size,
         "statistics": describe_statistics(model),
-        "most_new_tokens": MAX_NEW_TOKENS,
         "defaults": defaults,
     }
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that accepts connections.
-
-    Raises:
-        ValueError: the address is in use, or not an address of this machine
-    """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise ValueError(
-            f"--host={host} --port={port}: {error.strerror}; give another host or port"
-        ) from error
 
 
 def serve(
@@ -301,15 +230,16 @@ def serve(
         raise ValueError(
             f"--max_new_tokens={max_new_tokens}: give at most {MAX_NEW_TOKENS} with --serve"
         )
-    defaults = {**vars(sampling), "max_new_tokens": max_new_tokens, "stop": stop}
     # listen before anything is computed, and report the port that --port=0 has chosen
-    listening = listen(host, port)
+    try:
+        listening = socket.create_server((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"--host={host} --port={port}: {error.strerror}; give another host or port"
+        ) from error
     # sample.py ends at a closed pipe, but a closed tab must not end the server
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    address, port = listening.getsockname()[:2]
-    # an empty host, or 0, is the wildcard address as well
-    if address in WILDCARD_ADDRESSES:
-        host = address
+    defaults = {**vars(sampling), "max_new_tokens": max_new_tokens, "stop": stop}
     server: uvicorn.Server | None = None
     app = create_app(
         model,
@@ -319,16 +249,9 @@ def serve(
         first_seed=first_seed,
         is_closing=lambda: server is not None and server.should_exit,
     )
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
-    )
-    shown_host = f"[{host}]" if ":" in host else host
-    print(f"http://{shown_host}:{port} (press Ctrl+C to stop the server)", flush=True)
-    if not ipaddress.ip_address(address).is_loopback:
-        note = "note: anyone who can reach this machine can use the page"
-        if host in WILDCARD_ADDRESSES:
-            note += "; from another machine, open it with the numeric address of this one"
-        print(note, file=sys.stderr)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False))
+    address = f"http://{host}:{listening.getsockname()[1]}"
+    print(f"{address} (press Ctrl+C to stop the server)", flush=True)
     # the server raises it again after it has shut down
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])

@@ -6,9 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from data.tokenizer import Tokenizer
 from model.block import Site, State
@@ -23,25 +24,18 @@ Item = TypeVar("Item")
 # ---- statistics of the residual stream ----
 
 
-class StatisticInfo(NamedTuple):
-    """The declared properties of a statistic: its range, and whether it is a gate."""
-
-    range: tuple[float, float] | None  # the declared range
-    is_ddl_gate: bool
-
-
 class StatisticsRecorder(ObservedStream):
     """Records the statistics that the writes of a model report in its forward passes.
 
     Attributes:
         values: by statistic and site, the values (B, T) of each pass since the last `take_last`
-        info: for each statistic, the distinct declarations of the sites that report it
+        writes: by statistic, the write modules that report it
     """
 
     def __init__(self):
         super().__init__(self.record)
         self.values: dict[str, dict[str, list[torch.Tensor]]] = {}
-        self.info: dict[str, set[StatisticInfo]] = {}
+        self.writes: dict[str, list[nn.Module]] = {}
         self.num_writes: Counter[str] = Counter()  # of each site in the current pass
 
     def begin(self, model: GPT, x: torch.Tensor, cache: list | None) -> State:
@@ -53,16 +47,11 @@ class StatisticsRecorder(ObservedStream):
         """Record the statistics of a write."""
         label = f"{site.layer} {site.name}"
         self.num_writes[label] += 1
-        # a model may use the same block several times
-        if self.num_writes[label] > 1:
+        if self.num_writes[label] > 1:  # a model may use the same block several times
             label += f" ({self.num_writes[label]})"
         for name, values in write.statistics.items():
             self.values.setdefault(name, {}).setdefault(label, []).append(values)
-            info = StatisticInfo(
-                range=getattr(site.write, "ranges", {}).get(name),
-                is_ddl_gate=name in ("beta", "beta_erase") and isinstance(site.write, DeltaRewrite),
-            )
-            self.info.setdefault(name, set()).add(info)
+            self.writes.setdefault(name, []).append(site.write)
 
     def take_last(self, num_tokens: int) -> list[dict[str, list[float | None]]]:
         """Return the statistics of the last tokens of the first sequence, and forget all values.
@@ -74,16 +63,12 @@ class StatisticsRecorder(ObservedStream):
             finite.
         """
         by_token: list[dict[str, list[float | None]]] = [{} for _ in range(num_tokens)]
-        for name, values_by_site in self.values.items():
-            columns = [
-                torch.cat(values, dim=1)[0, -num_tokens:] for values in values_by_site.values()
-            ]
-            rows = torch.stack(columns, dim=1).tolist()  # [token][site]
-            for token, row in zip(by_token, rows):
+        for name, by_site in self.values.items():
+            columns = [torch.cat(values, dim=1)[0, -num_tokens:] for values in by_site.values()]
+            for token, row in zip(by_token, torch.stack(columns, dim=1).tolist(), strict=True):
                 token[name] = [value if math.isfinite(value) else None for value in row]
-            # the lists stay, so that the sites keep their order
-            for values in values_by_site.values():
-                values.clear()
+        self.values.clear()
+        self.writes.clear()
         return by_token
 
 
@@ -93,23 +78,23 @@ def describe_statistics(model: GPT) -> list[dict]:
 
     Returns:
         For each statistic its "name"; its "sites" in the order of a forward pass (`0 attn`, `0
-        mlp`, ...); its "range" as the writes declare it, or None; and "gate", which is true for the
-        gate of a delta rewrite (0 keeps the state, 1 overwrites it, 2 reflects it).
+        mlp`, ...); its "range" if all writes declare the same, or None; and "gate", which is true
+        for the gate of a delta rewrite (0 keeps the state, 1 overwrites it, 2 reflects it).
     """
     recorder = StatisticsRecorder()
     with model.through(recorder):
         model(torch.zeros(1, 1, dtype=torch.int64, device=model.rope_cos.device))
     descriptions = []
-    for name, values_by_site in recorder.values.items():
-        info_of_sites = recorder.info[name]
-        ranges = {info.range for info in info_of_sites}
+    for name, by_site in recorder.values.items():
+        writes = recorder.writes[name]
+        ranges = {getattr(write, "ranges", {}).get(name) for write in writes}
+        is_gate = name in ("beta", "beta_erase")
         descriptions.append(
             {
                 "name": name,
-                "sites": list(values_by_site),
-                # sites with different ranges have none in common
+                "sites": list(by_site),
                 "range": ranges.pop() if len(ranges) == 1 else None,
-                "gate": all(info.is_ddl_gate for info in info_of_sites),
+                "gate": is_gate and all(isinstance(write, DeltaRewrite) for write in writes),
             }
         )
     return descriptions

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -52,12 +53,12 @@ def serve_model(model: GPT, tokenizer: Tokenizer, /, **changes) -> Iterator[str]
     import uvicorn
 
     from model.generation import Sampling
-    from serving.app import create_app, describe_model, listen
+    from serving.app import create_app, describe_model
 
     defaults = {**vars(Sampling()), "max_new_tokens": 2000, "stop": []}
     description = describe_model(model, tokenizer, {"model": "a model"}, defaults)
     app = create_app(model, tokenizer, {**description, **changes})
-    listening = listen("127.0.0.1", 0)
+    listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()

@@ -2,14 +2,10 @@
 
 import contextlib
 import http.client
-import importlib
 import json
 import re
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,7 +18,6 @@ import torch
 from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
 from page_servers import serve_model, serve_run
-from starlette.datastructures import Headers
 
 from data.tokenizer import byte_tokenizer
 from model import MODEL_NAMES, build
@@ -31,7 +26,6 @@ from model.gpt import GPT, Stream
 from model_folder import load_model
 from serving import app as serving_app
 from serving.events import describe_statistics, generate_events, label_token
-from serving.guard import Guard, is_own_host
 from training.residual_statistics import ObservedStream
 
 DELTA = [model_name for model_name in MODEL_NAMES if model_name.startswith("DDL")]
@@ -315,43 +309,21 @@ def test_the_server_listens_on_this_machine_only(address):
     assert address.startswith("http://127.0.0.1:")
 
 
-# content types of the files of the page
-PAGE_FILES = {
-    "/": "text/html",
-    "/page.js": "javascript",
-    "/page.css": "css",
-    "/icon.svg": "svg",
-}
-
-
-@pytest.mark.parametrize(("path", "content_type"), PAGE_FILES.items())
-def test_the_files_of_the_page_are_served_with_security_headers(address, path, content_type):
+@pytest.mark.parametrize(
+    ("path", "content_type"),
+    [("/", "text/html"), ("/page.js", "javascript"), ("/page.css", "css"), ("/icon.svg", "svg")],
+)
+def test_the_files_of_the_page_are_served(address, path, content_type):
     response = ask(address, path=path)
     assert response.status == 200
     assert content_type in response.headers["content-type"]
     assert response.body
-    assert response.headers["content-security-policy"].startswith("default-src 'self';")
-    assert response.headers["x-content-type-options"] == "nosniff"
     assert "access-control-allow-origin" not in response.headers
-    # no file outside the page can be requested
-    for parameters in ("?file=/etc/passwd", "?path=/etc/passwd"):
-        assert ask(address, path=path + parameters).body == response.body
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "message"),
-    [
-        *(
-            (path, 404, "Not Found")
-            for path in ("/app.py", "/docs", "/openapi.json", "/../sample.py")
-        ),
-        ("/generate", 405, "Method Not Allowed"),  # a generation is not started by GET
-    ],
-)
-def test_other_requests_are_refused(address, path, status, message):
-    response = ask(address, path=path)
-    assert response.status == status
-    assert json.loads(response.body) == {"message": message}
+@pytest.mark.parametrize("path", ["/app.py", "/docs", "/openapi.json", "/../app.py"])
+def test_other_files_are_not_served(address, path):
+    assert ask(address, path=path).status == 404
 
 
 def test_the_model_is_described_with_the_defaults_of_the_command_line(address):
@@ -414,25 +386,17 @@ def test_what_is_left_out_is_as_on_the_command_line(address):
 
 MISTAKES = [
     ({"temperature": -1}, "temperature=-1.0: give a number at least 0"),
-    ({"temperature": float("nan")}, "temperature=nan: give a number at least 0"),
     ({"top_p": 1.5}, "top_p=1.5: give a number above 0 and at most 1"),
     ({"top_k": 0}, "top_k=0: give a number at least 1"),
-    ({"max_new_tokens": 2049}, "max_new_tokens: input should be less than or equal to 2048"),
-    ({"max_new_tokens": "5"}, "max_new_tokens: input should be a valid integer"),
-    ({"stop": [""]}, "stop.0: string should have at least 1 character"),
-    ({"temprature": 1.0}, "unknown key temprature, did you mean temperature?"),
-    ({"stop": "x"}, "stop: give a list of strings"),
-    ({"max_tokens": 5}, "unknown key max_tokens, did you mean max_new_tokens?"),
-    (
-        {"model": "gpt", "messages": [], "frequency_penalty": 0.1, "stop": ["a"]},
-        "unknown key model; unknown key messages; unknown key frequency_penalty; the keys are ",
-    ),
+    ({"max_new_tokens": 2049}, "max_new_tokens: Input should be less than or equal to 2048"),
+    ({"max_new_tokens": "5"}, "max_new_tokens: Input should be a valid integer"),
+    ({"stop": [""]}, "stop.0: String should have at least 1 character"),
+    ({"temprature": 1.0}, "temprature: Extra inputs are not permitted"),
     (
         {"prompt": "a<|im_start|>b"},
         "the prompt has the special token <|im_start|>, which the tokenizer bytes does not",
     ),
-    ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, including end-of-text"),
-    ({"prompt": "a" * 600_000}, "the request has 586 KiB: send at most 512 KiB"),
+    ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16"),
 ]
 
 
@@ -444,103 +408,38 @@ def test_a_mistake_is_answered_with_one_line(address, body, message):
     assert "\n" not in answer
 
 
-VALID_REQUEST = {"prompt": "a", "max_new_tokens": 1}
-
-
-def post(address: str, body=VALID_REQUEST, **headers) -> Response:
+def post(address: str, body=None, **headers) -> Response:
     """Ask for a text."""
+    body = {"prompt": "a", "max_new_tokens": 1} if body is None else body
     return ask(address, "POST", "/generate", body, **headers)
 
 
-def test_a_request_of_the_page_is_answered(address):
-    assert post(address, origin=address).status == 200
-    localhost = f"localhost:{urlsplit(address).port}"
-    assert post(address, host=localhost, origin=f"http://{localhost}").status == 200
-
-
-# Headers of requests that do not come from the page. PORT is that of the server, and OTHER_PORT
-# another one.
-FOREIGN_HEADERS = [
-    {"host": "evil.example"},
-    {"host": ""},
-    {"host": "127.0.0.1.evil.example"},
-    {"host": "localhost:{PORT}", "origin": "http://evil.example:{PORT}"},
-    {"origin": "null"},
-    {"origin": "http://["},
-    {"origin": "http://127.0.0.1:{OTHER_PORT}"},
-]
-
-
-def fill_in_ports(headers: dict[str, str], address: str) -> dict[str, str]:
-    port = urlsplit(address).port
-    return {name: value.format(PORT=port, OTHER_PORT=port + 1) for name, value in headers.items()}
-
-
-@pytest.mark.parametrize("headers", FOREIGN_HEADERS, ids=str)
-def test_a_request_of_another_website_is_refused(address, headers):
-    response = post(address, **fill_in_ports(headers, address))
-    assert response.status == 403
-    assert set(json.loads(response.body)) == {"message"}
-    assert "content-security-policy" in response.headers
-
-
-def test_the_page_is_not_served_under_the_name_of_another_website(address):
-    assert ask(address, host="evil.example").status == 403
-
-
 @pytest.mark.parametrize(
-    ("body", "headers", "status"),
+    ("host", "status"),
     [
-        (b"{", {"content-type": "application/json"}, 400),
-        (json.dumps(VALID_REQUEST), {"content-type": "text/plain"}, 400),
-        (iter([b"{}"]), {}, 411),  # its length is unknown
+        ("localhost:8000", 200),
+        ("evil.example", 400),
+        ("127.0.0.1.evil.example", 400),
+        ("", 400),
     ],
 )
-def test_a_body_that_is_no_json_of_known_length_is_refused(address, body, headers, status):
-    assert post(address, body, **headers).status == status
+def test_only_the_names_of_this_server_are_answered(address, host, status):
+    assert post(address, host=host).status == status
+    assert ask(address, host=host).status == status
 
 
-OWN_NAMES = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000")
-FOREIGN_NAMES = ("", "evil.example", "10.1.2.3", "localhost.evil.example")
+def test_a_server_on_all_interfaces_has_the_names_of_its_machine():
+    names = serving_app.list_own_names("0.0.0.0")
+    assert socket.gethostname() in names
+    assert "0.0.0.0" not in names
+    assert serving_app.list_own_names("box.example")[-1] == "box.example"
 
 
-@pytest.mark.parametrize(
-    ("header", "bound_host", "is_own"),
-    [
-        *((name, host, True) for name in OWN_NAMES for host in ("127.0.0.1", "10.1.2.3")),
-        *((name, "127.0.0.1", False) for name in FOREIGN_NAMES),
-        # the name that the server listens on
-        ("box.example:8000", "Box.example", True),
-        ("10.1.2.3:80", "10.1.2.3", True),
-        # a server on all interfaces has every numeric address
-        ("10.1.2.3:80", "0.0.0.0", True),
-        ("[fd00::1]:80", "::", True),
-        ("evil.example", "0.0.0.0", False),
-    ],
-)
-def test_the_names_of_a_server(header, bound_host, is_own):
-    assert is_own_host(header, bound_host) == is_own
-
-
-@pytest.mark.parametrize(
-    ("bound_host", "advice"),
-    [
-        ("127.0.0.1", "open the address that it has printed"),
-        ("0.0.0.0", "numeric address of its machine, such as 192.0.2.1"),
-    ],
-)
-def test_the_refusal_of_another_name_says_which_address_to_open(bound_host, advice):
-    guard = Guard(None, bound_host)
-    refusal = guard.find_refusal("GET", Headers({"host": "box.example:8000"}))
-    assert refusal.status == 403
-    assert advice in refusal.message
-
-
-def test_a_package_that_the_server_lacks_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fastapi", None)  # importing it raises an ImportError
-    monkeypatch.delitem(sys.modules, "serving.app")
-    with pytest.raises(ValueError, match=r"cannot be imported \(.*\bfastapi\b.*\): pip install"):
-        importlib.import_module("serving.app")
+def test_a_form_of_another_website_is_refused(address):
+    """A browser sends JSON to another site only after a preflight, which is not answered."""
+    body = json.dumps({"prompt": "a"})
+    assert post(address, body, **{"content-type": "text/plain"}).status == 400
+    assert ask(address, "OPTIONS", "/generate").status == 405
 
 
 class Slow:
@@ -612,7 +511,6 @@ def test_one_generation_at_a_time(slow, monkeypatch):
     for _ in range(2):
         busy = post(slow.address, {"max_new_tokens": 3})
         assert busy.status == 503
-        assert busy.headers["Retry-After"].isdecimal()
         assert json.loads(busy.body)["message"].startswith("busy:")
     assert "tokens" in json.loads(response.readline())  # the first goes on
     monkeypatch.setattr(serving_app, "MAX_WAIT", 10.0)
@@ -647,38 +545,8 @@ def test_interrupting_the_server_ends_a_stream(run):
     assert errors == ""
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    command = re.search(r"```sh\n(.*?)```", page, flags=re.S)[1]
-    lines = re.search(r"```json\n(.*?)```", page, flags=re.S)[1].splitlines()
-    documented = [json.loads(line) for line in lines]
-    model, tokenizer, _ = load_model(run, torch.device("cpu"))
-    with serve_model(model, tokenizer) as address:
-        to_server = command.replace("http://127.0.0.1:8000", address)
-        answer = subprocess.run(to_server, shell=True, capture_output=True, timeout=30, check=True)
-        events = [json.loads(line) for line in answer.stdout.splitlines()]
-        without_header = to_server.replace("-H 'content-type: application/json'", "")
-        plain = subprocess.run(without_header, shell=True, capture_output=True, check=False)
-    assert to_server != command
-    tokens = [token for event in events for token in event.get("tokens", [])]
-    documented_tokens = [token for event in documented for token in event.get("tokens", [])]
-    assert events[0] == documented[0] == {"seed": 0}
-    keys = documented_tokens[0].keys()
-    assert all(token.keys() == keys for token in [*tokens, *documented_tokens])
-    assert [token["prompt"] for token in tokens] == [True] * (1 + len("class")) + [False] * 2
-    assert "".join(token["text"] for token in tokens if token["prompt"]) == "<|endoftext|>class"
-    assert events[-1].keys() == documented[-1].keys()
-    assert events[-1]["end"] == documented[-1]["end"]
-    assert f"`{events[-1]['end']}`" in page
-    message = json.loads(plain.stdout)["message"]
-    assert message.endswith("with the header content-type: application/json")
-
-
 def test_an_address_that_cannot_be_had_ends_in_one_line(run):
     with socket.create_server(("127.0.0.1", 0)) as other_server:
         port = other_server.getsockname()[1]
         error = one_line_error(call("sample.py", run, "--serve", f"--port={port}"))
     assert f"--port={port}: Address already in use" in error
-    with pytest.raises(ValueError, match=r"--host=192\.0\.2\.1"):
-        serving_app.listen("192.0.2.1", 0)
