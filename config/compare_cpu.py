@@ -1,15 +1,16 @@
-"""A comparison of streams on one CPU core: the demo's depth and width, on Python's library with its tests.
+"""A comparison of streams on one CPU core: the demo's depth and width, on its corpus.
 
-    python data/python_library/prepare.py
+    python data/python_stdlib/prepare.py
     python research/sweep.py config/compare_cpu.py --model=gpt-mha-rope,DDL-gpt-mha-rope --seed=0..4
 
-One core trains 0.8 million tokens in two to four minutes. Results are in
-research/studies/residual_streams/README.md. Sequences and batches are shorter than the
+One core trains 0.8 million tokens in two to four minutes. The results in
+research/studies/residual_streams/README.md are of another corpus, the standard library with its
+tests (commit a46b4293). Sequences and batches are shorter than the
 demo's, because with so few tokens more steps matter more than less gradient noise.
 """
 
 model = "gpt-mha-rope"
-dataset = "python_library"
+dataset = "python_stdlib"
 device = "cpu"
 vocab_size = 4096
 block_size = 128

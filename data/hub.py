@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from configurator import option
-from data import shards
 from data.sources import (
     READERS,
     Batch,
@@ -39,7 +38,7 @@ from data.sources import (
     list_folder,
     read_table,
 )
-from utils import errors, files, units
+from utils import errors, units
 
 FIRST_PAUSE = 1.0  # seconds
 MAX_PAUSE = 60.0  # seconds
@@ -433,60 +432,7 @@ class HubDataset(Source):
             ) from error
 
 
-# ---- shards and tokenizers ----
-
-
-class FetchedShards(NamedTuple):
-    """What is known of shards that were downloaded."""
-
-    commit: str | None
-    sha256: dict[str, str]  # by file name, for the files whose digest the Hub knows
-
-
-def fetch_shards(
-    repository: str, out: Path, revision: str | None, retry_minutes: float | None
-) -> FetchedShards:
-    """Download the .bin files of a dataset to the folder `out`.
-
-    Raises:
-        ValueError: they cannot be read, or the folder holds shards of another dataset
-    """
-    dataset = HubDataset(
-        repository,
-        revision=revision,
-        retry_minutes=retry_minutes,
-        alternative="give a folder of such shards as --pretokenized",
-        download_folder=out,
-    )
-    requested = {"source": repository, "revision": revision}
-    earlier_fetch = shards.read_optional_json(out / "fetched.json")
-    if earlier_fetch and {key: earlier_fetch.get(key) for key in requested} != requested:
-        raise ValueError(
-            f"{out} holds shards of {earlier_fetch.get('source')}, revision {earlier_fetch.get('revision')}; "
-            "give another --out"
-        )
-    # an interrupted download is resumed at the commit that it began with
-    commit = dataset.pin(earlier_fetch.get("commit"))
-    files.write_json(out / "fetched.json", {**requested, "commit": commit})
-
-    entries = [
-        entry
-        for entry in dataset.ask(list_repository, repository, commit)
-        if entry.path.endswith(".bin")
-    ]
-    for entry in tqdm(entries, unit="shard", disable=None):
-        dataset.download(entry.path)
-    # the Hub knows the SHA-256 of large files, which reveals flipped bits
-    return FetchedShards(
-        commit=commit,
-        sha256={entry.path: entry.lfs.sha256 for entry in entries if entry.lfs},
-    )
-
-
-def list_repository(repository: str, commit: str) -> list:
-    """Return the files of a dataset, with their SHA-256 where the Hub knows it."""
-    entries = import_hub().list_repo_tree(repository, repo_type="dataset", revision=commit)
-    return list(entries)
+# ---- tokenizers ----
 
 
 def fetch_model_file(repository: str, path: str, retry_minutes: float | None = None) -> Path | None:

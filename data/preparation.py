@@ -25,7 +25,6 @@ from tqdm import tqdm
 from configurator import option, read_command_line
 from data import hub, library_tokenizer, shards, tokenizer
 from data.library_tokenizer import TokenizerFiles
-from data.packing import FitOrCut
 from data.sources import PermanentSourceError, Source
 from data.token_reader import TokenReader
 from data.tokenizer_base import Tokenizer
@@ -123,10 +122,6 @@ class PreparationOptions:
         "if the output folder holds shards that were prepared with other options, delete them and "
         "start over",
     )
-    verify: bool = option(
-        False,
-        "compare every shard with its SHA-256 in meta.json instead of preparing anything",
-    )
 
 
 def read_options(
@@ -138,8 +133,6 @@ def read_options(
 ) -> SimpleNamespace:
     """Return the options of a script, which its command line gives.
 
-    With --verify, the shards are checked instead, and the script ends.
-
     Args:
         doc: the script's docstring, which --help prints
         folder: default output folder, a folder of data/
@@ -149,10 +142,6 @@ def read_options(
     """
     args = read_command_line(doc, *option_classes, fixed=fixed, argv=argv)
     args.out = Path(args.out or folder)
-    if args.verify:
-        with errors.one_line_errors():
-            shards.verify(args.out, args.workers)
-        sys.exit(0)
     return args
 
 
@@ -187,9 +176,6 @@ class ShardRecord:
     cursor: dict | None
     skip: int
 
-    # in a packed corpus: how many tokens were kept, cut, and padding
-    packed: dict[str, int] = field(default_factory=dict)
-
 
 @dataclass
 class Preparation:
@@ -198,8 +184,6 @@ class Preparation:
     args: SimpleNamespace
     name: str
     plan: list[Stage]
-    # None for a stream of documents of any length
-    packing: FitOrCut | None = None
 
     # what the shards depend on, as preparation.json stores it
     options: dict = field(default_factory=dict)
@@ -254,15 +238,12 @@ def prepare(
     name: str,
     plan: list[Stage],
     extra: dict | None = None,
-    packing: FitOrCut | None = None,
 ) -> None:
     """Prepare the shards `<name>_<split>_<number>.bin` in args.out, or resume preparing them.
 
     Args:
         plan: consecutive stages of the same source share its documents
         extra: further entries of meta.json
-        packing: how documents are packed into sequences of one length; args.shard_tokens and the
-            tokens of the plan are whole sequences
 
     Raises:
         ValueError: the preparation cannot continue; complete shards are kept
@@ -275,7 +256,7 @@ def prepare(
         )
     args.out.mkdir(parents=True, exist_ok=True)
     with shards.lock_folder(args.out):
-        job = Preparation(args, name, plan, packing)
+        job = Preparation(args, name, plan)
         own_tokenizer = claim_folder(job)
         missing = [
             number for number, record in enumerate(job.records) if not is_complete(job.out, record)
@@ -403,8 +384,6 @@ def list_options(job: Preparation) -> dict:
         "tokenizer": args.tokenizer,
         "shard_tokens": args.shard_tokens,
     }
-    if job.packing is not None:
-        options["packing"] = dataclasses.asdict(job.packing)
     if args.tokenizer == "bpe":
         options["vocab_size"] = args.vocab_size
         options["tokenizer_bytes"] = args.tokenizer_bytes
@@ -428,8 +407,7 @@ def find_obsolete_files(job: Preparation, old_options: dict) -> list[Path]:
     shard_paths = list(out.glob("*.bin"))
     own_paths = [out / name for name in OWN_FILES if (out / name).exists()]
     if shard_paths and not overwrite:
-        # lstat, because existing shards of others are links
-        size = units.format_bytes(sum(path.lstat().st_size for path in shard_paths))
+        size = units.format_bytes(sum(path.stat().st_size for path in shard_paths))
         if not old_options:
             raise ValueError(
                 f"{out} holds shards of unknown origin; give another --out, or --overwrite to "
@@ -472,8 +450,6 @@ def load_tokenizer(job: Preparation, own_tokenizer: TokenizerFiles | None) -> To
         own_tokenizer.write(job.out)
     else:
         encoding = build_tokenizer(job)
-        if job.packing is not None:
-            encoding = encoding.with_bos()
         job.save()
         files.write_json(path, encoding.to_json())
     return encoding
@@ -528,8 +504,7 @@ def count_tokens_left(job: Preparation, stage: Stage) -> int:
 def open_reader(job: Preparation, number: int, source: Source) -> "TokenReader":
     """Return a reader of the source that begins with the tokens of shard `number`."""
     splits = [stage.split for stage in job.plan if stage.source is source]
-    make_reader = TokenReader if job.packing is None else job.packing.open_reader
-    reader = make_reader(source, job.encoding, job.args.workers, job.progress_bar)
+    reader = TokenReader(source, job.encoding, job.args.workers, job.progress_bar)
     for record in job.records[:number]:
         if record.split in splits:
             reader.cursor = record.cursor
@@ -556,9 +531,7 @@ def write_shards(job: Preparation, expected_tokens: int) -> None:
             path = job.out / f"{job.name}_{stage.split}_{len(job.records):06d}.bin"
             # while it grows, the folder is not a complete corpus
             (job.out / "meta.json").unlink(missing_ok=True)
-            # the last target of a block belongs to the next one
-            text_tokens = tokens if job.packing is None else job.packing.get_blocks(tokens)
-            counts = shards.count_tokens(text_tokens, job.encoding.n_vocab)
+            counts = shards.count_tokens(tokens, job.encoding.n_vocab)
             record = ShardRecord(
                 file=path.name,
                 split=stage.split,
@@ -567,7 +540,6 @@ def write_shards(job: Preparation, expected_tokens: int) -> None:
                 sha256=shards.write_shard(path, tokens, get_format(job)),
                 cursor=reader.cursor,
                 skip=reader.num_used,
-                packed=reader.packed,
             )
             job.records.append(record)
             job.save()
@@ -700,15 +672,9 @@ def finish(job: Preparation, extra: dict) -> None:
         **{key: origin.get(key) for key in ("source", "name", "revision", "commit")},
     }
     about = {key: value for key, value in about.items() if value}
-    if job.packing is not None:
-        about.update(
-            window_tokens=job.packing.window_tokens,
-            padding_token=job.encoding.eot_token,
-            packing=job.options["packing"],
-        )
     shards.write_meta(
         job.out,
-        [{**dataclasses.asdict(record), **record.packed} for record in job.records],
+        [dataclasses.asdict(record) for record in job.records],
         tokenizer=job.encoding,
         shard_format=get_format(job),
         about={**about, **extra},

@@ -1,15 +1,13 @@
 """Sequences of one fixed length: the targets of each, and which of them are trained and scored.
 
 In most corpora documents have any length, and a sequence begins anywhere. In those of synthetic
-tasks all documents have one length, and a sequence is one document. Packed corpora (data/packing.py)
-have such sequences too, of several documents. Their meta.json says
+tasks all documents have one length, and a sequence is one document. Their meta.json says
 
     window_tokens   number of tokens of a document
     labels          if true, the second half of a document holds the targets of the first half, 0
                     for none; without it, targets are the next tokens
     trained         [[start, end], ...]: positions whose targets count in the loss (default: all)
     scored          the same for the positions whose answers are counted, all of which are trained
-    padding_token   an id that is padding, and no target, where it follows itself
 """
 
 from collections.abc import Sequence
@@ -34,7 +32,6 @@ class SequenceLayout:
     labels: bool = False
     trained: Ranges | None = None
     scored: Ranges | None = None
-    padding_token: int | None = None
 
     @classmethod
     def from_meta(cls, meta: dict) -> "SequenceLayout | None":
@@ -45,6 +42,8 @@ class SequenceLayout:
         """
         if "window_tokens" not in meta:
             return None
+        if "packing" in meta:
+            raise ValueError("packed corpora are of an earlier version; prepare this one again")
         return cls(**{field.name: meta[field.name] for field in fields(cls) if field.name in meta})
 
     def __post_init__(self):
@@ -64,7 +63,7 @@ class SequenceLayout:
     @property
     def same_num_targets(self) -> bool:
         """Return whether all sequences have the same number of targets."""
-        return not self.labels and self.padding_token is None
+        return not self.labels
 
     @property
     def seq_len(self) -> int:
@@ -108,7 +107,4 @@ class SequenceLayout:
         else:
             ids = tokens[:, :-1].clone()
             targets = tokens[:, 1:].clone()
-        if self.padding_token is not None:
-            is_padding = (ids == self.padding_token) & (targets == self.padding_token)
-            targets.masked_fill_(is_padding, IGNORED_TARGET)
         return ids, targets.masked_fill_(~self.mask(self.trained), IGNORED_TARGET)

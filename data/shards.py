@@ -15,7 +15,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -147,42 +146,6 @@ def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     return counts
 
 
-class ShardContent(NamedTuple):
-    """What is known of a shard after reading all of it."""
-
-    sha256: str  # of the file
-    num_tokens: int
-    counts: np.ndarray  # how often each id occurs, int64 (vocab_size,)
-
-
-def examine_shards(
-    paths: list[Path], vocab_size: int, workers: int
-) -> Iterator[ShardContent | ValueError]:
-    """Yield the content of each shard, in order.
-
-    A shard that is damaged, or that has ids outside of the vocabulary, yields a ValueError instead
-    of raising it, so that the other shards are examined as well.
-    """
-    from tqdm import tqdm
-
-    def examine(path: Path) -> ShardContent | ValueError:
-        try:
-            tokens = read_shard(path)
-        except (ValueError, OSError) as error:
-            return ValueError(str(error))
-        try:
-            counts = count_tokens(tokens, vocab_size)
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        except (ValueError, OSError) as error:
-            return ValueError(f"{path}: {error}")
-        return ShardContent(sha256, len(tokens), counts)
-
-    with ThreadPoolExecutor(workers) as pool:
-        contents = pool.map(examine, paths)
-        yield from tqdm(contents, total=len(paths), unit="shard", disable=None)
-
-
 # ---- the folder ----
 
 
@@ -246,8 +209,7 @@ def write_meta(
     """Write meta.json, and print the sums of both splits.
 
     Args:
-        records: of each shard its file, split, tokens, sha256, documents and bytes, and in a packed
-            corpus the numbers of tokens that were kept, cut and padding
+        records: of each shard its file, split, tokens, sha256, documents and bytes
         about: further entries: where the documents come from, the SHA-256 of a tokenizer of your
             own, and the keys of data/sequences.py
     """
@@ -265,24 +227,17 @@ def write_meta(
     if meta["tokenizer"] == "ids":
         # the ids of a synthetic task stand for no bytes
         summed_keys.remove("bytes")
-    if "packing" in meta:
-        summed_keys += ["kept", "cut", "padding"]
     for split in ("val", "train"):
         split_records = [record for record in records if record["split"] == split]
         sums = {key: sum(record[key] for record in split_records) for key in summed_keys}
         meta[split] = sums
         summary = ", ".join(f"{value:,} {key}" for key, value in sums.items())
         if "bytes" in sums:
-            summary = f"{summary} ({sums['bytes'] / count_text_tokens(sums):.2f} bytes per token)"
+            summary = f"{summary} ({sums['bytes'] / sums['tokens']:.2f} bytes per token)"
         print(f"{split}: {summary}")
     listed_keys = ("file", "split", "tokens", "sha256")
     meta["shards"] = [{key: record[key] for key in listed_keys} for record in records]
     files.write_json(folder / "meta.json", meta)
-
-
-def count_text_tokens(counts: dict[str, int]) -> int:
-    """Return how many tokens of a split stand for its bytes: in a packed corpus, not all tokens."""
-    return counts.get("kept", counts["tokens"])
 
 
 @dataclass(frozen=True)
@@ -328,7 +283,7 @@ class Corpus:
         counts = self.meta.get(split, {})
         if "bytes" not in counts:
             return None
-        return counts["bytes"] / count_text_tokens(counts)
+        return counts["bytes"] / counts["tokens"]
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
@@ -359,12 +314,6 @@ def make_location_absolute(dataset: str) -> str:
     folder = find_folder(dataset)
     is_relative_path = folder == Path(dataset) and folder.is_dir()
     return str(folder.absolute()) if is_relative_path else dataset
-
-
-def read_vocab_size(dataset: str) -> int | None:
-    """Return the vocabulary size of a corpus; None if the corpus does not say."""
-    vocab_size = read_meta(find_folder(dataset)).get("vocab_size")
-    return vocab_size if type(vocab_size) is int else None
 
 
 def open_corpus(dataset: str) -> Corpus:
@@ -436,40 +385,3 @@ def check_listed(folder: Path, meta: dict, opened: dict[Path, np.ndarray]) -> No
                 f"{path} is not the shard of {num_tokens:,} tokens that meta.json lists; delete it "
                 "and rerun prepare.py, which prepares it again"
             )
-
-
-def verify(folder: Path, workers: int) -> None:
-    """Compare every shard with its SHA-256 in meta.json.
-
-    Raises:
-        ValueError: a tokenizer.json of your own is damaged; or shards are missing or damaged, and the
-            message names all of them
-    """
-    meta = read_meta(folder)
-    if "shards" not in meta:
-        raise ValueError(
-            f"{folder} has no meta.json with SHA-256 sums of its shards; prepare the corpus first"
-        )
-    if "tokenizer_sha256" in meta:
-        content = (folder / "tokenizer.json").read_bytes()
-        if hashlib.sha256(content).hexdigest() != meta["tokenizer_sha256"]:
-            raise ValueError(
-                f"{folder / 'tokenizer.json'} is not the tokenizer that the corpus was prepared "
-                "with; copy it there again"
-            )
-    records = meta["shards"]
-    paths = [folder / record["file"] for record in records]
-    contents = examine_shards(paths, meta["vocab_size"], workers)
-    problems = []
-    for record, path, content in zip(records, paths, contents):
-        if isinstance(content, ValueError):
-            problems.append(str(content))
-        elif content.sha256 != record["sha256"]:
-            problems.append(f"{path} was changed (its SHA-256 is now {content.sha256[:12]}...)")
-    if problems:
-        raise ValueError(
-            f"{len(problems)} of {len(records)} shards are damaged: {'; '.join(problems)}; delete "
-            "them and rerun the command that prepared the corpus, which prepares them again"
-        )
-    num_tokens = sum(record["tokens"] for record in records)
-    print(f"verified {len(records)} shards, {num_tokens:,} tokens: all checksums match")

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
-from utils import errors, units
+from utils import errors
 
 BATCH_CHARACTERS = 1_000_000
 PIECE_BYTES = 8 << 20  # text files are read in pieces of at most this size
@@ -134,8 +134,6 @@ class Files(Source):
         column: the column of tables that holds the text; rows without text are skipped
         suffixes: if given, only files with these suffixes are read from folders
         shuffled: whether files are ordered by a hash of their names instead of by name
-        unique: whether documents that repeat an earlier one exactly are dropped; this takes 0.1 GB
-            of memory per million documents
 
     Raises:
         ValueError: there are no such files; while reading, a file is damaged or has no such column
@@ -147,11 +145,9 @@ class Files(Source):
         column: str = "text",
         suffixes: Iterable[str] = (),
         shuffled: bool = False,
-        unique: bool = False,
     ):
         self.patterns = patterns
         self.column = column
-        self.unique = unique
         # files that were found in folders, and are skipped if they are not text
         self.skippable: set[Path] = set()
         # several patterns may name the same file
@@ -162,8 +158,6 @@ class Files(Source):
         # what the last reading skipped
         self.not_text: set[Path] = set()
         self.rows_without_text: Counter[Path] = Counter()
-        self.num_copies = 0
-        self.copied_bytes = 0
 
     def find_files(self, pattern: str, suffixes: Iterable[str]) -> list[Path]:
         """Return the files that a path or a glob pattern names, and those below its folders."""
@@ -196,7 +190,6 @@ class Files(Source):
         return {
             "source": " ".join(self.patterns),
             "column": self.column,
-            "unique": self.unique,
             "files": len(self.paths),
             "sha256": compute_listing_digest(self.paths),
         }
@@ -207,9 +200,6 @@ class Files(Source):
 
     def describe_skipped(self) -> list[str]:
         lines = []
-        if self.num_copies:
-            size = units.format_bytes(self.copied_bytes)
-            lines.append(f"documents dropped as exact duplicates: {self.num_copies:,} ({size})")
         if self.not_text:
             lines.append(f"files skipped because they are not UTF-8 text: {len(self.not_text):,}")
         if self.rows_without_text:
@@ -224,30 +214,7 @@ class Files(Source):
         cursor = cursor or {"file": 0, "at": 0}
         self.not_text.clear()
         self.rows_without_text.clear()
-        yield from batch_pieces(
-            self.read_unique_pieces(cursor) if self.unique else self.read_pieces(cursor)
-        )
-
-    def read_unique_pieces(self, cursor: dict) -> Iterator[Piece]:
-        """Yield the pieces from a cursor on, except those of documents that repeat an earlier one.
-
-        Everything is read from the beginning, because copies of earlier documents are dropped.
-        """
-        digests: set[bytes] = set()
-        is_copy = False
-        self.num_copies = 0
-        self.copied_bytes = 0
-        for piece in self.read_pieces({"file": 0, "at": 0}):
-            if piece.starts_document:
-                digest, num_bytes = digest_document(self.paths[piece.file], piece.text)
-                is_copy = digest in digests
-                digests.add(digest)
-                if is_copy:
-                    self.num_copies += 1
-                    self.copied_bytes += num_bytes
-            is_after_cursor = (piece.file, piece.position) >= (cursor["file"], cursor["at"])
-            if is_after_cursor and not is_copy:
-                yield piece
+        yield from batch_pieces(self.read_pieces(cursor))
 
     def read_pieces(self, cursor: dict) -> Iterator[Piece]:
         """Yield the pieces from a cursor on."""
@@ -344,20 +311,6 @@ def count_text_bytes(path: Path, column: str) -> int:
             file.seek(-min(4, path.stat().st_size), os.SEEK_END)
             return int.from_bytes(file.read(), "little")
     return path.stat().st_size
-
-
-def digest_document(path: Path, text: str) -> tuple[bytes, int]:
-    """Return a digest of a document, and its size in bytes.
-
-    Args:
-        text: the document, or the beginning of a text file
-    """
-    if get_kind(path) in READERS:
-        content = text.encode()
-        return hashlib.blake2b(content, digest_size=16).digest(), len(content)
-    with open_file(path) as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
-        return digest, file.tell()
 
 
 # ---- text ----

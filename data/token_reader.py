@@ -18,7 +18,6 @@ class TokenReader:
     Attributes:
         cursor: of the batch that the next token is in; set both to begin elsewhere
         num_used: number of tokens of that batch that precede it
-        packed: `ShardRecord.packed` of the last tokens
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class TokenReader:
         self.progress_bar = progress_bar
         self.cursor: dict | None = None
         self.num_used = 0
-        self.packed: dict[str, int] = {}
         self.batches: Iterator[tuple[dict, Future]] | None = None
         # of the batch at the cursor
         self.tokens = np.zeros(0, dtype=shards.choose_format(encoding.n_vocab).dtype)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from configurator import collect_options
-from data import shards
 from evaluation.published import Published
 from evaluation.published import find as find_published
 from model import build, make_config, model_class
@@ -167,7 +166,7 @@ class Run:
         counts = self.corpus.get("train", {})
         if "bytes" not in counts or not counts.get("tokens"):
             return None
-        return counts["bytes"] / shards.count_text_tokens(counts)
+        return counts["bytes"] / counts["tokens"]
 
     def get_x_values(self, frame: "pl.DataFrame", axis: str) -> "pl.Series":
         """Return a frame's column of one of AXES.

@@ -241,40 +241,10 @@ def ordered_notes(notes) -> list[str]:
     return [text for name in names for text in notes.documents[name]]
 
 
-def test_text_drops_duplicates(notes, ordered_notes, tmp_path, prepare, capsys):
-    corpus = prepare(
-        "text",
-        tmp_path / "out",
-        "--tokenizer=bytes",
-        f"--source={notes.root}",
-        "--val_tokens=300",
-    )
-    assert sum(map(len, corpus.val)) == 300
-    unique_notes = list(dict.fromkeys(ordered_notes))
-    assert documents(corpus.val + corpus.train) == unique_notes
-    count = len(ordered_notes) - len(unique_notes)
-    size = len("".join(ordered_notes).encode()) - len("".join(unique_notes).encode())
-    printed = capsys.readouterr().out
-    assert f"\ndocuments dropped as exact duplicates: {count} ({size} bytes)\n" in printed
-    assert count > 0
-
-
 def test_text_skips_files_that_are_no_text(notes, tmp_path, prepare, capsys):
     prepare("text", tmp_path / "out", "--tokenizer=bytes", f"--source={notes.root}")
     printed = capsys.readouterr().out
     assert "files skipped because they are not UTF-8 text: 2\n" in printed
-
-
-def test_text_may_keep_duplicates(notes, ordered_notes, tmp_path, prepare):
-    corpus = prepare(
-        "text",
-        tmp_path / "out",
-        "--tokenizer=bytes",
-        f"--source={notes.root}",
-        "--val_tokens=300",
-        "--duplicates=keep",
-    )
-    assert documents(corpus.val + corpus.train) == ordered_notes
 
 
 @pytest.mark.parametrize(

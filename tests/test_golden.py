@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,7 +27,7 @@ import torch
 from helpers import change_default, write_checksums
 from in_process import call, train_in_processes
 
-from data.shards import read_optional_json, write_shard
+from data.shards import read_optional_json
 from model import MODEL_NAMES, model_class
 from training import checkpoint, metrics
 from utils.files import write_json
@@ -204,7 +203,6 @@ DRAWN = ["--sequences=20", "--val_sequences=8", "--seed=1"]
 CORPORA = {
     "text": ["text", "--source", "files", "--tokenizer=bpe", "--vocab_size=300", *LIMITS],
     "fineweb_edu": ["fineweb_edu", "--source", "rows.parquet", *LIMITS],
-    "pretokenized": ["fineweb_edu", "--pretokenized=shards"],
     "openwebtext": ["openwebtext", "--source", "rows.jsonl", *LIMITS],
     "wikitext": (
         "wikitext --repository=wikitext --version=2 --tokenizer=bytes --shard_tokens=100"
@@ -345,11 +343,6 @@ def write_sources(folder: Path) -> None:
     for index, split in enumerate(splits):
         table = pa.table({"text": WIKI[index:] * 3})
         pq.write_table(table, folder / "wikitext" / f"{split}.parquet")
-    (folder / "shards").mkdir()
-    for name, count in (("train_000001", 300), ("val_000000", 90)):
-        write_shard(
-            folder / "shards" / f"fineweb_{name}.bin", np.arange(50256, 50256 - 7 * count, -7)
-        )
     for library in ("stdlib", "packages"):
         for index in range(6):
             path = folder / library / f"p{index}" / "module.py"

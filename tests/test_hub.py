@@ -2,7 +2,6 @@
 
 import functools
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -23,7 +22,7 @@ from helpers import ROOT, one_line_error, run_script, write_parquet
 from hub_server import Fault
 from in_process import call
 
-from data import hub, shards, sources
+from data import hub, sources
 from data.hub import HubDataset
 from data.shards import open_corpus
 
@@ -464,81 +463,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     message = r"because .*/train\.txt is not a file of the kinds .*; give --revision=refs/convert"
     with pytest.raises(sources.PermanentSourceError, match=message):
         list(HubDataset(str(tmp_path)).read())
-
-
-# ---- a repository of shards ----
-
-
-@pytest.fixture
-def shards_commit(server, tmp_path) -> Iterator[str]:
-    """Commit token shards to a repository of the hub, and return the name of the commit."""
-    generator = np.random.default_rng(0)
-    files = {"sub/a_train_0.bin": b"no shard", "README.md": b"shards"}
-    for number, split in enumerate(("val", "train", "train", "train")):
-        num_tokens = 50_000 if number == 3 else 400
-        name = f"edu_fineweb_{split}_{number:06d}.bin"
-        shards.write_shard(tmp_path / name, generator.integers(0, 257, num_tokens))
-        files[name] = (tmp_path / name).read_bytes()
-    server.commits.pop("org/shards", None)
-    server.faults = []
-    server.log = []
-    yield server.commit("org/shards", files)
-    server.faults = []
-
-
-@pytest.fixture
-def fetch(client, shards_commit, tmp_path) -> Callable[..., SimpleNamespace]:
-    """Return a function that fetches the shards into tmp_path / "out"."""
-    return functools.partial(
-        client, FINEWEB, f"--out={tmp_path / 'out'}", "--pretokenized=org/shards"
-    )
-
-
-def test_shards_are_fetched_unchanged_although_requests_fail_at_first(
-    server, fetch, shards_commit, tmp_path
-):
-    server.faults = [
-        Fault("status", "/cdn/.*000003", skip=0, times=1),
-        Fault("short", "/cdn/.*000003", skip=1, times=1),
-        Fault("cut", "/cdn/.*000003", skip=2, times=1),
-        Fault("status", "/api/", times=3),
-    ]
-    result = fetch()
-    assert result.code == 0, result.err
-    files = server.commits["org/shards"][shards_commit]
-    expected = {name: files[name] for name in files if name.startswith("edu")}
-    fetched = read_files(tmp_path / "out")
-    assert expected.items() <= fetched.items()
-    own_files = ["fetched.json", "lock", "meta.json", "tokenizer.json"]
-    assert sorted(fetched.keys() - expected) == own_files
-    meta = open_corpus(str(tmp_path / "out")).meta
-    assert meta["source"] == "org/shards"
-    assert meta["commit"] == shards_commit
-    assert {record["file"]: record["sha256"] for record in meta["shards"]} == {
-        name: hashlib.sha256(content).hexdigest() for name, content in expected.items()
-    }
-    message = f"{tmp_path / 'out'} holds shards of org/shards, revision None; give another --out"
-    assert message in fetch("--revision=v2").err
-
-
-LAST_SHARD = "edu_fineweb_train_000003.bin"
-
-
-def test_a_shard_with_wrong_bytes_is_fetched_again_of_its_commit(
-    server, fetch, shards_commit, tmp_path
-):
-    server.faults = [Fault("flip", f"/cdn/.*{LAST_SHARD}", times=1)]
-    result = fetch()
-    out = tmp_path / "out"
-    assert result.code == 2
-    message = f"{out / LAST_SHARD} does not have the SHA-256 that the Hub reports; delete it"
-    assert message in result.err
-    assert not (out / "meta.json").exists()
-    files = server.commits["org/shards"][shards_commit]
-    server.commit("org/shards", dict.fromkeys(files, b"newer"))
-    (out / LAST_SHARD).unlink()
-    result = fetch()
-    assert result.code == 0
-    assert result.err == ""
-    assert (out / LAST_SHARD).read_bytes() == files[LAST_SHARD]
-    assert open_corpus(str(out)).meta["commit"] == shards_commit

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import encode_shard, one_line_error, small_run
+from helpers import one_line_error, small_run
 from in_process import call
 
 from data import hub, library_tokenizer, preparation, shards, sources, tokenizer
@@ -224,10 +224,6 @@ def prepared(request, folders, tmp_path_factory) -> PreparedCorpus:
     return PreparedCorpus(open_corpus(str(out)), tokenizer_folder, load(tokenizer_folder))
 
 
-def verify(folder: Path) -> subprocess.CompletedProcess:
-    return call(FINEWEB, "--verify", f"--out={folder}")
-
-
 def test_a_corpus_holds_the_tokens_of_its_documents(prepared):
     expected = [i for text in TEXTS for i in (1, *prepared.encoding.encode(text))]
     assert read_tokens(prepared.corpus) == expected
@@ -242,15 +238,6 @@ def test_a_corpus_holds_and_names_its_tokenizer(prepared):
     assert prepared.encoding.name == f"hf:{prepared.tokenizer_folder.name}"
     assert tokenizer.read(corpus.path).to_json() == prepared.encoding.to_json()
     assert "dtype" not in corpus.meta  # uint16
-    assert verify(corpus.path).returncode == 0
-
-
-def test_a_corpus_with_another_tokenizer_is_not_verified(prepared, tmp_path):
-    folder = shutil.copytree(prepared.corpus.path, tmp_path / "out")
-    content = (folder / "tokenizer.json").read_bytes()
-    (folder / "tokenizer.json").write_bytes(content + b" ")
-    error = one_line_error(verify(folder))
-    assert "is not the tokenizer that the corpus was prepared with" in error
 
 
 def test_a_killed_preparation_resumes_with_the_same_bytes(
@@ -320,7 +307,6 @@ def test_a_vocabulary_above_65536_has_uint32_shards_in_the_format_of_llm_c(large
     content = (large_corpus.path / "fineweb_edu_val_000000.bin").read_bytes()
     assert struct.unpack("<256i", content[:1024])[:4] == (20240801, 7, 500, 0)
     assert list(struct.unpack("<500I", content[1024:])) == WORD_TOKENS[:500]
-    assert verify(large_corpus.path).returncode == 0
 
 
 def test_batches_are_read_from_uint32_shards(large_corpus):
@@ -359,59 +345,6 @@ def test_runs_and_exports_use_the_tokenizer(folders, documents, tmp_path):
 
 
 # ---- shards of others ----
-
-
-def write_version_7_shard(path: Path, ids: list[int]) -> None:
-    """Write llm.c's format for Llama 3: a header of 256 int32 and the ids as uint32.
-
-    The first three numbers of the header count.
-    """
-    header = struct.pack("<256i", 20240801, 7, len(ids), *[0] * 253)
-    path.write_bytes(header + struct.pack(f"<{len(ids)}I", *ids))
-
-
-@pytest.fixture
-def llama_shards(tmp_path):
-    folder = tmp_path / "foreign"
-    folder.mkdir()
-    write_version_7_shard(folder / "x_val_000000.bin", [70_000, 1, 69_999])
-    write_version_7_shard(folder / "x_train_000001.bin", [70_000, 5, 65_536, 7])
-    (folder / "x_train_000002.bin").write_bytes(encode_shard([8, 9]))
-    return folder
-
-
-def test_shards_of_version_7_are_read_with_their_tokenizer(large, llama_shards, tmp_path):
-    out = tmp_path / "out"
-    result = call(FINEWEB, f"--pretokenized={llama_shards}", f"--out={out}", f"--tokenizer={large}")
-    assert result.returncode == 0, result.stderr.decode()
-    corpus = open_corpus(str(out))
-    assert read_tokens(corpus) == [70_000, 1, 69_999, 70_000, 5, 65_536, 7, 8, 9]
-    assert corpus.meta["dtype"] == "uint32"
-    assert corpus.meta["train"]["documents"] == 1
-    assert tokenizer.read(out).eot_text == "<|end|>"
-    assert verify(out).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "name the tokenizer.json of these shards with --tokenizer"),
-        (["--tokenizer=bytes"], "cannot be the tokenizer of existing shards"),
-    ],
-)
-def test_shards_without_their_tokenizer_are_refused(llama_shards, tmp_path, options, message):
-    result = call(FINEWEB, f"--pretokenized={llama_shards}", f"--out={tmp_path / 'out'}", *options)
-    assert message in one_line_error(result)
-
-
-def test_a_damaged_id_of_32_bits_is_named_without_allocating_for_it(llama_shards, large, tmp_path):
-    write_version_7_shard(llama_shards / "x_train_000001.bin", [1, 4_000_000_000])
-    result = call(
-        FINEWEB, f"--pretokenized={llama_shards}", f"--out={tmp_path / 'o'}", f"--tokenizer={large}"
-    )
-    assert "x_train_000001.bin: token id 4000000000 is outside of the vocabulary" in (
-        one_line_error(result)
-    )
 
 
 # ---- errors ----

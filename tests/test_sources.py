@@ -278,7 +278,6 @@ def test_a_compressed_text_is_one_document(tmp_path):
     text = "größe\n" * 100
     (tmp_path / "a.txt.GZ").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "b.txt").write_text(text)
-    assert read(tmp_path, unique=True) == [text]
     assert Files([str(tmp_path / "a.txt.GZ")]).text_bytes() == len(text.encode())
 
 
@@ -302,16 +301,9 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path):
 
 
 @pytest.mark.usefixtures("_small_batches")
-def test_unique_reads_each_document_once(tmp_path):
-    documents = write_mixed_folder(tmp_path / "in")
-    assert read(tmp_path / "in", unique=True) == list(dict.fromkeys(documents))
-
-
-@pytest.mark.usefixtures("_small_batches")
-@pytest.mark.parametrize("unique", [False, True])
-def test_files_are_read_on_from_every_cursor(tmp_path, unique):
+def test_files_are_read_on_from_every_cursor(tmp_path):
     write_mixed_folder(tmp_path / "in")
-    assert_resumes_everywhere(Files([str(tmp_path / "in")], unique=unique, shuffled=True))
+    assert_resumes_everywhere(Files([str(tmp_path / "in")], shuffled=True))
 
 
 def test_texts_in_memory_are_read_on_from_every_cursor():
@@ -415,14 +407,14 @@ def test_the_identity_of_files_changes_with_names_sizes_and_options(tmp_path):
         return json.dumps(Files([str(tmp_path)], **options).identity())
 
     (tmp_path / "a").write_text("abc")
-    identities = [identify(), identify(unique=True), identify(column="body")]
+    identities = [identify(), identify(column="body")]
     assert identify() == identities[0]
     (tmp_path / "b").write_text("")
     identities.append(identify())
     (tmp_path / "b").unlink()
     (tmp_path / "a").write_text("abcd")
     identities.append(identify())
-    assert len(set(identities)) == 5
+    assert len(set(identities)) == 4
 
 
 def test_the_identity_of_texts_is_their_checksum():

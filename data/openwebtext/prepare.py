@@ -2,7 +2,6 @@
 
     python data/openwebtext/prepare.py
     python data/openwebtext/prepare.py --source='openwebtext/*.parquet'     # from local files
-    python data/openwebtext/prepare.py --verify                             # check all shards
 
 The first 5M tokens are the validation split. If the script is interrupted, run the same command
 again to resume after the last complete shard. Local files need a column named text.

@@ -3,19 +3,16 @@
     python data/text/prepare.py --source notes.txt essays/ --out=data/mine
     python data/text/prepare.py --source ~/src --suffixes .py .c --out=data/code
     python data/text/prepare.py --source 'dump/*.jsonl' --column=body --out=data/dump
-    python data/text/prepare.py --out=data/mine --verify                    # check all shards
     python train.py config/demo_cpu.py --dataset=mine                       # train on the corpus
 
 Each row of a table (.parquet, .jsonl, .ndjson, .json, .csv, .tsv) is a document, and so is every
-other UTF-8 file; .gz files are decompressed. Documents that repeat an earlier one exactly are
-dropped. The first tokens are the validation split. Files are shuffled by a hash of their names, so
-that these tokens do not come from a single folder.
+other UTF-8 file; .gz files are decompressed. The first tokens are the validation split. Files are
+shuffled by a hash of their names, so that these tokens do not come from a single folder.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -52,16 +49,11 @@ class Options(PreparationOptions):
     )
     source: tuple[str, ...] = option(
         (),
-        "text files, glob patterns or folders, which are searched recursively (required, except "
-        "with --verify)",
+        "text files, glob patterns or folders, which are searched recursively (required)",
     )
     suffixes: tuple[str, ...] = option(
         (),
         "in folders, read only files with these suffixes, such as .py .c (default: all text files)",
-    )
-    duplicates: Literal["drop", "keep"] = option(
-        "drop",
-        "drop or keep documents that repeat an earlier one exactly",
     )
 
 
@@ -75,7 +67,6 @@ def main() -> None:
             column=args.column,
             suffixes=args.suffixes,
             shuffled=True,
-            unique=args.duplicates == "drop",
         )
         if args.val_tokens is None:
             # A token of byte pairs has about four bytes of text.

@@ -3,7 +3,6 @@
     python data/wikitext/prepare.py                      # WikiText-103, GPT-2's tokenizer
     python data/wikitext/prepare.py --version=2 --tokenizer=bpe --out=data/wikitext2
     python data/wikitext/prepare.py --val_split=test     # validate on the test split
-    python data/wikitext/prepare.py --verify             # check all shards
 
 A document is an article, whose first line is ` = Title = `. The dataset has one row for each line
 of text, and each line is tokenized separately.

@@ -17,9 +17,11 @@ from pathlib import Path
 from configurator import option
 from data import preparation
 from data.preparation import PreparationOptions, Stage
-from data.python_library.prepare import Document, read_documents
 from data.sources import Texts
 from utils import errors
+
+MAX_LINE_LENGTH = 1000
+MAX_MEAN_LINE_LENGTH = 100
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,30 @@ class Options(PreparationOptions):
     )
 
 
-def split_packages(documents: list[Document], val_share: float) -> dict[str, list[str]]:
+def read_modules(folder: Path) -> dict[str, str]:
+    """Return the text of each .py file with short lines by its path below a folder, in path order."""
+    texts = {}
+    for path in sorted(folder.rglob("*.py")):
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        lengths = [len(line) for line in text.splitlines()]
+        if not text.strip() or max(lengths) > MAX_LINE_LENGTH:
+            continue
+        if sum(lengths) <= MAX_MEAN_LINE_LENGTH * len(lengths):
+            texts[path.relative_to(folder).as_posix()] = text
+    return texts
+
+
+def split_packages(modules: dict[str, str], val_share: float) -> dict[str, list[str]]:
     """Return the distinct texts of each split; a package is a file or folder at the top."""
     texts_by_package: dict[str, list[str]] = defaultdict(list)
     earlier_texts: set[str] = set()
-    for document in documents:
-        if document.text not in earlier_texts:
-            earlier_texts.add(document.text)
-            package = document.path.split("/")[0]
-            texts_by_package[package].append(document.text)
+    for path, text in modules.items():
+        if text not in earlier_texts:
+            earlier_texts.add(text)
+            texts_by_package[path.split("/")[0]].append(text)
     num_bytes = {
         package: sum(len(text.encode()) for text in texts)
         for package, texts in texts_by_package.items()
@@ -68,7 +85,7 @@ def main() -> None:
     args = preparation.read_options(__doc__, folder, Options, fixed={"val_tokens": None})
     with errors.one_line_errors():
         name = f"packages of Python {platform.python_version()}"
-        splits = split_packages(read_documents(Path(sysconfig.get_path("purelib"))), args.val_share)
+        splits = split_packages(read_modules(Path(sysconfig.get_path("purelib"))), args.val_share)
         for split, texts in splits.items():
             if not texts:
                 raise ValueError(f"--val_share={args.val_share} leaves no package for {split}")

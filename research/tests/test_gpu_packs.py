@@ -17,7 +17,6 @@ import torch
 from helpers import ROOT, configure
 from in_process import call
 
-from data.python_library.prepare import Document
 from model.kernels import launch
 from research import bench, gpu
 from research.benchmarks import packages, peers, suites, turns
@@ -222,8 +221,7 @@ def test_packages_are_whole_and_copies_are_left_out():
     texts = {f"{name}/{part}.py": f"{name} {part}" for name in "abcdefgh" for part in range(4)}
     texts["z/copy.py"] = texts["a/0.py"]
     texts["single.py"] = "single"
-    documents = [Document(path, text) for path, text in texts.items()]
-    splits = packages.split_packages(documents, val_share=0.3)
+    splits = packages.split_packages(texts, val_share=0.3)
     num_bytes = {split: sum(map(len, texts)) for split, texts in splits.items()}
     assert sorted(splits["val"] + splits["train"]) == sorted(set(texts.values()))
     assert 0.1 < num_bytes["val"] / sum(num_bytes.values()) <= 0.3

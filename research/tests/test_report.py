@@ -421,14 +421,6 @@ def test_curves_of_every_axis(tmp_path, monkeypatch):
     assert line.curves["validation"].mean == pytest.approx([2 * bits] * 2)
 
 
-def test_padding_of_a_packed_corpus_stands_for_no_text(tmp_path, monkeypatch):
-    train = {"bytes": 4000, "tokens": 2000, "kept": 1000}
-    run = write_run(tmp_path / "a", corpus={**CORPUS, "train": train})
-    [line], *_ = draw_lines(monkeypatch, run, "--y=bits_per_byte")
-    expected = [value / math.log(2) / 4 for value in smoothed_by_hand([4.0, 3.0, 2.0, 1.0])]
-    assert line.curves["training"].mean == pytest.approx(expected)
-
-
 def test_a_band_is_the_mean_of_seeds_as_far_as_all_of_them_are(tmp_path, monkeypatch):
     """Also where runs were not equally fast: both axes are means at a step."""
     for seed, steps in enumerate((4, 3, 4)):
