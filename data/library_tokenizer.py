@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import hub, tokenizer_json
+from data import tokenizer_json
 from data.tokenizer_base import AllowedSpecial, Tokenizer
 from utils import errors, files
 
@@ -199,7 +199,7 @@ class TokenizerFiles(NamedTuple):
             temporary.write_bytes(self.content)
 
 
-def find_file(tokenizer: str, file_name: str, retry_minutes: float | None) -> Path | None:
+def find_file(tokenizer: str, file_name: str) -> Path | None:
     """Return a file of the tokenizer that --tokenizer names; None if it has no such file.
 
     Raises:
@@ -214,12 +214,25 @@ def find_file(tokenizer: str, file_name: str, retry_minutes: float | None) -> Pa
             f"--tokenizer={tokenizer}: there is no such file or folder; give one that exists, "
             "gpt2, bpe, bytes, or OWNER/NAME of a repository on the Hugging Face Hub"
         )
-    return hub.fetch_model_file(tokenizer, file_name, retry_minutes)
+    return download(tokenizer, file_name)
 
 
-def read_files(
-    tokenizer: str, eot_text: str | None = None, retry_minutes: float | None = None
-) -> TokenizerFiles:
+def download(repository: str, file_name: str) -> Path | None:
+    """Download a file of a repository on the Hub to the cache; return None if it has no such file."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(repository, file_name))
+    except huggingface_hub.errors.RemoteEntryNotFoundError:
+        return None
+    except Exception as error:  # of httpx and huggingface_hub
+        raise ValueError(
+            f"--tokenizer={repository}: {file_name} cannot be downloaded ({error!r:.300}); check the name, "
+            "run `hf auth login` if the repository is private, or give a folder"
+        ) from error
+
+
+def read_files(tokenizer: str, eot_text: str | None = None) -> TokenizerFiles:
     """Read the tokenizer that --tokenizer names: a folder, a tokenizer.json, or a Hub repository.
 
     Args:
@@ -232,7 +245,7 @@ def read_files(
     tokenizer_path = path
     name = path.resolve().parent.name
     if not path.is_file():
-        tokenizer_path = find_file(tokenizer, "tokenizer.json", retry_minutes)
+        tokenizer_path = find_file(tokenizer, "tokenizer.json")
         name = path.resolve().name if path.is_dir() else tokenizer
     if tokenizer_path is None:
         raise ValueError(
@@ -252,9 +265,7 @@ def read_files(
             "one that is"
         ) from error
     if eot_text is None:
-        config_paths = [
-            find_file(tokenizer, file_name, retry_minutes) for file_name in CONFIG_FILES
-        ]
+        config_paths = [find_file(tokenizer, file_name) for file_name in CONFIG_FILES]
         eot_text = merge_configs([path for path in config_paths if path is not None]).get(
             "eos_token"
         )

@@ -203,7 +203,6 @@ def write_meta(
     records: list[dict],
     *,
     tokenizer: Tokenizer,
-    shard_format: ShardFormat,
     about: dict,
 ) -> None:
     """Write meta.json, and print the sums of both splits.
@@ -220,6 +219,7 @@ def write_meta(
     }
     if tokenizer.bos_token != tokenizer.eot_token:
         meta["bos_token"] = tokenizer.bos_token
+    shard_format = choose_format(tokenizer.n_vocab)
     if shard_format != UINT16_FORMAT:
         meta["dtype"] = shard_format.dtype.name
     meta.update(about)

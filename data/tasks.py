@@ -10,18 +10,23 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from configurator import collect_options, option
 from data import preparation
+from data.documents import Documents
 from data.preparation import PreparationOptions, Stage
 from data.shards import MAX_UINT16_VOCAB
-from data.sources import ROWS, Batch, Source
 from utils import errors
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 # one of every 8 possible sequences is for validation, chosen by a hash of its ids
 VAL_DIVISOR = 8
+ROWS = 256  # sequences that are drawn at once
 # how many times sequences are drawn until enough of them are different
 MAX_DRAWS = 1000
 
@@ -123,58 +128,50 @@ def uniform_guess(num_answers: int) -> dict:
     return {"loss": math.log(num_answers), "accuracy": 1 / num_answers}
 
 
-@dataclass(frozen=True)
-class Sequences(Source):
-    """A source of documents with `count` sequences of a task.
+def generate(task: Task, count: int, seed: int, split: str) -> Documents:
+    """Return `count` sequences of a task; sequence i is a function of (task, seed, split, i)."""
 
-    Sequence i is a function of (task, seed, split, i).
+    def draw_rows() -> Iterator[dict]:
+        for first in range(0, count, ROWS):
+            texts = task.texts(*draw_block(task, seed, split, first))
+            yield from ({"text": text} for text in texts[: count - first])
+
+    def open_dataset() -> "IterableDataset":
+        import datasets
+
+        return datasets.IterableDataset.from_generator(draw_rows)
+
+    return Documents(
+        open=open_dataset,
+        identity={"source": task.source(seed), "count": count, "split": split},
+        num_bytes=count * task.sequence_tokens,  # a token counts as one byte
+    )
+
+
+def draw_block(task: Task, seed: int, split: str, first: int) -> tuple[np.ndarray, ...]:
+    """Return what a task draws for ROWS sequences of a split, from number `first` on.
+
+    There are always ROWS of them, so that a sequence does not depend on their number.
+
+    Raises:
+        ValueError: hardly any sequence belongs to the split, because the task has too few
+            different ones
     """
-
-    task: Task
-    count: int
-    seed: int
-    split: str
-
-    def identity(self) -> dict:
-        """Return what the preparation compares to see that it continues the same source."""
-        return {"source": self.task.source(self.seed), "count": self.count, "split": self.split}
-
-    def text_bytes(self) -> int:
-        """Return the size of the source, in which a token counts as one byte."""
-        return self.count * self.task.sequence_tokens
-
-    def read(self, cursor: dict | None = None) -> Iterator[Batch]:
-        """Yield the sequences in batches, from the cursor of an earlier batch if it is given."""
-        start = cursor["sequence"] if cursor else 0
-        for first in range(start, self.count, ROWS):
-            texts = self.task.texts(*self.draw_block(first))
-            yield Batch({"sequence": first}, texts[: self.count - first])
-
-    def draw_block(self, first: int) -> tuple[np.ndarray, ...]:
-        """Return what the task draws for ROWS sequences of the split, from number `first` on.
-
-        There are always ROWS of them, so that a sequence does not depend on their number.
-
-        Raises:
-            ValueError: hardly any sequence belongs to the split, because the task has too few
-                different ones
-        """
-        is_validation_split = self.split == "val"
-        rng = np.random.default_rng([self.seed, int(is_validation_split), first])
-        accepted: list[list[np.ndarray]] = []
-        num_missing = ROWS
-        # Rejection sampling: each split is uniform over the sequences that belong to it.
-        for _ in range(MAX_DRAWS):
-            arrays = self.task.draw(rng, ROWS)
-            is_in_split = belongs_to_validation(arrays[0]) == is_validation_split
-            accepted.append([array[is_in_split] for array in arrays])
-            num_missing -= is_in_split.sum()
-            if num_missing <= 0:
-                return tuple(np.concatenate(parts)[:ROWS] for parts in zip(*accepted))
-        raise ValueError(
-            f"{self.task}: there are too few different sequences for both splits; "
-            f"{self.task.advice}"
-        )
+    is_validation_split = split == "val"
+    rng = np.random.default_rng([seed, int(is_validation_split), first])
+    accepted: list[list[np.ndarray]] = []
+    num_missing = ROWS
+    # Rejection sampling: each split is uniform over the sequences that belong to it.
+    for _ in range(MAX_DRAWS):
+        arrays = task.draw(rng, ROWS)
+        is_in_split = belongs_to_validation(arrays[0]) == is_validation_split
+        accepted.append([array[is_in_split] for array in arrays])
+        num_missing -= is_in_split.sum()
+        if num_missing <= 0:
+            return tuple(np.concatenate(parts)[:ROWS] for parts in zip(*accepted))
+    raise ValueError(
+        f"{task}: there are too few different sequences for both splits; {task.advice}"
+    )
 
 
 def belongs_to_validation(ids: np.ndarray) -> np.ndarray:
@@ -209,7 +206,6 @@ def main(doc: str, script: str, task_class: type[Task]) -> None:
         "eot_token": None,
         "val_tokens": None,
         "vocab_size": None,
-        "retry_minutes": None,
     }
     args = preparation.read_options(
         doc, Path(script).parent, PreparationOptions, CorpusOptions, task_class, fixed=fixed
@@ -218,11 +214,11 @@ def main(doc: str, script: str, task_class: type[Task]) -> None:
         task = task_class(**{name: getattr(args, name) for name in collect_options(task_class)})
         task.check()
         args.vocab_size = task.vocab_size
-        val = Sequences(task, args.val_sequences, args.seed, "val")
-        train = Sequences(task, args.sequences, args.seed, "train")
+        val = generate(task, args.val_sequences, args.seed, "val")
+        train = generate(task, args.sequences, args.seed, "train")
         # Draw a block of each, so that a task with too few sequences fails before anything is
         # written.
-        val.draw_block(0)
-        train.draw_block(0)
+        for split in ("val", "train"):
+            draw_block(task, args.seed, split, first=0)
         plan = [Stage("val", val, None), Stage("train", train, None)]
         preparation.prepare(args, task.name, plan, task.about())

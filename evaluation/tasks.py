@@ -6,7 +6,7 @@ import os
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from data import hub
+from evaluation import hub
 from utils import errors
 
 if TYPE_CHECKING:

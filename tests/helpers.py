@@ -296,7 +296,7 @@ def client(server, tmp_path_factory) -> Iterator[Callable[..., SimpleNamespace]]
 
     yield call
     process.stdin.close()
-    process.wait(timeout=20)
+    process.wait(timeout=120)
 
 
 # texts that tokenizers have trouble with

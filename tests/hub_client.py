@@ -11,14 +11,15 @@ import shutil
 import sys
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 from in_process import call
 
-from data import hub, sources, tokenizer
+from data import documents, tokenizer
 
-hub.FIRST_PAUSE = 0.02
-hub.MAX_PAUSE = 0.3
-sources.BATCH_CHARACTERS = 3000
+for kind in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE"):
+    setattr(datasets.config, f"STREAMING_{kind}_RETRY_INTERVAL", 0.1)
+documents.BATCH_CHARACTERS = 3000
 tokenizer.gpt2_tokenizer = tokenizer.byte_tokenizer
 
 for line in sys.stdin:

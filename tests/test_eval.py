@@ -486,7 +486,7 @@ def test_a_task_that_cannot_be_evaluated_is_named(run, folder, tmp_path, name, s
 
 
 def test_without_a_hub_a_task_is_refused_within_a_minute(run, folder, monkeypatch):
-    monkeypatch.setattr("data.hub.find_connection_problem", lambda: "HUB cannot be reached")
+    monkeypatch.setattr("evaluation.hub.find_connection_problem", lambda: "HUB cannot be reached")
     manager = tasks.make_task_manager(["absent"], str(folder))
     model, encoding, _ = load_model(run, "cpu")
     with pytest.raises(ValueError, match="HUB cannot be reached, and the local cache lacks"):

@@ -1,6 +1,5 @@
 """A user's tokenizer.json makes the ids that transformers makes, in corpora, runs and exports."""
 
-import hashlib
 import json
 import random
 import shutil
@@ -15,7 +14,8 @@ import torch
 from helpers import one_line_error, small_run
 from in_process import call
 
-from data import hub, library_tokenizer, preparation, shards, sources, tokenizer
+from data import documents as documents_module
+from data import library_tokenizer, preparation, shards, tokenizer
 from data.loader import TrainBatches, ValidationBatches
 from data.shards import Corpus, open_corpus
 from data.tokenizer import Tokenizer
@@ -178,7 +178,7 @@ def write_documents(path: Path, texts: list[str]) -> Path:
 @pytest.fixture
 def documents(tmp_path, monkeypatch):
     """Return a .jsonl file of documents, which is read in small batches."""
-    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(documents_module, "BATCH_CHARACTERS", 300)
     return write_documents(tmp_path / "documents.jsonl", TEXTS)
 
 
@@ -218,7 +218,7 @@ def prepared(request, folders, tmp_path_factory) -> PreparedCorpus:
     tokenizer_folder = folders[request.param]
     out = folder / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "BATCH_CHARACTERS", 300)
+        patch.setattr(documents_module, "BATCH_CHARACTERS", 300)
         result = prepare(documents, tokenizer_folder, out)
     assert result.returncode == 0, result.stderr.decode()
     return PreparedCorpus(open_corpus(str(out)), tokenizer_folder, load(tokenizer_folder))
@@ -230,10 +230,7 @@ def test_a_corpus_holds_the_tokens_of_its_documents(prepared):
 
 
 def test_a_corpus_holds_and_names_its_tokenizer(prepared):
-    content = (prepared.tokenizer_folder / "tokenizer.json").read_bytes()
     corpus = prepared.corpus
-    assert (corpus.path / "tokenizer.json").read_bytes() == content
-    assert corpus.meta["tokenizer_sha256"] == hashlib.sha256(content).hexdigest()
     assert corpus.meta["tokenizer"] == prepared.encoding.name
     assert prepared.encoding.name == f"hf:{prepared.tokenizer_folder.name}"
     assert tokenizer.read(corpus.path).to_json() == prepared.encoding.to_json()
@@ -248,12 +245,15 @@ def test_a_killed_preparation_resumes_with_the_same_bytes(
     assert prepare(documents, folder, tmp_path / "uninterrupted").returncode == 0
     out = tmp_path / "out"
 
-    def fail_at_shard_4(record, *_):
-        if record.file.endswith("000004.bin"):
+    save = preparation.Progress.save
+
+    def fail_at_shard_4(progress, out):
+        save(progress, out)
+        if len(progress.shards) == 5:
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "print_progress", fail_at_shard_4)
+        patch.setattr(preparation.Progress, "save", fail_at_shard_4)
         with pytest.raises(MemoryError):
             prepare(documents, folder, out)
     assert not (out / "meta.json").exists()
@@ -261,15 +261,6 @@ def test_a_killed_preparation_resumes_with_the_same_bytes(
     assert sum(map(len, open_corpus(str(out)).train)) == 3500
     assert prepare(documents, folder, out).returncode == 0
     assert read_contents(out) == read_contents(tmp_path / "uninterrupted")
-
-
-def test_another_tokenizer_of_the_same_name_is_refused(folders, documents, tmp_path):
-    folder = tmp_path / "tokenizer"
-    shutil.copytree(folders["unigram"], folder)
-    assert prepare(documents, folder, tmp_path / "out").returncode == 0
-    shutil.copy(folders["byte-level"] / "tokenizer.json", folder)
-    error = one_line_error(prepare(documents, folder, tmp_path / "out"))
-    assert "prepared with other options (tokenizer_sha256 was" in error
 
 
 # ---- a vocabulary above 65536 ----
@@ -342,9 +333,6 @@ def test_runs_and_exports_use_the_tokenizer(folders, documents, tmp_path):
     run_script("export.py", run, exported)
     assert sample(exported) == sample(run)
     run_script("eval.py", exported, "--device=cpu", f"--val={corpus}", f"--out={tmp_path / 'eval'}")
-
-
-# ---- shards of others ----
 
 
 # ---- errors ----
@@ -429,53 +417,29 @@ def test_mistakes_end_in_one_line(documents, invalid_folders, tmp_path, options,
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
-def test_a_repository_of_the_hub_is_read_with_retries_and_once(
-    folders, documents, tmp_path, monkeypatch
-):
-    import huggingface_hub
-    from huggingface_hub.errors import RemoteEntryNotFoundError
-    from huggingface_hub.utils import httpx
-
+def test_a_repository_of_the_hub_is_read_once(folders, documents, tmp_path, monkeypatch):
     requests = []
 
     def download(repository, path):
         requests.append((repository, path))
-        if len(requests) == 1:
-            raise ConnectionError("down")
-        if path == "special_tokens_map.json":
-            request = httpx.Request("GET", "http://localhost")
-            raise RemoteEntryNotFoundError("404", response=httpx.Response(404, request=request))
         return str(folders["byte-level"] / path)
 
-    monkeypatch.setattr(hub, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    result = prepare(documents, Path("org/name"), tmp_path / "out", "--retry_minutes=9")
-    assert result.returncode == 0, result.stderr.decode()
-    assert b"org/name: ConnectionError: down; retrying in 0.01 s (8:59 left)" in result.stderr
-    assert open_corpus(str(tmp_path / "out")).meta["tokenizer"] == "hf:org/name"
-    requests.clear()
-    assert prepare(documents, Path("org/name"), tmp_path / "out").returncode == 0
-    assert requests == []
-
-
-def test_a_tokenizer_of_the_hub_stays_when_other_options_replace_an_empty_preparation(
-    folders, documents, tmp_path, monkeypatch
-):
-    """The first command ends before its first shard, so that the second one needs no --overwrite."""
-
-    def download(repository, path):
-        return str(tokenizer_folder / path)
-
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    tokenizer_folder = shutil.copytree(folders["byte-level"], tmp_path / "repository")
-    (tokenizer_folder / "special_tokens_map.json").write_text("{}")
+    for _ in range(2):
+        result = prepare(documents, Path("org/name"), tmp_path / "out")
+        assert result.returncode == 0, result.stderr.decode()
+        assert open_corpus(str(tmp_path / "out")).meta["tokenizer"] == "hf:org/name"
+    assert len(requests) == len(set(requests))
+
+
+def test_a_preparation_without_shards_may_get_other_options(folders, documents, tmp_path):
     out = tmp_path / "out"
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "write_shards", fail)
         with pytest.raises(MemoryError):
-            prepare(documents, Path("org/name"), out)
-    assert prepare(documents, Path("org/name"), out, "--val_tokens=400").returncode == 0
-    assert open_corpus(str(out)).meta["tokenizer"] == "hf:org/name"
+            prepare(documents, folders["unigram"], out)
+    assert prepare(documents, folders["byte-level"], out, "--val_tokens=400").returncode == 0
+    assert open_corpus(str(out)).meta["tokenizer"] == "hf:byte_level"
 
 
 def fail(*_: object) -> None:

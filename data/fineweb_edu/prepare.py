@@ -17,21 +17,17 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configurator import option
-from data import hub, preparation
-from data.hub import HubOptions
+from data import documents, preparation
+from data.documents import SourceOptions
 from data.preparation import PreparationOptions
 from utils import errors
 
-# the samples of the dataset and their approximate numbers of tokens
-SAMPLES = {
-    "sample-100BT": 100_000_000_000,
-    "sample-10BT": 10_000_000_000,
-    "sample-350BT": 350_000_000_000,
-}
+# about how many bytes of text the samples of the dataset have
+SAMPLES = {"sample-10BT": 40e9, "sample-100BT": 400e9, "sample-350BT": 1400e9}
 
 
 @dataclass(frozen=True)
-class Options(PreparationOptions, HubOptions):
+class Options(PreparationOptions, SourceOptions):
     """Options of FineWeb-Edu."""
 
     sample: Literal["sample-100BT", "sample-10BT", "sample-350BT"] = option(
@@ -40,14 +36,14 @@ class Options(PreparationOptions, HubOptions):
     )
     repository: str = option(
         "HuggingFaceFW/fineweb-edu",
-        hub.REPOSITORY_HELP,
+        documents.REPOSITORY_HELP,
     )
 
 
 def main() -> None:
-    args = preparation.read_options(__doc__, Path(__file__).parent, Options, hub.SourceOptions)
+    args = preparation.read_options(__doc__, Path(__file__).parent, Options)
     with errors.one_line_errors():
-        source = hub.choose_source(args, Options, args.sample, num_tokens=SAMPLES[args.sample])
+        source = documents.from_options(args, args.sample, num_bytes=int(SAMPLES[args.sample]))
         plan = preparation.split_one_source(source, args.val_tokens)
         preparation.prepare(args, "fineweb_edu", plan)
 

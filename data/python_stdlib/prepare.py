@@ -17,9 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configurator import option
-from data import preparation
+from data import documents, preparation
 from data.preparation import PreparationOptions, Stage
-from data.sources import Texts
 from utils import errors
 
 # folders of installed packages, and those with tests, tables, demos and tools
@@ -104,7 +103,8 @@ def main() -> None:
             )
         name = f"standard library of Python {platform.python_version()}"
         plan = [
-            Stage(split, Texts(list(texts.values()), name), None) for split, texts in splits.items()
+            Stage(split, documents.from_texts(list(texts.values()), name), None)
+            for split, texts in splits.items()
         ]
         preparation.prepare(args, "python", plan)
 

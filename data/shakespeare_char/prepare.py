@@ -16,9 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configurator import option
-from data import preparation
+from data import documents, preparation
 from data.preparation import PreparationOptions, Stage
-from data.sources import Texts
 from utils import errors
 
 ADDRESS = (
@@ -72,14 +71,13 @@ def main() -> None:
             "tokenizer_bytes": 2**21,
             "val_tokens": None,
             "eot_token": None,
-            "retry_minutes": None,
         },
     )
     with errors.one_line_errors():
         text = read_text(None if args.source is None else Path(args.source))
         train_length = int(0.9 * len(text))
-        val = Texts([text[train_length:]], "tiny Shakespeare")
-        train = Texts([text[:train_length]], "tiny Shakespeare")
+        val = documents.from_texts([text[train_length:]], "tiny Shakespeare")
+        train = documents.from_texts([text[:train_length]], "tiny Shakespeare")
         plan = [Stage("val", val, None), Stage("train", train, None)]
         preparation.prepare(args, "shakespeare_char", plan)
 

@@ -5,8 +5,8 @@
     python data/text/prepare.py --source 'dump/*.jsonl' --column=body --out=data/dump
     python train.py config/demo_cpu.py --dataset=mine                       # train on the corpus
 
-Each row of a table (.parquet, .jsonl, .ndjson, .json, .csv, .tsv) is a document, and so is every
-other UTF-8 file; .gz files are decompressed. The first tokens are the validation split. Files are
+Each row of a table (.parquet, .jsonl, .ndjson, .json, .csv, .tsv, .arrow) is a document, and so is
+every other UTF-8 file; .gz, .zst and .bz2 files are decompressed. The first tokens are the validation split. Files are
 shuffled by a hash of their names, so that these tokens do not come from a single folder.
 """
 
@@ -17,9 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configurator import option
-from data import preparation, shards
+from data import documents, preparation, shards
 from data.preparation import PreparationOptions
-from data.sources import Files
 from utils import errors
 
 
@@ -62,30 +61,16 @@ def main() -> None:
     with errors.one_line_errors():
         if not args.source:
             raise ValueError("--source is missing: give files, glob patterns or folders of text")
-        source = Files(
-            [str(Path(pattern).expanduser()) for pattern in args.source],
-            column=args.column,
-            suffixes=args.suffixes,
-            shuffled=True,
-        )
+        source = documents.from_files(args.source, args.column, args.suffixes, shuffled=True)
+        # a corpus that grows keeps its validation split
+        stored_plan = shards.read_progress(args.out).get("options", {}).get("plan", {})
+        if args.val_tokens is None and stored_plan and not args.overwrite:
+            args.val_tokens = stored_plan["val"]["tokens"]
         if args.val_tokens is None:
-            # A token of byte pairs has about four bytes of text.
-            bytes_per_token = 1 if args.tokenizer == "bytes" else 4
-            num_tokens = source.text_bytes() / bytes_per_token
-            if args.max_tokens:
-                num_tokens = min(num_tokens, args.max_tokens)
+            # a token of byte pairs has about four bytes of text
+            num_tokens = source.num_bytes // (1 if args.tokenizer == "bytes" else 4)
+            num_tokens = min(num_tokens, args.max_tokens or num_tokens)
             args.val_tokens = max(int(args.val_share * num_tokens), 1)
-            # a corpus that grows keeps its validation split
-            old_plan = shards.read_progress(args.out).get("options", {}).get("plan", {})
-            if "val" in old_plan and not args.overwrite:
-                kept_tokens = old_plan["val"]["tokens"]
-                if kept_tokens != args.val_tokens:
-                    print(
-                        f"note: the validation split keeps its {kept_tokens:,} tokens, although "
-                        f"--val_share={args.val_share} now yields {args.val_tokens:,}; to change it, "
-                        "start over with --overwrite"
-                    )
-                args.val_tokens = kept_tokens
         preparation.prepare(args, "text", preparation.split_one_source(source, args.val_tokens))
 
 

@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from configurator import option
-from data import preparation, shards
+from data import documents, preparation, shards
 from data.preparation import PreparationOptions, Stage
-from data.sources import Texts
 from utils import errors
 
 # Generated files are tables and copies of a pattern. version.py differs between builds.
@@ -84,8 +83,8 @@ def main() -> None:
         splits = split_by_package(read_sources(Path(torch.__file__).parent))
         name = f"torch {torch.__version__.split('+')[0]}"
         stages = [
-            Stage("val", Texts(splits["val"], name), VAL_TOKENS),
-            Stage("train", Texts(splits["train"], name), None),
+            Stage("val", documents.from_texts(splits["val"], name), VAL_TOKENS),
+            Stage("train", documents.from_texts(splits["train"], name), None),
         ]
         preparation.prepare(args, "torch", stages)
 

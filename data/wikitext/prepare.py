@@ -8,6 +8,7 @@ A document is an article, whose first line is ` = Title = `. The dataset has one
 of text, and each line is tokenized separately.
 """
 
+import dataclasses
 import re
 import sys
 from dataclasses import dataclass
@@ -17,26 +18,19 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configurator import option
-from data import hub, preparation
-from data.hub import HubOptions
+from data import documents, preparation
+from data.documents import Documents, SourceOptions
 from data.preparation import PreparationOptions, Stage
 from utils import errors
 
 # A title has one equals sign on each side, the heading of a section two or more.
 TITLE = re.compile(r" = (?!= )[^\n]*(?<! =) = \n")
-
-# approximate numbers of GPT-2 tokens, by version
-TRAIN_TOKENS = {"2": 2_500_000, "103": 119_000_000}
-VAL_TOKENS = 300_000
-
-
-def is_title(line: str) -> bool:
-    """Return whether a line is the title of an article, and so begins a document."""
-    return TITLE.fullmatch(line) is not None
+# about how many bytes of text the training split has, by version
+NUM_BYTES = {"2": 11_000_000, "103": 540_000_000}
 
 
 @dataclass(frozen=True)
-class Options(PreparationOptions, HubOptions):
+class Options(PreparationOptions, SourceOptions):
     """Options of WikiText."""
 
     version: Literal["2", "103"] = option(
@@ -47,42 +41,30 @@ class Options(PreparationOptions, HubOptions):
         "validation",
         "split of the dataset to validate on",
     )
-    val_tokens: int | None = option(
-        None,
-        "number of validation tokens, taken from the beginning of the split (default: all tokens "
-        "of the split)",
-        low=1,
-    )
-    repository: str = option(
-        "Salesforce/wikitext",
-        hub.REPOSITORY_HELP,
-    )
+    repository: str = option("Salesforce/wikitext", documents.REPOSITORY_HELP)
+
+
+def join_articles(lines: Documents) -> Documents:
+    """Return documents whose rows are lines, of which only titles begin a document."""
+
+    def mark_title(row: dict) -> dict:
+        return {"starts": TITLE.fullmatch(row["text"]) is not None}
+
+    return dataclasses.replace(lines, open=lambda: lines.open().map(mark_title))
 
 
 def main() -> None:
-    args = preparation.read_options(__doc__, Path(__file__).parent, Options)
+    args = preparation.read_options(
+        __doc__, Path(__file__).parent, Options, fixed={"val_tokens": None, "source": ()}
+    )
     with errors.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
-        advice = "give a local clone with --repository=FOLDER"
-        train = hub.choose_source(
-            args,
-            Options,
-            name,
-            split="train",
-            num_tokens=TRAIN_TOKENS[args.version],
-            starts=is_title,
-            alternative=advice,
-        )
-        val = hub.choose_source(
-            args,
-            Options,
-            name,
-            split=args.val_split,
-            num_tokens=VAL_TOKENS,
-            starts=is_title,
-            alternative=advice,
-        )
-        plan = [Stage("val", val, args.val_tokens), Stage("train", train, None)]
+        val = documents.from_options(args, name, args.val_split)
+        train = documents.from_options(args, name, num_bytes=NUM_BYTES[args.version])
+        plan = [
+            Stage("val", join_articles(val), None),
+            Stage("train", join_articles(train), None),
+        ]
         preparation.prepare(args, "wikitext", plan)
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import option
-from data import preparation
+from data import documents, preparation
 from data.preparation import PreparationOptions, Stage
-from data.sources import Texts
 from utils import errors
 
 MAX_LINE_LENGTH = 1000
@@ -89,7 +88,9 @@ def main() -> None:
         for split, texts in splits.items():
             if not texts:
                 raise ValueError(f"--val_share={args.val_share} leaves no package for {split}")
-        plan = [Stage(split, Texts(texts, name), None) for split, texts in splits.items()]
+        plan = [
+            Stage(split, documents.from_texts(texts, name), None) for split, texts in splits.items()
+        ]
         preparation.prepare(args, "packages", plan)
 
 
