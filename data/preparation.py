@@ -20,10 +20,10 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from configurator import option, read_command_line
-from data import library_tokenizer, shards, tokenizer
+from data import shards, tokenizer
 from data.documents import Documents
 from data.token_reader import TokenReader
-from data.tokenizer_base import Tokenizer
+from data.tokenizer import Tokenizer
 from utils import files, machine
 
 # values of --tokenizer; any other one names a tokenizer.json
@@ -36,7 +36,7 @@ TOKENIZER_HELP = (
     "repository on the Hugging Face Hub (OWNER/NAME)"
 )
 # files that a preparation writes beside its shards
-OWN_FILES = ("meta.json", "tokenizer.json", "tokenizer_config.json", "preparation.json")
+OWN_FILES = ("meta.json", "tokenizer.json", "preparation.json")
 
 
 # ---- options ----
@@ -323,10 +323,7 @@ def build_tokenizer(args: SimpleNamespace, plan: list[Stage]) -> Tokenizer:
         print(f"training a byte-pair tokenizer of {args.vocab_size:,} tokens", flush=True)
         texts = read_first_bytes(plan[-1].documents, args.tokenizer_bytes)
         return tokenizer.train_byte_pairs(texts, args.vocab_size)
-    own = library_tokenizer.read_files(args.tokenizer, args.eot_token)
-    encoding = tokenizer.from_json(own.describe())
-    encoding.encode("")  # an error of the library comes before anything is written
-    return encoding
+    return tokenizer.read_own(args.tokenizer, args.eot_token)
 
 
 def read_first_bytes(documents: Documents, num_bytes: int) -> Iterator[str]:

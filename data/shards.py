@@ -17,12 +17,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from data.tokenizer_base import Tokenizer
 from utils import files
+
+if TYPE_CHECKING:
+    from data.tokenizer import Tokenizer
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
@@ -202,7 +204,7 @@ def write_meta(
     folder: Path,
     records: list[dict],
     *,
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer",
     about: dict,
 ) -> None:
     """Write meta.json, and print the sums of both splits.

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from data import shards
 from data.documents import Batch, Documents
-from data.tokenizer_base import Tokenizer
+from data.tokenizer import Tokenizer
 
 
 class TokenReader:

@@ -167,7 +167,7 @@ class Generation:
 
 
 class Tokenizer(Protocol):
-    """What text generation needs of a tokenizer; data/tokenizer_base.py is the whole interface."""
+    """What text generation needs of a tokenizer; data/tokenizer.py has the whole interface."""
 
     # highest id + 1
     n_vocab: int

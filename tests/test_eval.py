@@ -268,7 +268,9 @@ def test_add_bos_token_puts_one_token_first(has_bos, add_bos_token, text, ids):
     """It is the beginning of text, if there is one, and the end of text otherwise."""
     encoding = tokenizer.byte_tokenizer()
     if has_bos:
-        encoding = encoding.with_bos()
+        encoding = tokenizer.BytePairTokenizer(
+            "bytes", encoding.pattern, encoding.tokens, has_bos=True
+        )
     model = build("gpt-mha-rope", **TINY)
     own = language_model(model, encoding=encoding, add_bos_token=add_bos_token)
     assert own.tok_encode(text) == ids
