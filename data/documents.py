@@ -1,17 +1,19 @@
 """The documents of a corpus: texts in memory, local files, or a dataset of the Hugging Face Hub.
 
-Each is an iterable dataset of the library `datasets`, whose rows are
+Each is an iterable of rows, which are dicts of
 
     text    a document, or a part of it
-    starts  whether the text begins a document; without this column, every text does
+    starts  whether the text begins a document; without it, every text does
 
-`datasets` keeps the position in it, so that an interrupted preparation goes on from there. It also
-reads the Hub. Local files are read here: its reader of JSON lines gives all rows the types of the
-first ones, and so refuses files that differ in a column that is not used, and turns a text such as
-2024-01-01 into a time. (The library is imported late, because that takes seconds.)
+The library `datasets` reads the Hub, and its `IterableDataset` keeps the position at which an
+interrupted preparation goes on; `Rows` does so for local sources. Local files are read here:
+`datasets` gives all rows of JSON lines the types of the first ones, and so refuses files that differ
+in a column that is not used, and turns a text such as 2024-01-01 into a time. Importing it takes
+seconds.
 """
 
 import csv
+import functools
 import glob
 import hashlib
 import io
@@ -53,12 +55,42 @@ class Batch(NamedTuple):
     starts: list[bool]
 
 
+class Rows:
+    """Rows of several parts, one part after the other, with the position of an IterableDataset.
+
+    Args:
+        parts: functions that return the rows of a part from its beginning
+    """
+
+    def __init__(self, parts: list[Callable[[], Iterable[dict]]]):
+        self.parts = parts
+        self.part = 0
+        self.row = 0
+
+    def state_dict(self) -> dict:
+        """Return the position after the last row."""
+        return {"part": self.part, "row": self.row}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a position."""
+        self.part = state["part"]
+        self.row = state["row"]
+
+    def __iter__(self) -> Iterator[dict]:
+        while self.part < len(self.parts):
+            for row in itertools.islice(self.parts[self.part](), self.row, None):
+                self.row += 1
+                yield row
+            self.part += 1
+            self.row = 0
+
+
 @dataclass(frozen=True)
 class Documents:
     """The documents of one source, in order."""
 
-    # opens the dataset at its beginning
-    open: Callable[[], "IterableDataset"]
+    # opens the rows at their beginning
+    open: Callable[[], "Rows | IterableDataset"]
 
     # what distinguishes these documents from others, as preparation.json stores it
     identity: dict
@@ -107,14 +139,8 @@ def from_texts(texts: list[str], name: str) -> Documents:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(hashlib.sha256(text.encode()).digest())
-
-    def open_dataset() -> "IterableDataset":
-        import datasets
-
-        return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
-
     return Documents(
-        open=open_dataset,
+        open=lambda: Rows([lambda: ({"text": text} for text in texts)]),
         identity={"source": name, "sha256": digest.hexdigest()},
         num_bytes=sum(len(text.encode()) for text in texts),
     )
@@ -249,15 +275,9 @@ def from_files(
     paths = sorted(paths)
     if shuffled:
         paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
-
-    def open_dataset() -> "IterableDataset":
-        import datasets
-
-        arguments = {"paths": [str(path) for path in paths], "column": column}
-        return datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
-
+    parts = [functools.partial(read_file, path, column) for path in paths]
     return Documents(
-        open=open_dataset,
+        open=lambda: Rows(parts),
         identity={"source": " ".join(patterns), "column": column, "sha256": hash_listing(paths)},
         num_bytes=sum(path.stat().st_size for path in paths),
     )
@@ -324,12 +344,6 @@ def is_readable(path: Path, column: str) -> bool:
     except SourceError:
         return False
     return True
-
-
-def read_files(paths: list[str], column: str) -> Iterator[dict]:
-    """Yield the rows of files."""
-    for path in paths:
-        yield from read_file(Path(path), column)
 
 
 def read_file(path: Path, column: str) -> Iterator[dict]:

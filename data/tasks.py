@@ -10,19 +10,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from configurator import collect_options, option
 from data import preparation
-from data.documents import Documents
+from data.documents import Documents, Rows
 from data.preparation import PreparationOptions, Stage
 from data.shards import MAX_UINT16_VOCAB
 from utils import errors
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
 
 # one of every 8 possible sequences is for validation, chosen by a hash of its ids
 VAL_DIVISOR = 8
@@ -136,13 +132,8 @@ def generate(task: Task, count: int, seed: int, split: str) -> Documents:
             texts = task.texts(*draw_block(task, seed, split, first))
             yield from ({"text": text} for text in texts[: count - first])
 
-    def open_dataset() -> "IterableDataset":
-        import datasets
-
-        return datasets.IterableDataset.from_generator(draw_rows)
-
     return Documents(
-        open=open_dataset,
+        open=lambda: Rows([draw_rows]),
         identity={"source": task.source(seed), "count": count, "split": split},
         num_bytes=count * task.sequence_tokens,  # a token counts as one byte
     )
