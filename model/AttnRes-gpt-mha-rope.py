@@ -52,8 +52,8 @@ class AttentionResidualsConfig(GPTConfig):
     )
     attn_res_heads: int = option(
         1,
-        "number of contiguous slices of the channels that attend over the sources separately, as in "
-        "MHAR",
+        "with attn_res_form=replace, number of contiguous slices of the channels that attend over "
+        "the sources separately, as in MHAR",
         low=1,
     )
     attn_res_scale: float = option(
@@ -63,14 +63,15 @@ class AttentionResidualsConfig(GPTConfig):
     )
     attn_res_routes: Literal["1", "qk_v", "q_k_v"] = option(
         "1",
-        "inputs of each attention sublayer that attend over the sources separately; 1 is a single "
-        "input; qk_v has one for queries and keys and one for values, as in RD-AttnRes; q_k_v has "
-        "one each for queries, keys and values, with norms of their own, as in Inkling 2",
+        "with attn_res_form=replace, inputs of each attention sublayer that attend over the sources "
+        "separately; 1 is a single input; qk_v has one for queries and keys and one for values, as "
+        "in RD-AttnRes; q_k_v has one each for queries, keys and values, with norms of their own, as "
+        "in Inkling 2",
     )
     attn_res_values: Literal["raw", "normed"] = option(
         "raw",
-        "what the weights of the attention multiply; raw is the sources; normed is the normalized "
-        "sources, as in Inkling 2",
+        "with attn_res_form=replace, what the weights of the attention multiply; raw is the sources; "
+        "normed is the normalized sources, as in Inkling 2",
     )
     attn_res_norm_eps: float = option(
         1e-5,

@@ -22,11 +22,6 @@ from .parameters import HIDDEN, Rule, constant, linear, normal
 from .precision import at_least_fp32, for_product
 
 
-def arm_has_beta(arm: str) -> bool:
-    """Return whether updates of an arm have the gate beta and the erase (the DDL of the paper)."""
-    return arm in ("full", "full_post", "ddl", "ddl_post")
-
-
 @dataclass
 class MGTConfig(GPTConfig):
     """Keys of the Manifold-Geometric Transformer (MGT)."""
@@ -42,11 +37,11 @@ class MGTConfig(GPTConfig):
     )
     mgt_lambda: float = option(
         1.0,
-        "scale lambda of the gate beta = lambda * tanh(X W + b) + epsilon",
+        "scale lambda of the gate beta = lambda * tanh(X W + b) + epsilon, in the arms with beta",
     )
     mgt_epsilon: float = option(
         0.0,
-        "offset epsilon of the gate beta = lambda * tanh(X W + b) + epsilon",
+        "offset epsilon of the same gate",
     )
     mgt_alpha_init: float = option(
         0.0,
@@ -64,8 +59,8 @@ class MGTConfig(GPTConfig):
 
     @property
     def has_beta(self) -> bool:
-        """Return whether updates have the gate beta and the erase."""
-        return arm_has_beta(self.mgt_arm)
+        """Return whether updates have the gate beta and the erase (the DDL of the paper)."""
+        return self.mgt_arm in ("full", "full_post", "ddl", "ddl_post")
 
     @property
     def post_norm(self) -> bool:

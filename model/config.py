@@ -129,7 +129,7 @@ class GPTConfig:
     )
     hidden_size_base: int = option(
         1024,
-        "base width of muP, at which muP changes nothing",
+        "with mup=True, base width of muP, at which it changes nothing",
         low=1,
     )
 

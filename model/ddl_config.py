@@ -34,12 +34,12 @@ class DeltaConfig(GPTConfig):
     )
     ddl_beta_hidden_size: int = option(
         128,
-        "hidden size of the two-layer gate",
+        "hidden size of the two-layer gate, with ddl_beta_single_linear=False",
         low=1,
     )
     ddl_erase_gate: Literal["shared", "own"] = option(
         "shared",
-        "gate of the erase; shared uses the gate beta for the erase and for the write; own gives "
+        "gate of the erase of ddl_update=delta; shared uses the gate beta for the erase and for the write; own gives "
         "the erase a gate of the same form with parameters of its own, which start equal to those "
         "of beta, X' = X + k (beta v^T - beta_erase k^T X)",
     )
@@ -65,7 +65,7 @@ class DeltaConfig(GPTConfig):
     )
     ddl_v_sigmoid_scale: float = option(
         4.0,
-        "factor on the sigmoid of the write value v",
+        "factor on the sigmoid of the write value v, with ddl_v_sigmoid=True",
     )
     ddl_v_constant: bool = option(
         False,
@@ -73,7 +73,7 @@ class DeltaConfig(GPTConfig):
     )
     ddl_v_constant_value: float = option(
         2.0,
-        "constant write value v",
+        "constant write value v, with ddl_v_constant=True",
     )
     ddl_v_input: Literal["residual", "context"] = option(
         "residual",
@@ -258,7 +258,7 @@ class ChannelConvConfig(ExpandedConfig):
     )
     ddl_state_dv_shortconv_causal: bool = option(
         False,
-        "make the convolution over value channels causal",
+        "make the convolution over value channels of ddl_cc_read=pair causal",
     )
 
 

@@ -79,12 +79,13 @@ class ManifoldConfig(StreamsConfig):
     )
     mhc_iterations: int = option(
         20,
-        "number of Sinkhorn-Knopp iterations, each of which normalizes the rows and the columns",
+        "number of Sinkhorn-Knopp iterations of mhc_mix=sinkhorn, each of which normalizes the rows "
+        "and the columns",
         low=1,
     )
     mhc_rows_last: bool = option(
         True,
-        "normalize the rows of the mixing matrix last, so that the weights into each stream sum "
+        "with mhc_mix=sinkhorn, normalize the rows of the mixing matrix last, so that the weights into each stream sum "
         "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
         "each stream sum to 1",
     )

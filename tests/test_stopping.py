@@ -296,6 +296,15 @@ def test_a_run_folder_that_is_removed_is_created_again(corpus, tmp_path):
     assert checkpoint.read_state(checkpoint.find(run))["step"] == completed_steps(run)[-1]
 
 
+def test_output_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
+    with open("/dev/full", "w") as full_disk:
+        process = start_training(
+            small_run(corpus, tmp_path / "run", **CONSTANT_RATE), log=full_disk
+        )
+        assert process.wait(timeout=60) == 0
+    assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
+
+
 @pytest.mark.slow
 def test_restarts_do_not_extend_max_seconds(corpus, tmp_path):
     log = tmp_path / "log"

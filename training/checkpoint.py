@@ -245,7 +245,7 @@ def remove_old(run_folder: Path, keep_last: int, keep_every: int = 0) -> None:
             path.replace(doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            print(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
+            errors.say(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
 
 
 def rename_damaged(run_folder: Path, resumed: Path) -> None:

@@ -18,7 +18,7 @@ from model.gpt import GPT
 from training import trackers
 from training.checkpoint import TrainState
 from training.config import TrainConfig
-from utils import files
+from utils import errors, files
 from utils.processes import World
 from utils.units import format_duration
 
@@ -235,10 +235,9 @@ class RunLog:
         """
         if not was_taken:
             self.write(skipped=True, loss_scale=loss_scale)
-            print(
+            errors.say(
                 f"note: step {self.state.step} was skipped: its loss is {loss} and its gradient norm "
-                f"is {grad_norm}",
-                flush=True,
+                f"is {grad_norm}"
             )
             return
         progress = Progress(self.state.step, self.state.seconds)
@@ -269,7 +268,7 @@ class RunLog:
                 columns.append(f"first step took {step_seconds:.1f} s")
             else:
                 columns += self.describe_speed(progress)
-            print(" | ".join(columns), flush=True)
+            errors.say(" | ".join(columns))
             self.last_line = progress
         self.last_step = progress
 
@@ -338,7 +337,7 @@ class RunLog:
             columns.append(f"all {split_size} sequences")
         else:
             columns.append(f"{num_sequences} of {split_size} sequences")
-        print(" | ".join(columns), flush=True)
+        errors.say(" | ".join(columns))
 
     def compute_speed(self, start: Progress, end: Progress) -> Speed:
         """Return the mean speed between two points of the run."""
@@ -372,7 +371,7 @@ class RunLog:
             action()
         except Exception as error:  # of any kind: its log is no reason to end a run
             self.tracker = None
-            print(
+            errors.say(
                 f"warning: {self.config.tracker} failed ({type(error).__name__}: {error}); training "
                 "continues without it, and metrics.jsonl has all records",
                 file=sys.stderr,
@@ -398,7 +397,7 @@ class RunLog:
         except OSError as error:
             # a full disk would otherwise be reported after every step
             if not self.has_warned:
-                print(
+                errors.say(
                     f"warning: metrics.jsonl cannot be written ({error.strerror}); its new lines are "
                     "kept in memory until it can be written",
                     file=sys.stderr,

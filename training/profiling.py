@@ -6,6 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from training.config import PROFILE_WARMUP_STEPS, TrainConfig
+from utils import errors
 
 
 def start_profiler(
@@ -25,7 +26,7 @@ def start_profiler(
     def write(profiler: torch.profiler.profile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        print(f"profile written to {path}; open it at https://ui.perfetto.dev", flush=True)
+        errors.say(f"profile written to {path}; open it at https://ui.perfetto.dev")
 
     on_gpu = device.type == "cuda"
     profiler = torch.profiler.profile(

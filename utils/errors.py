@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 MISTAKE = 2
 INTERRUPTED = 130
@@ -52,6 +52,20 @@ def one_line_errors(
         if isinstance(error, error_types or (ValueError, OSError)):
             exit_with_message(f"error: {describe_error(error)}")
         raise
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line at once, by default on stdout; if that fails, discard it and all later output.
+
+    A log on a full disk, or a pipe that nobody reads, must not end a run.
+    """
+    stream = file or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        # Python would try to write again at its exit, and change the exit code
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), stream.fileno())
 
 
 def exit_with_message(message: str, code: int = MISTAKE) -> NoReturn:
