@@ -6,7 +6,6 @@ broken_streams.py has streams with a fault that a check must find.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import models
 import pytest
@@ -22,16 +21,10 @@ from model.causality import find_leak, move_parameters
 from model.gpt import GPT
 from model.parameters import collect_rules
 from training import optimizer
+from training.config import TrainConfig
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
 TINY = {**models.TINY, "num_hidden_layers": 3}
-SETTINGS = {
-    "learning_rate": 1e-2,
-    "weight_decay": 0.1,
-    "mixing_decay": True,
-    "beta1": 0.9,
-    "beta2": 0.95,
-}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -73,7 +66,7 @@ def check_rules(cls: type[GPT]) -> None:
             f"the rule of {name} leaves numbers as they were in memory"
         )
     for kind in ("adamw", "muon"):
-        optimizers = optimizer.build_optimizers(model, SimpleNamespace(optimizer=kind, **SETTINGS))
+        optimizers = optimizer.build_optimizers(model, TrainConfig(optimizer=kind))
         groups = [
             (optimizer_part, group)
             for optimizer_part in optimizers

@@ -1,7 +1,5 @@
 """Weight decay of what mixes a residual stream: which parameters have it, with mixing_decay at both values."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from contract import tokens
@@ -9,6 +7,7 @@ from models import TINY
 
 from model import MODEL_NAMES, build
 from training import optimizer
+from training.config import TrainConfig
 
 BLOCK = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc1", "mlp.c_fc2", "mlp.c_proj")
 BACKBONE = {
@@ -133,24 +132,15 @@ def case_ids(cases):
     ]
 
 
-def make_config(mixing_decay: bool, kind: str = "adamw") -> SimpleNamespace:
-    return SimpleNamespace(
-        optimizer=kind,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        mixing_decay=mixing_decay,
-        beta1=0.9,
-        beta2=0.95,
-    )
-
-
 def list_decayed_parameters(
     model_name: str, keys: dict, mixing_decay: bool, kind: str = "adamw"
 ) -> set[str]:
     """Return the names of the parameters that an optimizer decays."""
     with torch.device("meta"):  # the values do not matter
         model = build(model_name, **TINY, **keys)
-    optimizers = optimizer.build_optimizers(model, make_config(mixing_decay, kind))
+    optimizers = optimizer.build_optimizers(
+        model, TrainConfig(optimizer=kind, mixing_decay=mixing_decay)
+    )
     groups = [group for each_optimizer in optimizers for group in each_optimizer.param_groups]
     assert all(group["decays"] == (group["weight_decay"] > 0) for group in groups)
     return {name for group in groups if group["weight_decay"] > 0 for name in group["names"]}
@@ -197,7 +187,9 @@ def test_every_stream_is_listed():
 def test_a_step_decays_mixing_parameters_only_with_mixing_decay(mixing_decay, maps_factor):
     """With a gradient of 0, only decay changes a weight."""
     model = build("mHC-gpt-mha-rope", **TINY)
-    [adamw] = optimizer.build_optimizers(model, make_config(mixing_decay))
+    [adamw] = optimizer.build_optimizers(
+        model, TrainConfig(learning_rate=1e-2, mixing_decay=mixing_decay)
+    )
     model(tokens(2, 8), tokens(2, 8))[1].backward()
     for parameter in model.parameters():
         parameter.grad.zero_()
