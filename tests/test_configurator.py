@@ -431,8 +431,11 @@ def config_file(tmp_path, monkeypatch):
 
 
 def test_a_config_file_sets_the_values_of_its_public_names(config_file):
-    settings = {"width": 3, "steps": 20, "rate": 0.5, "name": "ä"}
-    assert configurator.read_config_file(str(config_file)) == settings
+    values = configurator.read_config_file(str(config_file))
+    definitions = {name for name, value in values.items() if configurator.is_definition(value)}
+    assert definitions == {"math", "sqrt", "double"}
+    settings = {name: values[name] for name in values.keys() - definitions}
+    assert settings == {"width": 3, "steps": 20, "rate": 0.5, "name": "ä"}
 
 
 @pytest.mark.parametrize(
@@ -440,14 +443,22 @@ def test_a_config_file_sets_the_values_of_its_public_names(config_file):
     [
         b"\xef\xbb\xbfsteps = 20\r\n",
         b"# coding: latin-1\n# caf\xe9\nsteps = 20\n",
-        b"from __future__ import annotations\nsteps: int = 20\n",
         b"_text = open(__file__).read()\nsteps = len(_text[:20])\n",
     ],
-    ids=["byte order mark", "coding line", "__future__", "__file__"],
+    ids=["byte order mark", "coding line", "__file__"],
 )
 def test_a_config_file_may_be_what_python_runs(config_file, content):
     config_file.write_bytes(content)
     assert configurator.read_config_file(str(config_file)) == {"steps": 20}
+
+
+def test_a_config_file_may_extend_the_one_beside_it(config_file, monkeypatch):
+    monkeypatch.delitem(sys.modules, "base_of_a_test", raising=False)
+    (config_file.parent / "base_of_a_test.py").write_text("steps = 20\nrate = 1.0\n")
+    config_file.write_text("from base_of_a_test import *\nrate = 0.5\n")
+    path = list(sys.path)
+    assert configurator.read_config_file("config/ddl_small.py") == {"steps": 20, "rate": 0.5}
+    assert sys.path == path
 
 
 def test_numpys_numbers_are_numbers(config_file):

@@ -56,6 +56,33 @@ def test_help_shows_the_values_of_the_config_file_and_of_the_command_line():
     assert "\n  --seed=7\n" in text
 
 
+# ---- config files ----
+
+
+def test_what_a_config_file_defines_for_itself_is_no_setting(tmp_path):
+    path = tmp_path / "c.py"
+    path.write_text(
+        "from __future__ import annotations\nimport math\ndef double(x):\n    return 2 * x\n"
+        "max_steps = double(int(math.sqrt(9)))\n"
+    )
+    assert configure([str(path)])[0].max_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dtype = double", "dtype=<function double"),
+        ("import math as hidden_size", "hidden_size=<module 'math'"),
+        ("ddl_beta_init = float", "ddl_beta_init=<class 'float'>: give a number"),
+    ],
+)
+def test_a_definition_with_the_name_of_a_key_is_refused(tmp_path, line, message):
+    path = tmp_path / "c.py"
+    path.write_text(f"def double(x):\n    return 2 * x\nmodel = 'DDL-gpt-mha-rope'\n{line}\n")
+    with pytest.raises(ValueError, match=message):
+        configure([str(path)])
+
+
 # ---- --dry_run ----
 
 

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 from typing import IO
 
 import pytest
+import torch
 from helpers import ROOT, one_line_error, small_run, wait_for
 from in_process import call, start_in_fork
 from training_runs import CONSTANT_RATE, completed_steps
 
+import train
 from training import checkpoint, stopping
 from utils.machine import can_compile
 
@@ -83,7 +85,9 @@ def train_until_signal(arguments: list[str], condition, number=signal.SIGTERM) -
     return result.stdout.decode()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2], ids=lambda n: n.name
+)
 def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number):
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_DFL)  # the tests may have been started with nohup
@@ -98,6 +102,36 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number
 
     train_to_the_end([*arguments, f"--max_steps={steps[-1] + 2}"])
     assert completed_steps(tmp_path) == list(range(1, steps[-1] + 3))
+
+
+def test_a_run_puts_back_what_it_changes_in_its_process(corpus, tmp_path, monkeypatch):
+    def describe_process() -> list:
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        return [
+            *map(signal.getsignal, numbers),
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            torch.get_float32_matmul_precision(),
+        ]
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("medium")
+    before = describe_process()
+    during = []
+    save = checkpoint.save
+
+    def save_and_look(*arguments):
+        during.extend(describe_process())
+        return save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", save_and_look)
+    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, tmp_path / "run")])
+    train.main()
+    assert all(value != changed for value, changed in zip(before, during))
+    assert describe_process() == before
 
 
 COMPILER = """#!/bin/sh

@@ -116,7 +116,11 @@ def merge(arguments: Arguments, out_dir: str, resumed: Path | None) -> Settings:
     options = {**model_options, **run_options}
     configurator.check_names(typed_texts, options, "--")
     notes = []
-    ignored = sorted(arguments.from_file.keys() - options.keys())
+    ignored = [
+        name
+        for name, value in sorted(arguments.from_file.items())
+        if name not in options and not configurator.is_definition(value)
+    ]
     if ignored and model == arguments.from_file.get("model", TrainConfig.model):
         configurator.check_names(ignored, options)
     elif ignored:

@@ -1,4 +1,4 @@
-"""Stop a run before its last step: at a signal (a preempted job, Ctrl-C), or when its time ends."""
+"""Stop a run before its last step: at a signal (a preempted job, Ctrl+C), or when its time ends."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ class Stop:
     """
 
     def __init__(self, max_seconds: float | None, start_time: float | None = None):
-        """Take over SIGTERM, SIGINT and SIGHUP.
+        """Take over the signals by which terminals and schedulers ask a run to end.
 
         Args:
             max_seconds: the time limit; None means that there is none
@@ -36,9 +36,11 @@ class Stop:
         self.save_seconds = 0.0  # of the last checkpoint
         self.is_out_of_time = False
         numbers = [signal.SIGTERM, signal.SIGINT]
-        # a terminal or an SSH connection sends SIGHUP when it closes, unless nohup ignores it
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
+        # A terminal or an SSH connection sends SIGHUP when it closes, unless nohup ignores it; Slurm
+        # and SGE send SIGUSR1 or SIGUSR2 on request, unless a library has a handler (None) for them.
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                numbers.append(number)
         for number in numbers:
             signal.signal(number, self.handle_signal)
 

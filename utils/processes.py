@@ -1,9 +1,12 @@
 """One process, or several under torchrun: their devices, and the process group."""
 
+import contextlib
 import ctypes
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -100,6 +103,31 @@ def keep_freed_memory() -> None:
     # 2**25 is the largest value that it accepts; larger tensors are still returned
     libc.mallopt(mmap_threshold, 2**25)
     libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+@contextlib.contextmanager
+def restored_state() -> Iterator[None]:
+    """Put back, at the end of a block, what a script changes in its process.
+
+    These are signal handlers, new environment variables, and torch's switches for deterministic
+    operations and for TF32. After `%run train.py` in a notebook, Ctrl+C interrupts other work again.
+    """
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    environment = set(os.environ)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    fills_memory = torch.utils.deterministic.fill_uninitialized_memory
+    precision = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        for name in os.environ.keys() - environment:
+            del os.environ[name]
+        torch.use_deterministic_algorithms(is_deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fills_memory
+        torch.set_float32_matmul_precision(precision)
 
 
 # ---- the process group ----
