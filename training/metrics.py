@@ -42,7 +42,9 @@ MAX_EXPONENT = 700  # math.exp overflows above 709
 
 
 def get_peak_flops(device: torch.device) -> float | None:
-    """Return the peak of a GPU in FLOP/s, or None if it is not known."""
+    """Return the peak of a GPU in FLOP/s, or None if it is not known, as of a CPU."""
+    if device.type != "cuda":
+        return None
     device_name = torch.cuda.get_device_name(device)
     for words, peak in PEAK_FLOPS.items():
         # an RTX A1000 is no A100
@@ -202,7 +204,7 @@ class RunLog:
         self.flops_per_step = self.tokens_per_step * cost.flops_per_token(model)
         # the seconds that a step would take at the peak of all GPUs
         self.ideal_step_seconds = None
-        peak = get_peak_flops(world.device) if world.device.type == "cuda" else None
+        peak = get_peak_flops(world.device)
         if peak is not None:
             nominal_flops = self.tokens_per_step * compute_nominal_flops_per_token(model)
             self.ideal_step_seconds = nominal_flops / peak / world.world_size

@@ -163,7 +163,7 @@ def train(
     learning_rate: float,
 ) -> None:
     """Train a model with a new optimizer, for some steps on the same sequences."""
-    optimizers = optimizer.build_optimizers(model, config, muon_dtype=torch.float32)
+    optimizers = optimizer.build_optimizers(model, config)
     optimizer.apply_learning_rates(optimizers, {"lr": learning_rate})
     for _ in range(num_steps):
         _, loss = model(ids, targets)

@@ -118,7 +118,7 @@ MISTAKES = [
     (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
     (
         ["--models=DDL-gpt-mha-rope+state_checkpoint_interval=0"],
-        "state_checkpoint_interval=at least 1",
+        "state_checkpoint_interval=1 or more",
     ),
     (["--head_dim=0"], "0: give a number at least 1"),
     (["--compile=True"], "--compile=False"),  # there is no compiler

@@ -91,7 +91,7 @@ def test_help_lists_the_commands(capsys):
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Usage."
-    assert lines[-2:] == ["  draw        draw curves", "  count       count runs"]
+    assert lines[-4:] == ["  draw", "        draw curves", "  count", "        count runs"]
 
 
 def test_help_of_a_command_lists_its_options(capsys, monkeypatch):
