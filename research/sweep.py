@@ -333,7 +333,7 @@ def check_cell_folder(cell: Cell) -> None:
     stored_keys = state["run_config"].keys() | state["model_config"].keys() | {"model"}
     compared_keys = {
         key
-        for key, declared in settings.options_of(saved).items()
+        for key, declared in settings.options_of(saved["model"]).items()
         if key in stored_keys and (not declared.changeable or key in DECIDING_KEYS)
     }
     asked = {key: cell.settings[key] for key in cell.settings if key in compared_keys}

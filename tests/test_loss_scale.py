@@ -12,6 +12,7 @@ from training_runs import CONSTANT_RATE, change_saved_state, read_final_tensors,
 from training import checkpoint, optimizer, setup
 from training.batches import open_data
 from training.checkpoint import TrainState
+from training.distributed import StepStats
 from training.loss_scale import LossScaler
 
 # so large an embedding that the first steps overflow
@@ -45,7 +46,8 @@ def test_the_loss_scale_is_that_of_torchs_grad_scaler():
         scaler.unscale_(sgd)
         scaler.step(sgd)
         scaler.update()
-        own_scaler.update(has_overflow)
+        grad_norm = math.inf if has_overflow else 1.0
+        own_scaler.update(StepStats(loss_sum=1.0, num_stop_requests=0.0, grad_norm=grad_norm))
         scales.append(state.loss_scale)
     assert min(scales) < 2**16 < max(scales)
 

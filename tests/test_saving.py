@@ -1,7 +1,9 @@
 """Checkpoints of any engine and number of processes."""
 
 import functools
+import json
 import os
+import shutil
 from datetime import timedelta
 from pathlib import Path
 
@@ -145,3 +147,21 @@ def test_a_run_resumes_with_other_numbers_of_processes_and_engines(corpus, tmp_p
             continue
         assert "arning" not in train_in_processes(num_processes, arguments, tmp_path / "log")
     assert completed_steps(run) == [1, 2, 3, 4]
+
+
+def test_checkpoints_have_the_tokenizer_that_the_corpus_had_at_the_start(
+    corpus, tmp_path, monkeypatch
+):
+    own_corpus = shutil.copytree(corpus, tmp_path / "corpus")
+    expected = (own_corpus / "tokenizer.json").read_bytes()
+    seed_step = distributed.seed_step
+
+    def remove_tokenizer(*arguments):
+        (own_corpus / "tokenizer.json").unlink(missing_ok=True)
+        seed_step(*arguments)
+
+    monkeypatch.setattr(distributed, "seed_step", remove_tokenizer)
+    arguments = small_run(own_corpus, tmp_path / "run", **CONSTANT_RATE, max_steps=1)
+    assert call("train.py", *arguments).returncode == 0
+    latest = checkpoint.find(tmp_path / "run")
+    assert json.loads((latest / "tokenizer.json").read_bytes()) == json.loads(expected)

@@ -216,7 +216,7 @@ def test_the_second_signal_ends_the_process_at_once():
     )
 
 
-def test_max_seconds_leaves_time_for_a_step_and_a_save(monkeypatch):
+def test_max_seconds_leaves_time_for_two_steps_and_a_save(monkeypatch):
     clock = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(stopping.time, "monotonic", lambda: clock.seconds)
     stop = stopping.Stop(10.0)
@@ -224,9 +224,9 @@ def test_max_seconds_leaves_time_for_a_step_and_a_save(monkeypatch):
     assert stop.reason() is None
     stop.record_step_seconds(2.0)
     stop.save_seconds = 3.0
-    clock.seconds = 104.9
+    clock.seconds = 102.9
     assert stop.reason() is None
-    clock.seconds = 105.0
+    clock.seconds = 103.0
     assert stop.reason() == "max_seconds=10"
     stop.save_seconds = 1.0  # the last checkpoint took less time
     assert stop.reason() == "max_seconds=10"

@@ -10,15 +10,17 @@ from data import tokenizer
 from data.loader import TrainBatches, ValidationBatches, prefetched
 from data.sequences import SequenceLayout
 from data.shards import Corpus, open_corpus
+from data.tokenizer import Tokenizer
 from model.gpt import GPTConfig
 from training.config import TrainConfig
 from utils.processes import World
 
 
 class Data(NamedTuple):
-    """The corpus of a run and its batches."""
+    """The corpus of a run, its tokenizer and its batches."""
 
     corpus: Corpus
+    tokenizer: Tokenizer
     train: TrainBatches
     val: ValidationBatches
 
@@ -68,7 +70,7 @@ def open_data(config: TrainConfig, model_config: GPTConfig) -> Data:
             f"eval_part={config.eval_part}: the validation split of {corpus.path} has fewer than "
             f"two sequences of block_size={seq_len}; give a smaller block_size, or eval_part=all"
         )
-    return Data(corpus, train_batches, val_batches)
+    return Data(corpus, encoding, train_batches, val_batches)
 
 
 class MicroBatch(NamedTuple):

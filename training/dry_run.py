@@ -7,18 +7,19 @@ from model import cost, kernels, weights
 from model.gpt import GPT
 from training.batches import Data, open_data
 from training.config import TrainConfig
-from training.settings import Settings
+from training.settings import RunSettings
 from training.setup import (
     build_model,
     check_corpus,
     check_machine,
     load_initial_weights,
+    load_state,
 )
 from utils import machine, processes
 from utils.units import format_bytes
 
 
-def print_dry_run(settings: Settings) -> None:
+def print_dry_run(settings: RunSettings) -> None:
     """Print the size of a run, and what is missing to start it.
 
     Raises:
@@ -33,26 +34,30 @@ def print_dry_run(settings: Settings) -> None:
         data = open_data(config, settings.model_config)
     except MissingCorpus as error:
         missing_data = f"before training: {error}"
-    if data is not None and settings.resumed is not None:
+    if data is not None and settings.resume_checkpoint is not None:
         check_corpus(settings, data)
     # the run may be too large for this machine; the meta device has no memory
     model = build_model(config, settings.model_config, device, on_meta=config.init_from is None)
     kernels.use(model, config.kernels, device, config.state_checkpoint_interval)
-    if settings.resumed is not None:
-        tensors = weights.load_tensors(settings.resumed)
-        weights.check_tensors(tensors, model, f"{settings.resumed} does not fit the model")
+    if settings.resume_checkpoint is not None:
+        tensors = weights.load_tensors(settings.resume_checkpoint)
+        weights.check_tensors(
+            tensors, model, f"{settings.resume_checkpoint} does not fit the model"
+        )
     elif config.init_from is not None and data is not None:
-        load_initial_weights(model, config.init_from, data.corpus.path)
+        load_initial_weights(model, config.init_from, data)
     if machine.rank() != 0:
         return
     print(describe_run(config, model, data))
     for note in [*settings.notes, *model.config.notes()]:
         print(f"note: {note}")
     out_dir = Path(config.out_dir)
-    if settings.resumed is not None and settings.saved_state["step"] >= config.max_steps:
-        print(f"nothing to train: {settings.resumed} has {settings.saved_state['step']} steps")
-    elif settings.resumed is not None:
-        print(f"this run would resume from {settings.resumed}")
+    if settings.resume_checkpoint is not None:
+        state = load_state(settings)
+        if state.is_complete(config.max_steps):
+            print(f"nothing to train: {settings.resume_checkpoint} has {state.step} steps")
+        else:
+            print(f"this run would resume from {settings.resume_checkpoint}")
     elif out_dir.is_dir() and any(out_dir.iterdir()):
         print(f"note: {out_dir} is not empty: to train, resume that run with --resume=auto")
     if missing_data:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from training.checkpoint import TrainState
+from training.distributed import StepStats
 
 GROWTH_INTERVAL = 2000
 # a run ends at this many overflows with no step taken in between
@@ -37,13 +38,16 @@ class LossScaler:
         ]
         torch._foreach_mul_(gradients, 1 / self.scale)
 
-    def update(self, overflowed: bool) -> None:
-        """Set the scale of the next step, after a step that was taken or whose gradient overflowed."""
+    def update(self, stats: StepStats) -> None:
+        """Set the scale of the next step; a step whose loss is not finite leaves it as it is."""
         state = self.state
-        state.overflows = state.overflows + 1 if overflowed else 0
-        state.steps_at_loss_scale = 0 if overflowed else state.steps_at_loss_scale + 1
-        if overflowed:
-            state.loss_scale /= 2
-        elif state.steps_at_loss_scale == GROWTH_INTERVAL:
-            state.loss_scale *= 2
+        if stats.has_overflow():
+            state.overflows += 1
             state.steps_at_loss_scale = 0
+            state.loss_scale /= 2
+        elif stats.is_finite():
+            state.overflows = 0
+            state.steps_at_loss_scale += 1
+            if state.steps_at_loss_scale == GROWTH_INTERVAL:
+                state.loss_scale *= 2
+                state.steps_at_loss_scale = 0

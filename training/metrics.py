@@ -198,7 +198,7 @@ class RunLog:
         self.unwritten = b""  # lines that are not in the file yet
         self.has_warned = False  # that they cannot be written
         self.last_step = Progress(state.step, state.seconds)
-        self.last_line: Progress | None = None  # when a progress line was last printed
+        self.last_printed: Progress | None = None  # when a progress line was last printed
 
         self.tokens_per_step = config.global_batch_size * model.config.block_size
         self.flops_per_step = self.tokens_per_step * cost.flops_per_token(model)
@@ -256,14 +256,14 @@ class RunLog:
         )
         max_steps = self.config.max_steps
         is_due = progress.step % self.config.log_interval == 0 or progress.step == max_steps
-        if self.last_line is None or is_due:
+        if self.last_printed is None or is_due:
             columns = [
                 f"step {progress.step}/{max_steps}",
                 f"loss {loss:.4f}",
                 f"lr {learning_rates['lr']:.2e}",
                 f"grad norm {grad_norm:.2f}",
             ]
-            if self.last_line is None:
+            if self.last_printed is None:
                 # It compiles and warms up, so its time says nothing about the speed. The next line
                 # measures from here.
                 step_seconds = progress.seconds - self.last_step.seconds
@@ -271,12 +271,12 @@ class RunLog:
             else:
                 columns += self.describe_speed(progress)
             errors.say(" | ".join(columns))
-            self.last_line = progress
+            self.last_printed = progress
         self.last_step = progress
 
     def describe_speed(self, progress: Progress) -> list[str]:
         """Return the columns of a progress line on the speed since the last one, and on the time."""
-        speed = self.compute_speed(self.last_line, progress)
+        speed = self.compute_speed(self.last_printed, progress)
         remaining_tokens = (self.config.max_steps - progress.step) * self.tokens_per_step
         remaining_seconds = remaining_tokens / speed.tokens_per_second
         columns = [f"{speed.tokens_per_second:,.0f} tokens/s"]

@@ -19,7 +19,7 @@ from training import checkpoint
 from training.config import TrainConfig, check_run
 from utils import errors, files, machine
 
-# Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
+# Keys that say what one command does, and that a resumed run does not take from the saved one.
 KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds", "profile_steps")
 # Keys of a model on which no weight depends, so that they may differ from the folder of init_from.
 KEYS_WITHOUT_WEIGHTS = ("block_size", "state_dtype")
@@ -35,12 +35,12 @@ class Arguments(NamedTuple):
     from_command_line: dict[str, str | None]  # the texts of --key=value, None of a bare --key
 
 
-class Settings(NamedTuple):
+class RunSettings(NamedTuple):
     """The settings of a run, checked."""
 
     config: TrainConfig
     model_config: GPTConfig
-    resumed: Path | None = None  # the checkpoint that is resumed; None for a new run
+    resume_checkpoint: Path | None = None  # None for a new run
     saved_state: dict = {}  # noqa: RUF012  its state.json
     notes: tuple[str, ...] = ()  # for the user
     lock: TextIO | None = None  # on the folder of a run that has started before
@@ -62,16 +62,14 @@ def read_arguments(argv: list[str]) -> Arguments:
     return Arguments(Path(config_files[0]), configurator.read_config_file(config_files[0]), options)
 
 
-def resolve(arguments: Arguments) -> Settings:
+def resolve(arguments: Arguments) -> RunSettings:
     """Find the run folder and the checkpoint to resume from, and return the settings of the run.
 
     Raises:
         ValueError: a key or a value is wrong, or differs from the run that is resumed; or the run
             folder cannot be used
     """
-    given = configurator.read_settings(
-        arguments.from_file, arguments.from_command_line, collect_options(TrainConfig)
-    )
+    given = read_given(arguments, collect_options(TrainConfig))
     out_dir = given.get("out_dir")
     if out_dir is None:
         default_name = given.get("model", TrainConfig.model)
@@ -81,10 +79,10 @@ def resolve(arguments: Arguments) -> Settings:
     # a run that is still training there may write or remove the files that are checked next
     if machine.rank() == 0 and (folder / "lock").exists() and not given.get("dry_run"):
         lock = lock_run_folder(folder)
-    resumed = None
+    resume_checkpoint = None
     if given.get("resume"):
-        resumed = checkpoint.find_latest(folder, to_resume=True)
-        if resumed is None and checkpoint.list_checkpoints(folder):
+        resume_checkpoint = checkpoint.find_latest(folder, to_resume=True)
+        if resume_checkpoint is None and checkpoint.list_checkpoints(folder):
             raise ValueError(f"out_dir={folder} has no valid checkpoint; give another --out_dir")
     elif folder.exists() and not given.get("dry_run"):
         if not folder.is_dir() or any(folder.iterdir()):
@@ -92,79 +90,95 @@ def resolve(arguments: Arguments) -> Settings:
                 f"out_dir={folder} is not empty; resume that run with --resume=auto, or give "
                 "another --out_dir"
             )
-    return merge(arguments, out_dir, resumed)._replace(lock=lock)
+    return merge(arguments, out_dir, resume_checkpoint)._replace(lock=lock)
 
 
-def merge(arguments: Arguments, out_dir: str, resumed: Path | None) -> Settings:
+def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) -> RunSettings:
     """Return the settings of a run in a folder, which resumes a checkpoint, or is new."""
-    typed_texts = arguments.from_command_line
-    run_options = collect_options(TrainConfig)
-    given = configurator.read_settings(arguments.from_file, typed_texts, run_options)
-    saved_state = {} if resumed is None else checkpoint.read_state(resumed)
-    saved = saved_settings(saved_state) if saved_state else {}
+    given = read_given(arguments, collect_options(TrainConfig))
+    saved_state = {}
+    saved = {}
     trained = {}
-    if given.get("init_from") and not saved:  # a resumed run no longer needs the folder
+    if resume_checkpoint is not None:
+        saved_state = checkpoint.read_state(resume_checkpoint)
+        saved = saved_settings(saved_state)
+    elif given.get("init_from"):  # a resumed run no longer needs the folder
         trained = read_init_settings(given["init_from"])
 
-    model = typed_texts.get("model") or (saved or trained or given).get("model", TrainConfig.model)
-    model_config_class = model_class(model).Config
-    model_options = collect_options(model_config_class)
-    for key in sorted(model_options.keys() & run_options.keys()):
-        raise ValueError(
-            f"model/{model}.py: {key} is already a key of the run; rename the key of the model"
-        )
-    options = {**model_options, **run_options}
-    configurator.check_names(typed_texts, options, "--")
-    notes = []
-    ignored = [
-        name
-        for name, value in sorted(arguments.from_file.items())
-        if name not in options and not configurator.is_definition(value)
-    ]
-    if ignored and model == arguments.from_file.get("model", TrainConfig.model):
-        configurator.check_names(ignored, options)
-    elif ignored:
-        notes.append(f"model={model} has no {', '.join(ignored)} of {arguments.file}")
-    in_file = configurator.read_settings(arguments.from_file, {}, options)
-    typed = configurator.read_settings({}, typed_texts, options)
-    for layer in (in_file, typed):
-        if "dataset" in layer:  # the run may be resumed from another working directory
-            layer["dataset"] = make_location_absolute(layer["dataset"])
+    model = arguments.from_command_line.get("model")
+    if model is None:
+        model = (saved or trained or given).get("model", TrainConfig.model)
+    options = options_of(model)
+    notes = check_keys(arguments, model, options)
+    in_file = read_given(arguments._replace(from_command_line={}), options)
+    typed = read_given(arguments._replace(from_file={}), options)
 
-    # fixed keys: those that the run that is resumed, or the weights that it starts from, decide
-    fixed, origin = {}, resumed
+    # what the run that is resumed, or the weights that it starts from, decide
+    fixed = {}
+    origin = ""
     if saved:
-        fixed = {
-            key: value for key, value in saved.items() if not options_of(saved)[key].changeable
-        }
+        saved_options = options_of(saved["model"])
+        fixed = {key: saved[key] for key in saved if not saved_options[key].changeable}
+        origin = str(resume_checkpoint)
     elif trained:
-        fixed = {key: value for key, value in trained.items() if key not in KEYS_WITHOUT_WEIGHTS}
+        fixed = {key: trained[key] for key in trained if key not in KEYS_WITHOUT_WEIGHTS}
         origin = f"init_from={given['init_from']}"
-    if differences := fixed and find_differences(typed, fixed):
+    if differences := find_differences(typed, fixed):
         raise ValueError(
             f"{origin} was trained with {', '.join(differences)}; omit these keys, or start a new "
             "run in another --out_dir"
         )
-    if differences := fixed and find_differences(in_file, fixed):
+    if differences := find_differences(in_file, fixed):
         notes.append(f"the run keeps {', '.join(differences)}, although {arguments.file} differs")
+
+    # lowest precedence first
     settings = {
         **({} if saved else corpus_defaults({**in_file, **typed})),
         **trained,
         **saved,
         **in_file,
-        **fixed,
+        **fixed,  # `typed` agrees with it, as was just checked
         **typed,
         "model": model,
         "out_dir": out_dir,
     }
-    config = TrainConfig(**{key: settings[key] for key in run_options if key in settings})
+    config = TrainConfig(**select_keys(TrainConfig, settings))
     check_run(config)
-    model_config = model_config_class(
-        **{key: settings[key] for key in model_options if key in settings}
-    )
-    if changes := saved and find_differences(saved, settings):
+    model_config_class = model_class(model).Config
+    model_config = model_config_class(**select_keys(model_config_class, settings))
+    if changes := find_differences(saved, settings):
         notes.append(f"this command changes {', '.join(changes)}")
-    return Settings(config, model_config, resumed, saved_state, tuple(notes))
+    return RunSettings(config, model_config, resume_checkpoint, saved_state, tuple(notes))
+
+
+def read_given(arguments: Arguments, options: dict[str, configurator.Option]) -> dict[str, object]:
+    """Return what the config file and the command line say of some options."""
+    given = configurator.read_settings(arguments.from_file, arguments.from_command_line, options)
+    if "dataset" in given:  # the run may be resumed from another working directory
+        given["dataset"] = make_location_absolute(given["dataset"])
+    return given
+
+
+def check_keys(
+    arguments: Arguments, model: str, options: dict[str, configurator.Option]
+) -> list[str]:
+    """Raise ValueError for unknown keys; return a note on keys of a file that is for another model."""
+    configurator.check_names(arguments.from_command_line, options, "--")
+    unknown_names = [
+        name
+        for name, value in sorted(arguments.from_file.items())
+        if name not in options and not configurator.is_definition(value)
+    ]
+    if model == arguments.from_file.get("model", TrainConfig.model):
+        configurator.check_names(unknown_names, options)
+    if unknown_names:
+        return [f"model={model} has no {', '.join(unknown_names)} of {arguments.file}"]
+    return []
+
+
+def select_keys(config_class: type, settings: dict[str, object]) -> dict[str, object]:
+    """Return those of the settings that are keys of a configuration."""
+    return {key: settings[key] for key in collect_options(config_class) if key in settings}
 
 
 def find_differences(settings: dict[str, object], others: dict[str, object]) -> list[str]:
@@ -176,9 +190,18 @@ def find_differences(settings: dict[str, object], others: dict[str, object]) -> 
     ]
 
 
-def options_of(settings: dict[str, object]) -> dict[str, configurator.Option]:
-    """Return the options of a run and of its model."""
-    return collect_options(TrainConfig, model_class(settings["model"]).Config)
+def options_of(model: str) -> dict[str, configurator.Option]:
+    """Return the options of a run, and those of a model.
+
+    Raises:
+        ValueError: the model has a key of the run
+    """
+    model_config_class = model_class(model).Config
+    if clashes := collect_options(model_config_class).keys() & collect_options(TrainConfig).keys():
+        raise ValueError(
+            f"model/{model}.py: {min(clashes)} is already a key of the run; rename the key of the model"
+        )
+    return collect_options(model_config_class, TrainConfig)
 
 
 def saved_settings(state: dict) -> dict[str, object]:
@@ -190,7 +213,7 @@ def saved_settings(state: dict) -> dict[str, object]:
     saved = {**state["model_config"], **state["run_config"], "model": state["model"]}
     return {
         name: declared.convert(saved[name]) if name in saved else declared.default
-        for name, declared in options_of(saved).items()
+        for name, declared in options_of(state["model"]).items()
         if name not in KEYS_OF_A_CALL
     }
 
@@ -250,7 +273,7 @@ def print_help(arguments: Arguments, usage: str) -> None:
     errors.end_quietly_on_closed_pipe()
     texts = {key: text for key, text in arguments.from_command_line.items() if key != "help"}
     given_model = texts.get("model", arguments.from_file.get("model"))
-    options = options_of({"model": given_model or FULL_DDL})
+    options = collect_options(TrainConfig, model_class(given_model or FULL_DDL).Config)
     values = configurator.read_settings(arguments.from_file, texts, options)
     print(f"{usage.strip()}\n\n{configurator.help_text(options, values)}")
     if given_model is None:

@@ -18,7 +18,7 @@ class Stop:
     """Decide when to stop: `reason()` is None until the run must end.
 
     The first signal asks the run to stop; a second one ends the process. With `max_seconds` the run
-    stops early enough for one more step and one more checkpoint, if they take as long as the last.
+    stops early enough for two more steps and one more checkpoint, if they take as long as the last.
     """
 
     def __init__(self, max_seconds: float | None, start_time: float | None = None):
@@ -78,8 +78,9 @@ class Stop:
             return self.signal_name
         if self.max_seconds is None:
             return None
-        # stop while there is still time for another step and another checkpoint
+        # Stop while there is still time for the rest of this step, of which a GPU may have computed
+        # nothing yet, for another one, and for a checkpoint.
         elapsed = time.monotonic() - self.start_time
-        if elapsed + (self.step_seconds or 0.0) + self.save_seconds >= self.max_seconds:
-            self.is_out_of_time = True  # even if the last save takes less time than expected
+        if elapsed + 2 * (self.step_seconds or 0.0) + self.save_seconds >= self.max_seconds:
+            self.is_out_of_time = True  # and stay so, even if the next save takes less time
         return f"max_seconds={self.max_seconds:g}" if self.is_out_of_time else None
