@@ -149,7 +149,7 @@ def read_recipe(config_file: str, options: dict[str, Option]) -> dict[str, objec
     """Return all settings of a recipe: those of its config file, and the defaults of the others."""
     return {
         **{name: option.default for name, option in options.items()},
-        **configurator.read_config_file(str(ROOT / config_file)),
+        **configurator.read_config_files(ROOT / config_file),
     }
 
 

@@ -191,14 +191,14 @@ def read_arguments(argv: list[str]) -> SweepArguments:
     elif not swept:
         raise ValueError("nothing to sweep: give a key several values, --key=a,b,c or --key=0..4")
     if sweep.out is None:
-        name = train.file.stem if train.file else fixed.get("model", "sweep")
+        name = settings.join_stems(train.files) or fixed.get("model", "sweep")
         sweep = dataclasses.replace(sweep, out=f"sweeps/{name}")
     return SweepArguments(sweep, train._replace(from_command_line=fixed), swept)
 
 
 def known_options(train: Arguments) -> dict[str, Option]:
     """Return the options of the run and of the models that are named, separated by commas."""
-    texts = {**train.from_file, **train.from_command_line}
+    texts = {**train.from_files, **train.from_command_line}
     names = str(texts.get("model", TrainConfig.model)).split(",")
     return collect_options(
         TrainConfig, *(model_class(name).Config for name in names if name in MODEL_NAMES)
@@ -289,7 +289,7 @@ def make_cell(index: int, swept_texts: dict[str, str], train: Arguments, out: Pa
         values = configurator.read_settings({}, swept_texts, known_options(arguments))
         folder = out / make_cell_name(values)
         # the settings that the sweep asks for, whatever run is in the folder
-        resolved = settings.merge(arguments, str(folder), resumed=None)
+        resolved = settings.merge(arguments, str(folder), resume_checkpoint=None)
     except ValueError as error:
         raise ValueError(
             f"cell {index} ({' '.join(format_options(swept_texts))}): {error}"
@@ -298,13 +298,12 @@ def make_cell(index: int, swept_texts: dict[str, str], train: Arguments, out: Pa
         **dataclasses.asdict(resolved.config),
         **dataclasses.asdict(resolved.model_config),
     }
-    config_files = [] if train.file is None else [str(train.file)]
     return Cell(
         index=index,
         values=values,
         settings={k: v for k, v in all_settings.items() if k not in KEYS_OF_CELLS},
         arguments=[
-            *config_files,
+            *train.files,
             *format_options(texts),
             f"--out_dir={folder}",
             "--resume=auto",

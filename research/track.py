@@ -215,7 +215,7 @@ def measure_speed(entry: Entry) -> dict[str, float | str | None]:
             make_batch=lambda: ids_and_targets,
             device=torch.device("cpu"),
             dtype=torch.float32,
-            compiled=configurator.read_config_file(str(entry.tier.config))["compile"],
+            compiled=configurator.read_config_files(entry.tier.config)["compile"],
         )
         for name, member in (
             ("baseline", Entry(entry.tier, entry.tier.baseline, {})),
@@ -342,8 +342,8 @@ def make_cell(entry: Entry, run: Run, folder: Path, **changes: Any) -> sweep.Cel
         **changes,
     }
     arguments = Arguments(
-        file=entry.tier.config,
-        from_file=configurator.read_config_file(str(entry.tier.config)),
+        files=(str(entry.tier.config),),
+        from_files=configurator.read_config_files(entry.tier.config),
         from_command_line={
             key: str(value) for key, value in (entry.keys | {"model": entry.model}).items()
         },

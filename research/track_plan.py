@@ -87,7 +87,7 @@ class Tier:
 
     def read_settings(self) -> dict[str, Any]:
         """Return what the config file sets, without what only changes the rounding."""
-        settings = configurator.read_config_file(str(self.config))
+        settings = configurator.read_config_files(self.config)
         settings.pop("compile", None)
         return settings
 

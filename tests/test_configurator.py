@@ -432,7 +432,7 @@ def config_file(tmp_path, monkeypatch):
 
 
 def read_settings(config_file: Path) -> dict[str, object]:
-    values = configurator.read_config_file(str(config_file))
+    values = configurator.read_config_files(str(config_file))
     return {name: value for name, value in values.items() if not configurator.is_definition(value)}
 
 
@@ -452,7 +452,7 @@ def test_a_config_file_sets_the_values_of_its_public_names(config_file):
 )
 def test_a_config_file_may_be_what_python_runs(config_file, content):
     config_file.write_bytes(content)
-    assert configurator.read_config_file(str(config_file)) == {"steps": 20}
+    assert configurator.read_config_files(str(config_file)) == {"steps": 20}
 
 
 def test_a_config_file_may_extend_the_one_beside_it(config_file, monkeypatch):
@@ -476,16 +476,16 @@ def test_numpys_numbers_are_numbers(config_file):
 
 def test_a_config_file_that_does_not_exist_is_answered_with_the_nearest(config_file):
     with pytest.raises(ValueError, match=r"config/ddl_smal\.py, did you mean config/ddl_small\.py"):
-        configurator.read_config_file("config/ddl_smal.py")
+        configurator.read_config_files("config/ddl_smal.py")
     with pytest.raises(ValueError, match=r"no config file zzzz; see the files in config/"):
-        configurator.read_config_file("zzzz")
+        configurator.read_config_files("zzzz")
 
 
 def test_an_error_in_a_config_file_is_named(config_file):
     config_file.write_text("depth = 3\nsteps = 1 / 0")
     message = r"small\.py, line 2: ZeroDivisionError: division by zero"
     with pytest.raises(ValueError, match=message):
-        configurator.read_config_file(str(config_file))
+        configurator.read_config_files(str(config_file))
 
 
 def test_help_shows_keys_by_class_with_default_choices_and_range():

@@ -52,7 +52,7 @@ def test_the_table_of_models_names_files_that_fit(model_name, config_files):
     assert model_name in model.MODEL_NAMES
     for config_name in re.findall(r"`(\w+)\.py`", config_files):
         path = ROOT / "config" / f"{config_name}.py"
-        assert configurator.read_config_file(str(path))["model"] == model_name
+        assert configurator.read_config_files(path)["model"] == model_name
 
 
 def read_reproduction_rows() -> list[list[str]]:

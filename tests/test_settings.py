@@ -68,6 +68,17 @@ def test_what_a_config_file_defines_for_itself_is_no_setting(tmp_path):
     assert configure([str(path)])[0].max_steps == 6
 
 
+def test_config_files_are_run_in_order_in_one_namespace(tmp_path):
+    (tmp_path / "long.py").write_text("max_steps = 9\nseed = 3\n")
+    (tmp_path / "short.py").write_text("max_steps = max_steps // 2\n")
+    files = [str(tmp_path / "long.py"), str(tmp_path / "short.py")]
+    config, _ = configure([*files, "--seed=4"])
+    assert (config.max_steps, config.seed) == (4, 4)
+    assert config.out_dir == "runs/long-short"
+    with pytest.raises(ValueError, match=r"short\.py, line 1: NameError: name 'max_steps' is not"):
+        configure(files[::-1])
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

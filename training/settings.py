@@ -1,4 +1,4 @@
-"""The settings of a run: defaults < corpus < init_from < saved run < config file < command line.
+"""The settings of a run: defaults < corpus < init_from < saved run < config files < command line.
 
 What a resumed run may not change is that of the run, whatever its config file says.
 """
@@ -30,8 +30,8 @@ FULL_DDL = "DDL-gpt-mha-rope-CC-EC"
 class Arguments(NamedTuple):
     """What the command line of train.py holds."""
 
-    file: Path | None  # the config file
-    from_file: dict[str, object]  # what the file assigns
+    files: tuple[str, ...]  # the config files
+    from_files: dict[str, object]  # what they assign
     from_command_line: dict[str, str | None]  # the texts of --key=value, None of a bare --key
 
 
@@ -47,19 +47,20 @@ class RunSettings(NamedTuple):
 
 
 def read_arguments(argv: list[str]) -> Arguments:
-    """Split a command line and read its config file.
+    """Split a command line and read its config files.
 
     Raises:
-        ValueError: there are several config files, or the file cannot be read
+        ValueError: a file cannot be read
     """
-    config_files, options = configurator.split_arguments(argv)
-    if len(config_files) > 1:
-        raise ValueError(f"give one config file, then --key=value; got {' '.join(config_files)}")
+    files, options = configurator.split_arguments(argv)
     if options.get("resume", "") is None:  # a bare --resume
         options["resume"] = "auto"
-    if not config_files:
-        return Arguments(None, {}, options)
-    return Arguments(Path(config_files[0]), configurator.read_config_file(config_files[0]), options)
+    return Arguments(tuple(files), configurator.read_config_files(*files), options)
+
+
+def join_stems(files: tuple[str, ...]) -> str:
+    """Return the names of files, without folders and suffixes, joined by hyphens."""
+    return "-".join(Path(file).stem for file in files)
 
 
 def resolve(arguments: Arguments) -> RunSettings:
@@ -73,7 +74,7 @@ def resolve(arguments: Arguments) -> RunSettings:
     out_dir = given.get("out_dir")
     if out_dir is None:
         default_name = given.get("model", TrainConfig.model)
-        out_dir = f"runs/{arguments.file.stem if arguments.file else default_name}"
+        out_dir = f"runs/{join_stems(arguments.files) or default_name}"
     folder = Path(out_dir)
     lock = None
     # a run that is still training there may write or remove the files that are checked next
@@ -111,7 +112,7 @@ def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) ->
     options = options_of(model)
     notes = check_keys(arguments, model, options)
     in_file = read_given(arguments._replace(from_command_line={}), options)
-    typed = read_given(arguments._replace(from_file={}), options)
+    typed = read_given(arguments._replace(from_files={}), options)
 
     # what the run that is resumed, or the weights that it starts from, decide
     fixed = {}
@@ -129,7 +130,9 @@ def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) ->
             "run in another --out_dir"
         )
     if differences := find_differences(in_file, fixed):
-        notes.append(f"the run keeps {', '.join(differences)}, although {arguments.file} differs")
+        notes.append(
+            f"the run keeps {', '.join(differences)}, although {' '.join(arguments.files)} differs"
+        )
 
     # lowest precedence first
     settings = {
@@ -153,7 +156,7 @@ def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) ->
 
 def read_given(arguments: Arguments, options: dict[str, configurator.Option]) -> dict[str, object]:
     """Return what the config file and the command line say of some options."""
-    given = configurator.read_settings(arguments.from_file, arguments.from_command_line, options)
+    given = configurator.read_settings(arguments.from_files, arguments.from_command_line, options)
     if "dataset" in given:  # the run may be resumed from another working directory
         given["dataset"] = make_location_absolute(given["dataset"])
     return given
@@ -166,13 +169,13 @@ def check_keys(
     configurator.check_names(arguments.from_command_line, options, "--")
     unknown_names = [
         name
-        for name, value in sorted(arguments.from_file.items())
+        for name, value in sorted(arguments.from_files.items())
         if name not in options and not configurator.is_definition(value)
     ]
-    if model == arguments.from_file.get("model", TrainConfig.model):
+    if model == arguments.from_files.get("model", TrainConfig.model):
         configurator.check_names(unknown_names, options)
     if unknown_names:
-        return [f"model={model} has no {', '.join(unknown_names)} of {arguments.file}"]
+        return [f"model={model} has no {', '.join(unknown_names)} of {' '.join(arguments.files)}"]
     return []
 
 
@@ -272,9 +275,9 @@ def print_help(arguments: Arguments, usage: str) -> None:
     """
     errors.end_quietly_on_closed_pipe()
     texts = {key: text for key, text in arguments.from_command_line.items() if key != "help"}
-    given_model = texts.get("model", arguments.from_file.get("model"))
+    given_model = texts.get("model", arguments.from_files.get("model"))
     options = collect_options(TrainConfig, model_class(given_model or FULL_DDL).Config)
-    values = configurator.read_settings(arguments.from_file, texts, options)
+    values = configurator.read_settings(arguments.from_files, texts, options)
     print(f"{usage.strip()}\n\n{configurator.help_text(options, values)}")
     if given_model is None:
         print("\nModels (`--model=NAME --help` lists the keys of each):\n")

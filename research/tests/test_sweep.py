@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -147,20 +146,20 @@ def test_values_and_ranges():
         ["config/demo_cpu.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"]
     )
     assert swept == {"seed": ["0", "1"]}
-    assert train.file == Path("config/demo_cpu.py")
+    assert train.files == ("config/demo_cpu.py",)
     assert train.from_command_line == {"dataset": "../shards", "compile": "True"}
 
 
 def test_a_config_file_is_read_once_for_all_cells(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     read_files = []
-    read_config_file = configurator.read_config_file
+    read_config_files = configurator.read_config_files
 
     def read_and_record(path):
         read_files.append(path)
-        return read_config_file(path)
+        return read_config_files(path)
 
-    monkeypatch.setattr(configurator, "read_config_file", read_and_record)
+    monkeypatch.setattr(configurator, "read_config_files", read_and_record)
     make_cells("config/demo_cpu.py", "--seed=0..2", f"--out={tmp_path}")
     assert read_files == ["config/demo_cpu.py"]
 
