@@ -9,19 +9,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from faults import Fault, FaultyTraining
 from helpers import SMALL, small_run
 from in_process import (
-    call,
     find_free_port,
     rank_environment,
+    run_on_ranks,
     start_in_fork,
     train_in_processes,
 )
 from torch import nn
 from torch._dynamo.utils import counters
-from training_runs import CONSTANT_RATE, completed_steps, read_records
+from training_runs import CONSTANT_RATE, completed_steps, read_records, read_weights, run_train
 
 from model import build
 from training import checkpoint, distributed
@@ -130,18 +129,18 @@ def test_the_others_end_when_a_rank_hangs(corpus, tmp_path, monkeypatch, engine)
     assert ranks[0].exitcode == 1  # by itself, with torch's error that it has waited for 3 seconds
 
 
-def disagree(rank: int, folder: Path) -> None:
+def disagree(world: World, folder: Path) -> None:
     """Run one of two ranks with different seeds, and note that it is refused."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    world = World(rank, 2, torch.device("cpu"))
     processes.check_agreement(world, {"the data": [1], "the configuration": {"seed": 0}})
     with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the configuration"):
-        processes.check_agreement(world, {"the data": [1], "the configuration": {"seed": rank}})
-    (folder / f"refused_{rank}").touch()
+        processes.check_agreement(
+            world, {"the data": [1], "the configuration": {"seed": world.rank}}
+        )
+    (folder / f"refused_{world.rank}").touch()
 
 
 def test_ranks_that_differ_are_refused(tmp_path):
-    torch.multiprocessing.start_processes(disagree, (tmp_path,), nprocs=2, start_method="fork")
+    run_on_ranks(disagree, 2, tmp_path)
     assert len(list(tmp_path.glob("refused_*"))) == 2
 
 
@@ -157,11 +156,6 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank():
 
 
 # ---- several engines ----
-
-
-def train(arguments: list[str]) -> None:
-    result = call("train.py", *arguments)
-    assert result.returncode == 0, result.stderr.decode()
 
 
 class ComparedRuns(NamedTuple):
@@ -184,7 +178,7 @@ def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
             "ema_half_life": 4,
         },
     )
-    train(make_arguments(folder / "expected", max_steps=15))
+    run_train(*make_arguments(folder / "expected", max_steps=15))
     ddp = make_arguments(folder / "run", micro_batch_size=1, max_steps=5)
     assert "arning" not in train_in_processes(2, ddp, folder / "log")
     fsdp = make_arguments(
@@ -195,7 +189,7 @@ def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
         activation_checkpointing=True,
     )
     assert "arning" not in train_in_processes(2, fsdp, folder / "log")
-    train(make_arguments(folder / "run", max_steps=15))
+    run_train(*make_arguments(folder / "run", max_steps=15))
     return ComparedRuns(folder / "run", folder / "expected")
 
 
@@ -224,11 +218,10 @@ def test_a_run_of_several_engines_has_the_statistics_of_one(run_of_several_engin
             assert values == pytest.approx(expected["residual"][name], abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", checkpoint.EMA_FILE])
-def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines, name):
-    weights, expected = (
-        checkpoint.load_tensors(checkpoint.find(run) / name) for run in run_of_several_engines
-    )
+@pytest.mark.parametrize("file", ["model.safetensors", checkpoint.EMA_FILE])
+def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines, file):
+    weights = read_weights(run_of_several_engines.run, file=file)
+    expected = read_weights(run_of_several_engines.expected, file=file)
     assert weights.keys() == expected.keys()
     for key, weight in weights.items():
         assert torch.allclose(weight, expected[key], atol=1e-4), key

@@ -1,56 +1,25 @@
 """Checkpoints of any engine and number of processes."""
 
-import functools
-import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import SMALL, small_run
-from in_process import call, train_in_processes
+from in_process import run_on_ranks, train_in_processes
 from torch.distributed.tensor import DTensor
-from training_runs import CONSTANT_RATE, completed_steps
+from training_runs import CONSTANT_RATE, completed_steps, run_train
 
 from data import tokenizer
 from model import build
 from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
-from utils import machine, processes
+from utils import machine
 from utils.processes import World
 
 MODEL = "DDL-gpt-mha-rope"
 TOKENIZER = tokenizer.byte_tokenizer().to_json()
 ENGINES = {"ddp": ("ddp", None), "fsdp": ("fsdp", None), "hsdp": ("fsdp", 2)}
 ALONE = World(0, 1, torch.device("cpu"))
-
-
-def run_processes(task, num_processes: int, folder: Path) -> None:
-    """Call task(world, folder) in forks of this process that form a gloo group."""
-    folder.mkdir(exist_ok=True)
-    meeting = folder / f"meeting_{len(list(folder.glob('meeting_*')))}"
-    torch.multiprocessing.start_processes(
-        functools.partial(run_one, task, num_processes),
-        (folder, meeting),
-        nprocs=num_processes,
-        start_method="fork",
-    )
-
-
-def run_one(task, num_processes: int, rank: int, folder: Path, meeting: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["RANK"] = str(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=num_processes,
-        timeout=timedelta(seconds=30),
-    )
-    world = World(rank, num_processes, torch.device("cpu"))
-    task(world, folder)
-    processes.stop(world)
 
 
 def build_trained(world: World, engine: str, seed: int = 0):
@@ -118,12 +87,12 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 def test_checkpoints_do_not_depend_on_the_engine_and_the_number_of_processes(tmp_path):
     save_step(tmp_path / "one", 1, *build_trained(ALONE, "ddp"))
     path = checkpoint.find(tmp_path / "one")
-    run_processes(save_with_every_engine, 4, tmp_path)
+    run_on_ranks(save_with_every_engine, 4, tmp_path)
     for engine in ENGINES:
         for file in path.iterdir():
             same_file = checkpoint.find(tmp_path / engine) / file.name
             assert same_file.read_bytes() == file.read_bytes()
-    run_processes(load_with_every_engine, 2, tmp_path)
+    run_on_ranks(load_with_every_engine, 2, tmp_path)
 
 
 @pytest.mark.slow
@@ -141,7 +110,7 @@ def test_a_run_resumes_with_other_numbers_of_processes_and_engines(corpus, tmp_p
             engine=engine,
         )
         if num_processes == 1:
-            assert call("train.py", *arguments).returncode == 0
+            run_train(*arguments)
             continue
         assert "arning" not in train_in_processes(num_processes, arguments, tmp_path / "log")
     assert completed_steps(run) == [1, 2, 3, 4]

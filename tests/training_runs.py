@@ -1,14 +1,43 @@
-"""What a run has written."""
+"""Call train.py, and read what a run has written."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import write_checksums
+import torch
+from helpers import one_line_error, write_checksums
+from in_process import call
 
 from training import checkpoint, metrics
 
 TIMINGS = ("seconds", "tokens_per_second", "memory")
+
+
+def run_train(*arguments, exit_code: int = 0) -> str:
+    """Run train.py in this process, expect an exit code, and return what it prints."""
+    result = call("train.py", *arguments)
+    assert result.returncode == exit_code, result.stderr.decode()
+    return result.stdout.decode() + result.stderr.decode()
+
+
+def training_error(*arguments) -> str:
+    """Run train.py in this process, and return the one line of its error."""
+    return one_line_error(call("train.py", *arguments))
+
+
+def read_weights(
+    run: Path, step: int | None = None, file: str = "model.safetensors"
+) -> dict[str, torch.Tensor]:
+    """Read a file of the checkpoint of a step, by default of the newest one."""
+    folder = checkpoint.find(run)
+    if step is not None:
+        folder = folder.with_name(f"step_{step:08d}")
+    return checkpoint.load_tensors(folder / file)
+
+
+def read_state(run: Path) -> dict:
+    """Read state.json of the newest checkpoint."""
+    return checkpoint.read_state(checkpoint.find(run))
 
 
 def read_records(run: Path) -> list[dict]:
