@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import encode_shard, small_run
+from in_process import call
 from training_runs import change_saved_state, run_train, training_error
 
 
@@ -189,6 +190,14 @@ CHANGED_RUNS = [
         "dataset=/nowhere: /nowhere does not hold",
     ),
 ]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(branch):
+    for path in branch.glob("checkpoints/*/model.safetensors"):
+        path.write_bytes(b"damaged")
+    result = call("train.py", f"--out_dir={branch}", "--resume=auto")
+    assert result.returncode == 2
+    assert b"has no valid checkpoint; give another --out_dir" in result.stderr
 
 
 @pytest.mark.parametrize(("change", "argument", "line"), CHANGED_RUNS)
