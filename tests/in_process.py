@@ -68,6 +68,12 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
     return subprocess.CompletedProcess(argv, code, out.getvalue().encode(), err.getvalue().encode())
 
 
+def torchrun(num_processes: int, *options: str) -> list[str]:
+    """Return the command that starts a script on several ranks of this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc_per_node={num_processes}", *options]
+
+
 def find_free_port() -> int:
     with socket.create_server(("localhost", 0)) as free:
         return free.getsockname()[1]

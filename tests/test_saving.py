@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pytest
 import torch
-from helpers import SMALL, small_run
-from in_process import run_on_ranks, train_in_processes
+from helpers import SMALL
+from in_process import run_on_ranks
 from torch.distributed.tensor import DTensor
-from training_runs import CONSTANT_RATE, completed_steps, run_train
 
 from data import tokenizer
 from model import build
@@ -93,24 +91,3 @@ def test_checkpoints_do_not_depend_on_the_engine_and_the_number_of_processes(tmp
             same_file = checkpoint.find(tmp_path / engine) / file.name
             assert same_file.read_bytes() == file.read_bytes()
     run_on_ranks(load_with_every_engine, 2, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_other_numbers_of_processes_and_engines(corpus, tmp_path):
-    run = tmp_path / "run"
-    for num_processes, steps, engine in ((4, 2, "fsdp"), (1, 3, "ddp"), (2, 4, "fsdp")):
-        arguments = small_run(
-            corpus,
-            run,
-            **CONSTANT_RATE,
-            checkpoint_interval=2,
-            micro_batch_size=1,
-            num_hidden_layers=1,
-            max_steps=steps,
-            engine=engine,
-        )
-        if num_processes == 1:
-            run_train(*arguments)
-            continue
-        assert "arning" not in train_in_processes(num_processes, arguments, tmp_path / "log")
-    assert completed_steps(run) == [1, 2, 3, 4]
