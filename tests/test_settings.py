@@ -8,6 +8,7 @@ from helpers import configure, small_run
 from training_runs import run_train
 
 from model import MODEL_NAMES, build
+from model.gpt import GPTConfig
 from training import setup
 from training.config import TrainConfig
 from utils import machine
@@ -40,6 +41,18 @@ def test_help_shows_the_values_of_the_config_file_and_of_the_command_line():
     assert "\n  --dataset=python_stdlib\n" in text
     assert "\n  --global_batch_size=8\n" in text
     assert "\n  --seed=7\n" in text
+
+
+# ---- precedence ----
+
+
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("seed = 3\nmax_steps = 50\nhidden_size = 24\nblock_size = 8\n")
+    config, model_config = configure([str(file), "--seed=7", "--hidden_size=36"])
+    assert (config.seed, config.max_steps, config.eval_batches) == (7, 50, 8)
+    assert (model_config.hidden_size, model_config.block_size) == (36, 8)
+    assert model_config.num_hidden_layers == GPTConfig().num_hidden_layers
 
 
 # ---- --dry_run ----
