@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers import configure, small_run
+from helpers import small_run
 from in_process import call, train_in_processes
 
 from training import metrics, stopping
@@ -136,8 +136,3 @@ def test_a_run_that_stops_early_writes_the_steps_that_it_has_recorded(
     assert result.returncode == stopping.EXIT_CODE
     names = read_event_names(folder / "profile" / TRACE_NAME)
     assert names.count("Optimizer.step#AdamW.step") == 2
-
-
-def test_profiling_is_not_inherited_by_a_resumed_run(profiled_run):
-    config, _ = configure([f"--out_dir={profiled_run.folder}", "--resume=auto"])
-    assert config.profile_steps == 0
