@@ -99,10 +99,11 @@ def test_an_evaluation_line_has_the_loss_in_three_units(open_log, capsys):
         num_sequences=64,
         split_size=455,
         is_full=False,
+        ema_scores={"loss": 3.8},
     )
     assert capsys.readouterr().out == (
         "step 100 | validation loss 3.9155 | perplexity 50.17 | 1.5392 bits per byte | "
-        "64 of 455 sequences\n"
+        "validation loss of averaged weights 3.8000 | 64 of 455 sequences\n"
     )
 
 
