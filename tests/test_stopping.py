@@ -17,6 +17,9 @@ from training_runs import CONSTANT_RATE, completed_steps, read_state, run_train,
 from training import checkpoint, stopping
 from utils.machine import can_compile
 
+# neither a checkpoint nor an evaluation, in which a run stops as well, is due for long
+RARELY_SAVED = {"checkpoint_interval": 10_000, "eval_interval": 10_000, "max_steps": 10_000}
+
 
 def start_thread_that_waits(condition, action) -> None:
     """Call action once the condition holds, while a run trains in this process."""
@@ -40,9 +43,7 @@ def train_until_signal(arguments: list[str], condition, number=signal.SIGTERM) -
 def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number):
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_DFL)  # the tests may have been started with nohup
-    arguments = small_run(
-        corpus, tmp_path, **CONSTANT_RATE, checkpoint_interval=10_000, max_steps=10_000
-    )
+    arguments = small_run(corpus, tmp_path, **CONSTANT_RATE, **RARELY_SAVED)
     printed = train_until_signal(arguments, lambda: len(completed_steps(tmp_path)) > 3, number)
     assert f"({number.name}); resume with --resume=auto" in printed
     steps = completed_steps(tmp_path)
@@ -70,9 +71,7 @@ exec g++ "$@"
 @pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
 def test_a_signal_that_also_ends_the_compiler_loses_no_step(corpus, tmp_path):
     run = tmp_path / "run"
-    arguments = small_run(
-        corpus, run, **CONSTANT_RATE, checkpoint_interval=10_000, max_steps=10_000
-    )
+    arguments = small_run(corpus, run, **CONSTANT_RATE, **RARELY_SAVED)
     train_until_signal(arguments, lambda: len(completed_steps(run)) > 1)
     steps = len(completed_steps(run))
     compiler = tmp_path / "compiler"
@@ -235,7 +234,7 @@ def test_output_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_restarts_do_not_extend_max_seconds(corpus, tmp_path):
-    keys = {**CONSTANT_RATE, "checkpoint_interval": 10_000, "max_steps": 100_000}
+    keys = {**CONSTANT_RATE, **RARELY_SAVED, "max_steps": 100_000}
     arguments = small_run(corpus, tmp_path / "run", **keys, max_seconds=3.0)
     result = subprocess.run(
         [*torchrun(2, "--max-restarts=2"), "train.py", *arguments],
