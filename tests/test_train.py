@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import math
-import random
 import re
 import shutil
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, SMALL, configure, encode_shard, one_line_error, run_script, small_run
+from helpers import ROOT, SMALL, configure, one_line_error, run_script, small_run
 from in_process import call, train_in_processes
 from training_runs import (
     CONSTANT_RATE,
@@ -475,19 +474,6 @@ def test_a_config_file_may_be_used_with_another_model():
     [note] = resolved.notes
     assert note.startswith("model=gpt-mha-rope has no ")
     assert note.endswith("ddl_value_channels of config/ddl_dv4_small.py")
-
-
-def test_shards_of_llm_c_train_without_conversion(tmp_path):
-    folder = tmp_path / "edu_fineweb"
-    folder.mkdir()
-    generator = random.Random(0)
-    for name, count in (("val_000000", 300), ("train_000001", 500), ("train_000002", 77)):
-        tokens = [50256, *(generator.randrange(50257) for _ in range(count - 1))]
-        (folder / f"edu_fineweb_{name}.bin").write_bytes(encode_shard(tokens))
-    arguments = small_run(folder, tmp_path / "run", vocab_size=50304, max_steps=2, warmup_steps=0)
-    printed = run_train(*arguments)
-    assert f"({577 - (35 * 16 + 1)} of 577 tokens dropped" in printed
-    assert [r["step"] for r in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 2]
 
 
 # ---- evaluation ----
