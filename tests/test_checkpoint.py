@@ -10,22 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Trap, write_checksums
+from helpers import SMALL, Trap, write_checksums
 from safetensors.torch import load_file
+from training_runs import write_checkpoint
 
 import model_folder
-from data import tokenizer
 from model import build
 from training import checkpoint
 
-TINY = {
-    "vocab_size": 257,
-    "block_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "head_dim": 4,
-    "hidden_size": 8,
-}
 MODEL_NAME = "DDL-gpt-mha-rope"
 # the name of the folder of step 7 while it is written
 TEMPORARY = "step_00000007.tmp"
@@ -33,25 +25,12 @@ TEMPORARY = "step_00000007.tmp"
 
 def save(run, step):
     """Save a checkpoint of a new model; return the model and the checkpoint's folder."""
-    model = build(MODEL_NAME, **TINY)
-    state = {
-        "step": step,
-        "seconds": 1.0,
-        "model": MODEL_NAME,
-        "model_config": TINY,
-        "run_config": {},
-        "corpus": {},
+    model = build(MODEL_NAME, **SMALL)
+    tensors_by_file = {
+        "model.safetensors": checkpoint.get_model_tensors(model),
+        "optimizer.safetensors": {"a:m": torch.arange(3.0)},
     }
-    path = checkpoint.save(
-        run,
-        {
-            "model.safetensors": checkpoint.get_model_tensors(model),
-            "optimizer.safetensors": {"a:m": torch.arange(3.0)},
-        },
-        state,
-        tokenizer.byte_tokenizer().to_json(),
-    )
-    return model, path
+    return model, write_checkpoint(run, step, tensors_by_file, MODEL_NAME, **SMALL)
 
 
 def test_a_saved_model_is_loaded_with_its_tokenizer_and_state(tmp_path):

@@ -6,24 +6,21 @@ import torch
 from helpers import SMALL
 from in_process import run_on_ranks
 from torch.distributed.tensor import DTensor
+from training_runs import write_checkpoint
 
-from data import tokenizer
 from model import build
 from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
-from utils import machine
 from utils.processes import World
 
 MODEL = "DDL-gpt-mha-rope"
-TOKENIZER = tokenizer.byte_tokenizer().to_json()
 ENGINES = {"ddp": ("ddp", None), "fsdp": ("fsdp", None), "hsdp": ("fsdp", 2)}
-ALONE = World(0, 1, torch.device("cpu"))
 
 
-def build_trained(world: World, engine: str, seed: int = 0):
+def build_trained(world: World, engine: str):
     """Return a model and its optimizers after one step, which is the same with every engine."""
     name, shard_size = ENGINES[engine]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = build(MODEL, **SMALL)
     distributed.parallelize(model, world, engine=name, compile=False, shard_size=shard_size)
     optimizers = optimizer.build_optimizers(model, TrainConfig())
@@ -34,30 +31,20 @@ def build_trained(world: World, engine: str, seed: int = 0):
     return model, optimizers
 
 
-def save_step(run_folder: Path, step: int, model, optimizers) -> None:
-    state = {
-        "step": step,
-        "seconds": 1.0,
-        "model": MODEL,
-        "model_config": SMALL,
-        "run_config": {},
-        "corpus": {},
-    }
+def save_trained(run: Path, world: World, engine: str) -> None:
+    model, optimizers = build_trained(world, engine)
     tensors_by_file = {
         "model.safetensors": checkpoint.get_model_tensors(model),
         "optimizer.safetensors": optimizer.state_by_parameter_name(optimizers),
     }
     complete = {name: checkpoint.gather_tensors(t) for name, t in tensors_by_file.items()}
-    if machine.rank() == 0:
-        checkpoint.save(run_folder, complete, state, TOKENIZER)
-
-
-# ---- engines ----
+    if world.is_main:
+        write_checkpoint(run, 1, complete, MODEL, **SMALL)
 
 
 def save_with_every_engine(world: World, folder: Path) -> None:
     for engine in ENGINES:
-        save_step(folder / engine, 1, *build_trained(world, engine))
+        save_trained(folder / engine, world, engine)
 
 
 def load_with_every_engine(world: World, folder: Path) -> None:
@@ -83,7 +70,7 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_checkpoints_do_not_depend_on_the_engine_and_the_number_of_processes(tmp_path):
-    save_step(tmp_path / "one", 1, *build_trained(ALONE, "ddp"))
+    save_trained(tmp_path / "one", World(0, 1, torch.device("cpu")), "ddp")
     path = checkpoint.find(tmp_path / "one")
     run_on_ranks(save_with_every_engine, 4, tmp_path)
     for engine in ENGINES:

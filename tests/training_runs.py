@@ -8,6 +8,7 @@ import torch
 from helpers import one_line_error, write_checksums
 from in_process import call
 
+from data import tokenizer
 from training import checkpoint, metrics
 
 TIMINGS = ("seconds", "tokens_per_second", "memory")
@@ -56,6 +57,21 @@ def read_final_tensors(run: Path) -> dict[str, bytes]:
         for file in folder.rglob("*.safetensors")
         for name, tensor in checkpoint.load_tensors(file).items()
     }
+
+
+def write_checkpoint(
+    run: Path, step: int, tensors_by_file: dict[str, dict[str, torch.Tensor]], model: str, **keys
+) -> Path:
+    """Write the checkpoint of a step of a model with these keys, as of a run with byte tokens."""
+    state = {
+        "step": step,
+        "seconds": 1.0,
+        "model": model,
+        "model_config": keys,
+        "run_config": {},
+        "corpus": {},
+    }
+    return checkpoint.save(run, tensors_by_file, state, tokenizer.byte_tokenizer().to_json())
 
 
 # a learning rate that does not depend on max_steps, so that a run may end in several parts
