@@ -1,4 +1,4 @@
-"""Averaged weights (ema_half_life): against a plain loop, in evaluations, and in every command."""
+"""Averaged weights (ema_half_life): against a plain loop, in evaluations, and as a model."""
 
 import json
 import math
@@ -228,12 +228,3 @@ def test_averages_are_exported_and_evaluated_beside_the_trained_weights(run, cor
         losses[result["label"]] = result["record"]["val_loss"]
     assert losses["averaged, step 6, averaged weights"] == losses["exported"]
     assert losses["averaged, step 6"] != losses["exported"]
-
-
-def test_a_run_starts_from_averages(run, corpus, tmp_path):
-    keys = {"learning_rate": 0.0, "min_lr": 0.0, "max_steps": 1}
-    arguments = small_run(corpus, tmp_path, **keys, init_from=checkpoint.find(run) / "ema")
-    run_train(*arguments)
-    weights = read_weights(tmp_path, 1)
-    for name, average in read_averages(run, 6).items():
-        assert torch.equal(weights[name], average)

@@ -26,6 +26,7 @@ from training_runs import (
     read_state,
     read_weights,
     run_train,
+    training_error,
 )
 
 import model_folder
@@ -246,7 +247,9 @@ def test_keys_newer_than_a_checkpoint_count_as_their_default(branch, corpus):
         del state["model_config"]["rope_base"]
 
     change_saved_state(branch, remove_keys)
-    assert "nothing to train" in run_train(*small_run(corpus, branch, resume="auto"))
+    arguments = small_run(corpus, branch, resume="auto")
+    assert "nothing to train" in run_train(*arguments)
+    assert "was trained with beta2=0.95 (not 0.99)" in training_error(*arguments, "--beta2=0.99")
 
 
 def test_a_resumed_run_takes_what_is_not_given_from_the_run(branch):
