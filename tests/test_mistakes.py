@@ -109,6 +109,11 @@ MISTAKES_OF_SEVERAL_PROCESSES = [
         {"global_batch_size": 24, "micro_batch_size": 5},
         "micro_batch_size=5 does not divide the 12",
     ),
+    (
+        4,
+        {"engine": "fsdp", "shard_size": 3},
+        "shard_size=3 does not divide the number of processes",
+    ),
 ]
 
 
