@@ -18,7 +18,7 @@ from training import checkpoint, stopping
 from utils.machine import can_compile
 
 # neither a checkpoint nor an evaluation, in which a run stops as well, is due for long
-RARELY_SAVED = {"checkpoint_interval": 10_000, "eval_interval": 10_000, "max_steps": 10_000}
+RARELY_SAVED = {"checkpoint_interval": 10_000, "eval_interval": 10_000, "max_steps": 2_000}
 
 
 def start_thread_that_waits(condition, action) -> None:
@@ -172,7 +172,9 @@ def test_a_second_process_is_refused_while_a_run_trains(corpus, tmp_path):
     process = start_in_fork(arguments)
     try:
         wait_for(lambda: len(completed_steps(tmp_path)) > 3)
-        assert "another process is training in this folder" in training_error(*arguments)
+        # of one step, so that it would end at once
+        line = training_error(*arguments, "--max_steps=1")
+        assert "another process is training in this folder" in line
     finally:
         process.kill()
         process.join()
