@@ -19,7 +19,7 @@ from in_process import (
 )
 from torch import nn
 from torch._dynamo.utils import counters
-from training_runs import CONSTANT_RATE, completed_steps, read_records, read_weights, run_train
+from training_runs import CONSTANT_RATE, read_records, read_weights, run_train
 
 from training import checkpoint, distributed
 from utils import machine, processes
@@ -167,16 +167,13 @@ def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
     return ComparedRuns(folder / "run", folder / "expected")
 
 
-def test_a_run_of_several_engines_has_every_step(run_of_several_engines):
-    assert completed_steps(run_of_several_engines.run) == list(range(1, 16))
-
-
 def test_a_run_of_several_engines_has_the_metrics_of_one(run_of_several_engines):
     records = read_records(run_of_several_engines.run)
     expected_records = read_records(run_of_several_engines.expected)
     tolerances = {"loss": 1e-4, "grad_norm": 1e-3, "val_loss": 1e-4, "ema_val_loss": 1e-4}
     for record, expected in zip(records, expected_records, strict=True):
         assert record.keys() == expected.keys()
+        assert record["step"] == expected["step"]
         for key, tolerance in tolerances.items():
             assert record.get(key) == pytest.approx(expected.get(key), abs=tolerance), key
         for name, values in record.get("residual", {}).items():
