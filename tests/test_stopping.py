@@ -18,7 +18,7 @@ from training import checkpoint, stopping
 from utils.machine import can_compile
 
 # neither a checkpoint nor an evaluation, in which a run stops as well, is due for long
-RARELY_SAVED = {"checkpoint_interval": 10_000, "eval_interval": 10_000, "max_steps": 2_000}
+RARELY_SAVED = {"checkpoint_interval": 10_000, "eval_interval": 10_000, "max_steps": 500}
 
 
 def start_thread_that_waits(condition, action) -> None:
@@ -48,6 +48,7 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number
     assert f"({number.name}); resume with --resume=auto" in printed
     steps = completed_steps(tmp_path)
     assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) < RARELY_SAVED["max_steps"]
     assert read_state(tmp_path)["step"] == steps[-1]
 
     run_train(*arguments, f"--max_steps={steps[-1] + 2}")
