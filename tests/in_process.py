@@ -10,11 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from utils import processes
+from utils.processes import World
 
 
 @contextlib.contextmanager
@@ -62,6 +68,12 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
     return subprocess.CompletedProcess(argv, code, out.getvalue().encode(), err.getvalue().encode())
 
 
+def torchrun(num_processes: int, *options: str) -> list[str]:
+    """Return the command that starts a script on several ranks of this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc_per_node={num_processes}", *options]
+
+
 def find_free_port() -> int:
     with socket.create_server(("localhost", 0)) as free:
         return free.getsockname()[1]
@@ -104,6 +116,33 @@ def call_in_processes(num_processes: int, script: str, arguments: list[str], log
 def train_in_processes(num_processes: int, arguments: list[str], log: Path) -> str:
     """Train on several ranks, which are forks of this process, and return what they printed."""
     return call_in_processes(num_processes, "train.py", arguments, log)
+
+
+def run_on_ranks(work: Callable, num_ranks: int, *arguments) -> None:
+    """Call work(world, *arguments) on several gloo ranks; an assertion that fails there fails here."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            work_as_rank,
+            (work, num_ranks, folder, arguments),
+            nprocs=num_ranks,
+            start_method="fork",
+        )
+
+
+def work_as_rank(rank: int, work: Callable, num_ranks: int, folder: str, arguments: tuple) -> None:
+    """Join the others, work, and leave the process group."""
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=60),
+    )
+    world = World(rank, num_ranks, torch.device("cpu"))
+    work(world, *arguments)
+    processes.stop(world)
 
 
 def start_in_fork(

@@ -1,4 +1,4 @@
-"""Averaged weights (ema_half_life): against a plain loop, in evaluations, and in every command."""
+"""Averaged weights (ema_half_life): against a plain loop, in evaluations, and as a model."""
 
 import json
 import math
@@ -11,7 +11,14 @@ import pytest
 import torch
 from helpers import SMALL, configure, small_run
 from in_process import call
-from training_runs import CONSTANT_RATE, read_final_tensors, read_records
+from training_runs import (
+    CONSTANT_RATE,
+    read_final_tensors,
+    read_records,
+    read_state,
+    read_weights,
+    run_train,
+)
 
 import model_folder
 import train
@@ -31,19 +38,11 @@ AVERAGED = {
 }
 
 
-def run_script(script: str, *arguments) -> str:
-    """Run a script in this process, expect success and return what it prints."""
-    result = call(script, *arguments)
-    assert result.returncode == 0, result.stderr.decode()
-    return result.stdout.decode()
-
-
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory) -> Path:
     """Train a run of six steps with averaged weights and a checkpoint of every step."""
     folder = tmp_path_factory.mktemp("runs") / "averaged"
-    printed = run_script("train.py", *small_run(corpus, folder, **AVERAGED))
-    folder.with_suffix(".log").write_text(printed)
+    run_train(*small_run(corpus, folder, **AVERAGED))
     return folder
 
 
@@ -51,13 +50,12 @@ def run(corpus, tmp_path_factory) -> Path:
 def plain_run(corpus, tmp_path_factory) -> Path:
     """Train the same run without averaged weights."""
     folder = tmp_path_factory.mktemp("runs") / "plain"
-    run_script("train.py", *small_run(corpus, folder, **{**AVERAGED, "ema_half_life": None}))
+    run_train(*small_run(corpus, folder, **{**AVERAGED, "ema_half_life": None}))
     return folder
 
 
-def read_weights(run: Path, step: int, folder: str = "") -> dict[str, torch.Tensor]:
-    path = run / "checkpoints" / f"step_{step:08d}" / folder
-    return checkpoint.load_tensors(path / "model.safetensors")
+def read_averages(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return read_weights(run, step, checkpoint.EMA_FILE)
 
 
 def assert_average(
@@ -79,19 +77,11 @@ def assert_average(
 def test_averages_equal_a_plain_loop_in_float64(corpus, run, tmp_path):
     config, model_config = configure(small_run(corpus, tmp_path))
     model = setup.build_model(config, model_config, torch.device("cpu"))
-    initial = checkpoint.get_model_tensors(model)
-    expected = {name: tensor.double() for name, tensor in initial.items()}
-    decay = 0.5 ** (1 / HALF_LIFE)
+    before = checkpoint.get_model_tensors(model)
     for step in range(1, 7):
-        weights = read_weights(run, step)
-        averages = read_weights(run, step, "ema")
-        # tied weights are stored once, as in the model's file
-        assert averages.keys() == weights.keys() == expected.keys()
-        for name, weight in weights.items():
-            expected[name] = decay * expected[name] + (1 - decay) * weight.double()
-            torch.testing.assert_close(
-                averages[name].double(), expected[name], rtol=1e-6, atol=1e-7
-            )
+        averages = read_averages(run, step)
+        assert_average(averages, before=before, weights=read_weights(run, step))
+        before = averages
 
 
 def test_a_skipped_step_does_not_move_the_averages(corpus, tmp_path, monkeypatch):
@@ -102,8 +92,8 @@ def test_a_skipped_step_does_not_move_the_averages(corpus, tmp_path, monkeypatch
         return (loss_sum * math.nan if run.state.step == 3 else loss_sum), grad_norm
 
     monkeypatch.setattr(train, "compute_gradients", fail_in_step_4)
-    run_script("train.py", *small_run(corpus, tmp_path, **AVERAGED, skip_nonfinite=1))
-    averages = [read_weights(tmp_path, step, "ema") for step in (3, 4, 5)]
+    run_train(*small_run(corpus, tmp_path, **AVERAGED, skip_nonfinite=1))
+    averages = [read_averages(tmp_path, step) for step in (3, 4, 5)]
     for name, average in averages[0].items():
         assert torch.equal(averages[1][name], average)
     # they differed from the weights, so that an update would have moved them
@@ -112,13 +102,11 @@ def test_a_skipped_step_does_not_move_the_averages(corpus, tmp_path, monkeypatch
 
 def test_a_run_that_is_resumed_with_the_key_starts_from_the_weights(corpus, tmp_path):
     keys = {**CONSTANT_RATE, "checkpoint_interval": 1}
-    run_script("train.py", *small_run(corpus, tmp_path, **keys, max_steps=3))
-    printed = run_script(
-        "train.py", *small_run(corpus, tmp_path, **keys, max_steps=4, ema_half_life=HALF_LIFE)
-    )
+    run_train(*small_run(corpus, tmp_path, **keys, max_steps=3))
+    printed = run_train(*small_run(corpus, tmp_path, **keys, max_steps=4, ema_half_life=HALF_LIFE))
     assert "ema_half_life=2 (not None)" in printed
     assert_average(
-        read_weights(tmp_path, 4, "ema"),
+        read_averages(tmp_path, 4),
         before=read_weights(tmp_path, 3),
         weights=read_weights(tmp_path, 4),
     )
@@ -149,12 +137,6 @@ def test_evaluations_report_the_loss_of_the_averages(run, corpus):
             _, loss = model(ids, targets)
             assert record[key] == pytest.approx(loss.item(), rel=1e-5)
         assert record["best_val_loss"] == min(r["val_loss"] for r in evaluations[: record["step"]])
-
-
-def test_the_loss_of_the_averages_is_printed(run):
-    printed = run.with_suffix(".log").read_text()
-    last = read_records(run)[-1]
-    assert f"| validation loss of averaged weights {last['ema_val_loss']:.4f} |" in printed
 
 
 def test_a_swap_restores_every_bit_after_an_error():
@@ -201,22 +183,14 @@ def test_a_stop_while_averages_are_evaluated_repeats_the_evaluation(
     monkeypatch.setattr(validation, "prefetched", stop_in_fourth_evaluation)
     arguments = small_run(corpus, tmp_path, **AVERAGED, resume="auto")
     assert call("train.py", *arguments).returncode == stopping.EXIT_CODE
-    state = checkpoint.read_state(checkpoint.find(tmp_path))
+    state = read_state(tmp_path)
     assert (state["step"], state["evaluated"]) == (2, False)
-    run_script("train.py", *arguments)
+    run_train(*arguments)
     assert read_records(tmp_path) == read_records(run)
     assert read_final_tensors(tmp_path) == read_final_tensors(run)
 
 
 # ---- the file ----
-
-
-def test_a_checkpoint_without_its_averages_is_not_resumed(run, tmp_path):
-    folder = shutil.copytree(checkpoint.find(run), tmp_path / "step_00000006")
-    (folder / "ema" / "model.safetensors").unlink()
-    checkpoint.verify(folder)
-    with pytest.raises(ValueError, match=r"damaged: model\.safetensors is missing"):
-        checkpoint.verify(folder, to_resume=True)
 
 
 def test_damaged_averages_are_refused(run, tmp_path):
@@ -233,46 +207,24 @@ def test_damaged_averages_are_refused(run, tmp_path):
 # ---- the commands ----
 
 
-@pytest.fixture(scope="module")
-def exported(run, tmp_path_factory) -> Path:
-    """Return the folder to which export.py writes the averaged weights."""
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    run_script("export.py", checkpoint.find(run) / "ema", folder)
-    return folder
-
-
-def test_averages_are_exported(run, exported):
+def test_averages_are_exported_and_evaluated_beside_the_trained_weights(run, corpus, tmp_path):
+    exported = tmp_path / "exported"
+    assert call("export.py", checkpoint.find(run) / "ema", exported).returncode == 0
     weights = checkpoint.load_tensors(exported / "model.safetensors")
-    averages = read_weights(run, 6, "ema")
+    averages = read_averages(run, 6)
     assert weights.keys() == averages.keys()
     for name, average in averages.items():
         assert torch.equal(weights[name], average)
 
-
-def test_averages_are_sampled(run, exported):
-    options = ("--prompt=def ", "--max_new_tokens=30", "--temperature=1.5")
-    sample = run_script("sample.py", checkpoint.find(run) / "ema", *options)
-    assert sample == run_script("sample.py", exported, *options)
-    assert sample != run_script("sample.py", run, *options)
-
-
-def test_averages_are_evaluated_beside_the_trained_weights(run, exported, corpus, tmp_path):
-    printed = run_script("eval.py", checkpoint.find(run) / "ema", "--val", f"--out={tmp_path}")
-    assert "averaged, step 6, averaged weights: " in printed
-    run_script("eval.py", run, "--val", f"--out={tmp_path}")
-    run_script("eval.py", exported, f"--val={corpus}", f"--out={tmp_path}")
+    for command in (
+        (checkpoint.find(run) / "ema", "--val"),
+        (run, "--val"),
+        (exported, f"--val={corpus}"),
+    ):
+        assert call("eval.py", *command, f"--out={tmp_path}").returncode == 0
     losses = {}
     for file in tmp_path.glob("results_*.json"):
         result = json.loads(file.read_text())
         losses[result["label"]] = result["record"]["val_loss"]
-    assert losses["averaged, step 6, averaged weights"] == losses["model"]
-    assert losses["averaged, step 6"] != losses["model"]
-
-
-def test_a_run_starts_from_averages(run, corpus, tmp_path):
-    keys = {"learning_rate": 0.0, "min_lr": 0.0, "max_steps": 1}
-    arguments = small_run(corpus, tmp_path, **keys, init_from=checkpoint.find(run) / "ema")
-    run_script("train.py", *arguments)
-    weights = read_weights(tmp_path, 1)
-    for name, average in read_weights(run, 6, "ema").items():
-        assert torch.equal(weights[name], average)
+    assert losses["averaged, step 6, averaged weights"] == losses["exported"]
+    assert losses["averaged, step 6"] != losses["exported"]

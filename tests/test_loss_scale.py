@@ -6,8 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import configure, small_run
-from in_process import call, train_in_processes
-from training_runs import CONSTANT_RATE, change_saved_state, read_final_tensors, read_records
+from in_process import train_in_processes
+from training_runs import (
+    CONSTANT_RATE,
+    change_saved_state,
+    read_final_tensors,
+    read_records,
+    read_state,
+    read_weights,
+    run_train,
+)
 
 from training import checkpoint, optimizer, setup
 from training.batches import open_data
@@ -25,8 +33,7 @@ def train(corpus: Path, run: Path, num_ranks: int = 1, **keys) -> list[dict]:
     if num_ranks > 1:
         train_in_processes(num_ranks, arguments, run.with_name(f"{run.name}_log"))
     else:
-        result = call("train.py", *arguments)
-        assert result.returncode == 0, result.stderr.decode()
+        run_train(*arguments)
     return [record for record in read_records(run) if "loss" in record or "skipped" in record]
 
 
@@ -83,7 +90,7 @@ def test_a_run_in_float16_is_a_plain_loop_with_torchs_grad_scaler(corpus, tmp_pa
     assert [record.get("skipped", False) for record in records] == is_skipped
     finite_norms = [norm for norm in norms if math.isfinite(norm)]
     assert [record["grad_norm"] for record in records if "loss" in record] == finite_norms
-    saved = checkpoint.load_tensors(checkpoint.find(tmp_path / "run") / "model.safetensors")
+    saved = read_weights(tmp_path / "run")
     for name, tensor in checkpoint.get_model_tensors(model).items():
         assert torch.equal(saved[name], tensor), name
 
@@ -113,38 +120,32 @@ def run(corpus, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def resume(corpus: Path, run: Path, scale: float, **keys):
+def resume(corpus: Path, run: Path, scale: float, exit_code: int = 0, **keys) -> str:
     """Resume a run with another loss scale."""
     change_saved_state(run, lambda state: state.update(loss_scale=scale))
     keys = {**CONSTANT_RATE, "dtype": "float16", "max_steps": 40, **keys}
-    return call("train.py", *small_run(corpus, run, **keys))
+    return run_train(*small_run(corpus, run, **keys), exit_code=exit_code)
 
 
 def test_a_run_ends_with_the_twentieth_overflow_in_a_row(corpus, run):
     before = read_final_tensors(run)
-    result = resume(corpus, run, scale=2.0**100, skip_nonfinite=99)
-    assert result.returncode == 1
-    [line] = result.stderr.decode().splitlines()
-    assert "train.py: step 22: loss 5." in line
-    assert "is not finite" in line
+    printed = resume(corpus, run, scale=2.0**100, skip_nonfinite=99, exit_code=1)
+    assert "train.py: step 22: loss 5." in printed
     assert [record["step"] for record in read_records(run) if "skipped" in record][-1] == 21
     assert read_final_tensors(run / "nonfinite") == before
 
 
 def test_overflows_are_no_nonfinite_steps(corpus, run):
-    result = resume(corpus, run, scale=2.0**30, max_steps=24)
-    assert result.returncode == 0
+    resume(corpus, run, scale=2.0**30, max_steps=24)
     skipped = [record["loss_scale"] for record in read_records(run) if "skipped" in record]
     assert skipped[0] == 2.0**30
     assert len(skipped) > 5
-    state = checkpoint.read_state(checkpoint.find(run))
+    state = read_state(run)
     assert state["skipped"] == 0
     assert state["loss_scale"] == skipped[-1] / 2
 
 
 def test_a_loss_that_is_not_finite_ends_a_run_in_float16(corpus, tmp_path):
     keys = {"dtype": "float16", "embedding_init_std": 1e30}
-    result = call("train.py", *small_run(corpus, tmp_path / "run", **keys))
-    assert result.returncode == 1
-    assert b"step 1: loss nan" in result.stderr
-    assert b"a larger --skip_nonfinite" in result.stderr
+    printed = run_train(*small_run(corpus, tmp_path / "run", **keys), exit_code=1)
+    assert "step 1: loss nan" in printed

@@ -1,34 +1,16 @@
 """Steps whose loss or gradient is not finite: they are skipped, or end the run with a diagnosis."""
 
 import math
-import subprocess
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import SMALL, small_run
 from in_process import call
-from training_runs import CONSTANT_RATE, read_records
+from training_runs import CONSTANT_RATE, read_records, read_state, run_train
 
 from model import build
 from training import checkpoint, distributed
-from training.distributed import StepStats
 from utils.processes import World
-
-
-def test_step_stats_are_the_loss_the_requests_to_stop_and_the_gradient_norm():
-    world = World(0, 1, torch.device("cpu"))
-    sums = distributed.all_reduce_step_stats(torch.tensor(9.0), torch.tensor(2.5), True, world)
-    stats = StepStats(*sums.tolist())
-    assert stats == StepStats(loss_sum=9.0, num_stop_requests=1.0, grad_norm=2.5)
-    assert stats.is_finite()
-
-
-@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (1.0, math.inf)])
-def test_a_step_is_finite_if_its_loss_and_its_gradient_norm_are(loss, grad_norm):
-    assert not StepStats(loss_sum=loss, num_stop_requests=0.0, grad_norm=grad_norm).is_finite()
-
 
 # ---- steps that are skipped ----
 
@@ -42,12 +24,10 @@ def test_non_finite_steps_are_skipped_up_to_a_limit(corpus, tmp_path):
         skip_nonfinite=2,
         eval_interval=9,
     )
-    result = call("train.py", *arguments)
-    assert result.returncode == 1
-    assert b"step 3: loss" in result.stderr
+    assert "step 3: loss" in run_train(*arguments, exit_code=1)
     first_records = [record for record in read_records(tmp_path) if record["step"] in (1, 2)]
     assert [record for record in read_records(tmp_path) if record.get("skipped")] == first_records
-    assert checkpoint.read_state(checkpoint.find(tmp_path))["skipped"] == 2
+    assert read_state(tmp_path)["skipped"] == 2
 
 
 def test_a_run_whose_every_step_was_skipped_resumes(corpus, tmp_path):
@@ -59,8 +39,8 @@ def test_a_run_whose_every_step_was_skipped_resumes(corpus, tmp_path):
         **{**CONSTANT_RATE, "checkpoint_interval": 1, "eval_interval": 9, "max_steps": 2},
     )
     # the evaluation after the last step is not finite either, and is written as such
-    assert call("train.py", *arguments).returncode == 0
-    assert call("train.py", *arguments, "--max_steps=4").returncode == 0
+    run_train(*arguments)
+    run_train(*arguments, "--max_steps=4")
     skipped_steps = [record["step"] for record in read_records(tmp_path) if record.get("skipped")]
     assert skipped_steps == [1, 2, 3, 4]
 
@@ -89,7 +69,7 @@ def test_a_skipped_step_changes_neither_weights_nor_the_optimizer(corpus, tmp_pa
         eval_interval=9,
         max_steps=3,
     )
-    assert call("train.py", *arguments).returncode == 0
+    run_train(*arguments)
     first, *later = checkpoint.list_checkpoints(tmp_path)
     assert len(later) == 2
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -99,38 +79,22 @@ def test_a_skipped_step_changes_neither_weights_nor_the_optimizer(corpus, tmp_pa
 # ---- a loss that is not finite ----
 
 
-class DivergedRun(NamedTuple):
-    folder: Path
-    step: int  # that has the loss or gradient norm that is not finite
-    result: subprocess.CompletedProcess
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [
         ({"embedding_init_std": 1e30}, 1),
         ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0}, 2),
     ],
-    ids=["step 1", "step 2"],
 )
-def diverged_run(request, corpus, tmp_path_factory) -> DivergedRun:
-    changes, step = request.param
-    folder = tmp_path_factory.mktemp("diverged") / "run"
-    result = call("train.py", *small_run(corpus, folder, checkpoint_interval=1, **changes))
-    return DivergedRun(folder, step, result)
-
-
-def test_a_diverged_run_ends_with_one_line(diverged_run):
-    [line] = diverged_run.result.stderr.decode().splitlines()
-    assert diverged_run.result.returncode == 1
-    assert f"step {diverged_run.step}: loss" in line
+def test_a_diverged_run_ends_with_one_line_and_is_saved_before_the_step(
+    corpus, tmp_path, changes, step
+):
+    result = call("train.py", *small_run(corpus, tmp_path, checkpoint_interval=1, **changes))
+    assert result.returncode == 1
+    [line] = result.stderr.decode().splitlines()
+    assert f"step {step}: loss" in line
     assert "nan" in line
-    assert str(diverged_run.folder / "nonfinite") in line
     assert "the gradient of transformer.wte.weight is not finite" in line
-
-
-def test_a_diverged_run_is_saved_before_the_step(diverged_run):
-    last_finite_step = diverged_run.step - 1
-    assert len(checkpoint.list_checkpoints(diverged_run.folder)) == last_finite_step
-    saved = checkpoint.find(diverged_run.folder / "nonfinite")
-    assert checkpoint.read_state(saved)["step"] == last_finite_step
+    assert str(tmp_path / "nonfinite") in line
+    assert len(checkpoint.list_checkpoints(tmp_path)) == step - 1
+    assert read_state(tmp_path / "nonfinite")["step"] == step - 1

@@ -9,17 +9,17 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from in_process import run_on_ranks
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from model import build, kernels
 from training import distributed
+from utils.processes import World
 
 SIZE = {
     "vocab_size": 64,
@@ -61,15 +61,14 @@ def gradients(model: nn.Module, run: nn.Module, batches: list) -> dict[str, torc
     return result
 
 
-def measure(rank: int, model_name: str, fused: str) -> dict:
+def measure(world: World, model_name: str, fused: str) -> dict:
     """Return the log of the last backward pass, and the differences from the eager model."""
-    world = SimpleNamespace(world_size=2, device=torch.device("cpu"))
     log = []
     torch.manual_seed(0)
     plain = build(model_name, **SIZE)
     model = copy.deepcopy(plain)
     kernels.use(model, fused, "cpu")
-    batches = [tuple(pair) for pair in torch.randint(0, 64, (2, 3, 2, 1, 4))[rank]]
+    batches = [tuple(pair) for pair in torch.randint(0, 64, (2, 3, 2, 1, 4))[world.rank]]
     compile_logged = functools.partial(torch.compile, backend=logging_backend(log))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", compile_logged)
@@ -105,15 +104,11 @@ def measure(rank: int, model_name: str, fused: str) -> dict:
     }
 
 
-def work(rank: int, folder: Path, model_name: str, fused: str) -> None:
+def work(world: World, folder: Path, model_name: str, fused: str) -> None:
     """Measure on one of two ranks; rank 0 writes the result to a file."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    measurement = measure(rank, model_name, fused)
-    if rank == 0:
+    measurement = measure(world, model_name, fused)
+    if world.is_main:
         (folder / "measured.json").write_text(json.dumps(measurement))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 CC_EC = "DDL-gpt-mha-rope-CC-EC"
@@ -129,9 +124,7 @@ CC_EC = "DDL-gpt-mha-rope-CC-EC"
 )
 def test_buckets_are_summed_between_the_pieces_of_the_backward_pass(model_name, fused, tmp_path):
     """One after each piece, with the plain operations and with the fused kernels, interpreted."""
-    torch.multiprocessing.start_processes(
-        work, (tmp_path, model_name, fused), nprocs=2, start_method="fork"
-    )
+    run_on_ranks(work, 2, tmp_path, model_name, fused)
     measured = json.loads((tmp_path / "measured.json").read_text())
     events = measured["events"]
     assert len(events) >= 4

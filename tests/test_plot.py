@@ -1,6 +1,7 @@
 """The loss curve of a run, which `make train` leaves."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,68 +23,44 @@ def run_folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def saved_figures(monkeypatch) -> list:
-    """The figures that are saved, as (figure, file), in place of the files."""
+def draw(monkeypatch) -> Callable:
+    """Return a function that draws the picture of a run and returns it, in place of a file."""
     figures = []
     monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda self, file, **_: figures.append((self, file))
+        "matplotlib.figure.Figure.savefig", lambda figure, file, **_: figures.append((figure, file))
     )
-    return figures
+
+    def draw(run_folder: Path):
+        assert plot.draw(run_folder) == run_folder / "loss.png"
+        [(figure, file)] = figures
+        assert file == run_folder / "loss.png"
+        return figure
+
+    return draw
 
 
-def test_the_picture_is_loss_png_in_the_run_folder(run_folder, saved_figures):
-    assert plot.draw(run_folder) == run_folder / "loss.png"
-    [(_, file)] = saved_figures
-    assert file == run_folder / "loss.png"
-
-
-def test_the_training_curve_has_a_mean_for_every_fiftieth_of_the_run(run_folder, saved_figures):
-    plot.draw(run_folder)
-    [(figure, _)] = saved_figures
-    training, _ = figure.axes[0].lines
-    assert training.get_xydata().tolist() == [[4 * n + 2.5, 4 * n + 2.5] for n in range(50)]
-    assert training.get_label() == "training (mean over 4 steps)"
-
-
-def test_the_validation_curve_has_every_evaluation(run_folder, saved_figures):
-    plot.draw(run_folder)
-    [(figure, _)] = saved_figures
-    _, validation = figure.axes[0].lines
-    assert validation.get_xydata().tolist() == [[100, 2.0], [200, 1.0]]
-
-
-def test_the_loss_of_averaged_weights_has_a_curve(run_folder, saved_figures):
+def test_curves_are_means_of_training_losses_and_every_evaluation(run_folder, draw):
     with open(run_folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 300, "val_loss": 2.0, "ema_val_loss": 1.5}\n')
-    plot.draw(run_folder)
-    [(figure, _)] = saved_figures
-    averaged = figure.axes[0].lines[-1]
+    [axes] = draw(run_folder).axes
+    training, validation, averaged = axes.lines
+    # a mean for every fiftieth of the run
+    assert training.get_xydata().tolist() == [[4 * n + 2.5, 4 * n + 2.5] for n in range(50)]
+    assert training.get_label() == "training (mean over 4 steps)"
+    assert validation.get_xydata().tolist() == [[100, 2.0], [200, 1.0], [300, 2.0]]
     assert averaged.get_xydata().tolist() == [[300, 1.5]]
     assert averaged.get_label() == "validation, averaged weights"
-
-
-def test_title_and_axes_say_what_is_shown(run_folder, saved_figures):
-    plot.draw(run_folder)
-    [(figure, _)] = saved_figures
-    [axes] = figure.axes
     assert axes.get_title() == f"Training and validation loss of {run_folder.name}"
     assert axes.get_xlabel() == "step"
     assert axes.get_ylabel() == "loss (nats per token; lower is better)"
 
 
-def test_a_run_without_evaluations_has_one_curve(tmp_path, saved_figures):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    plot.draw(tmp_path)
-    [(figure, _)] = saved_figures
-    assert [line.get_label() for line in figure.axes[0].lines] == ["training"]
-    assert figure.axes[0].get_title() == f"Training loss of {tmp_path.name}"
-
-
-def test_ticks_are_at_whole_steps(tmp_path, saved_figures):
+def test_a_run_without_evaluations_has_one_curve_over_whole_steps(tmp_path, draw):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
-    plot.draw(tmp_path)
-    [(figure, _)] = saved_figures
-    assert all(tick.is_integer() for tick in figure.axes[0].get_xticks())
+    [axes] = draw(tmp_path).axes
+    assert [line.get_label() for line in axes.lines] == ["training"]
+    assert axes.get_title() == f"Training loss of {tmp_path.name}"
+    assert all(tick.is_integer() for tick in axes.get_xticks())
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path):

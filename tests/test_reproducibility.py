@@ -1,13 +1,13 @@
-"""The same bits from the same command, as a user runs it: compiled, on the default number of
-threads.
+"""Compiled code has no additions whose order depends on threads.
 
-The other tests run with one thread and without torch.compile, and cannot see what threads do.
+The compiled rows of test_resume.py compare the bits of a few models; this looks at the code of all.
 """
 
 import os
 
 import pytest
 import torch
+from helpers import SMALL
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 from model import MODEL_NAMES, build
@@ -22,36 +22,23 @@ pytestmark = [
 
 
 @pytest.fixture
-def two_threads():
-    """Use two threads, because code for one thread has no atomic additions."""
+def two_threads(monkeypatch):
+    """Use two threads, because code for one thread has no atomic additions; restore the settings."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     num_threads = torch.get_num_threads()
+    previous_setting = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(num_threads)
-
-
-@pytest.fixture
-def algorithms_as_before(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    previous_setting = torch.are_deterministic_algorithms_enabled()
-    fill_memory = torch.utils.deterministic.fill_uninitialized_memory
-    yield
     torch.use_deterministic_algorithms(previous_setting)
-    torch.utils.deterministic.fill_uninitialized_memory = fill_memory
 
 
 def compile_and_get_code(name: str) -> str:
     """Return the code that Inductor generates for a training step of a small model."""
     torch._dynamo.reset()
-    model = build(
-        name,
-        vocab_size=512,
-        block_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=16,
-        hidden_size=32,
-    )
+    sizes = {"vocab_size": 512, "block_size": 64, "head_dim": 16, "hidden_size": 32}
+    model = build(name, **{**SMALL, **sizes})
     compiled_model = torch.compile(model)
     ids = torch.randint(0, 500, (4, 65))
     _, code = run_fw_bw_and_get_code(lambda: compiled_model(ids[:, :-1], ids[:, 1:])[1])
@@ -60,7 +47,7 @@ def compile_and_get_code(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_NAMES)
-def test_compiled_code_on_a_cpu_has_no_atomic_additions(two_threads, algorithms_as_before, name):
+def test_compiled_code_on_a_cpu_has_no_atomic_additions(two_threads, name):
     """Threads that add to one number in any order would change its last bits."""
     use_deterministic_algorithms(TrainConfig(), torch.device("cpu"))
     code = compile_and_get_code(name)
@@ -69,6 +56,6 @@ def test_compiled_code_on_a_cpu_has_no_atomic_additions(two_threads, algorithms_
 
 
 @pytest.mark.slow
-def test_it_would_have_them_without_determinism(two_threads, algorithms_as_before):
+def test_it_would_have_them_without_determinism(two_threads):
     use_deterministic_algorithms(TrainConfig(deterministic=False), torch.device("cpu"))
     assert "atomic_add" in compile_and_get_code("gpt-mha-rope")

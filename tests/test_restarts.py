@@ -41,8 +41,3 @@ def test_ranks_meet_again_after_torchrun_restarts_them(tmp_path, num_nodes):
     assert [agent.wait(timeout=120) for agent in agents] == [0] * num_nodes
     for rank in range(2):
         assert (tmp_path / f"rank_{rank}").read_text() == "[0, 0]\n[1, 1]\n"
-
-
-def test_the_script_for_slurm_starts_a_new_store_at_each_restart():
-    script = (ROOT / "docs" / "slurm.sbatch").read_text()
-    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in script

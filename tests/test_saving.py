@@ -1,64 +1,28 @@
 """Checkpoints of any engine and number of processes."""
 
-import functools
 import json
-import os
 import shutil
-from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
 from helpers import SMALL, small_run
-from in_process import call, train_in_processes
+from in_process import run_on_ranks
 from torch.distributed.tensor import DTensor
-from training_runs import CONSTANT_RATE, completed_steps
+from training_runs import CONSTANT_RATE, run_train, write_checkpoint
 
-from data import tokenizer
 from model import build
 from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
-from utils import machine, processes
 from utils.processes import World
 
 MODEL = "DDL-gpt-mha-rope"
-TOKENIZER = tokenizer.byte_tokenizer().to_json()
 ENGINES = {"ddp": ("ddp", None), "fsdp": ("fsdp", None), "hsdp": ("fsdp", 2)}
-ALONE = World(0, 1, torch.device("cpu"))
 
 
-def run_processes(task, num_processes: int, folder: Path) -> None:
-    """Call task(world, folder) in forks of this process that form a gloo group."""
-    folder.mkdir(exist_ok=True)
-    meeting = folder / f"meeting_{len(list(folder.glob('meeting_*')))}"
-    torch.multiprocessing.start_processes(
-        functools.partial(run_one, task, num_processes),
-        (folder, meeting),
-        nprocs=num_processes,
-        start_method="fork",
-    )
-
-
-def run_one(task, num_processes: int, rank: int, folder: Path, meeting: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["RANK"] = str(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=num_processes,
-        timeout=timedelta(seconds=30),
-    )
-    world = World(rank, num_processes, torch.device("cpu"))
-    task(world, folder)
-    processes.stop(world)
-
-
-def build_trained(world: World, engine: str, seed: int = 0):
+def build_trained(world: World, engine: str):
     """Return a model and its optimizers after one step, which is the same with every engine."""
     name, shard_size = ENGINES[engine]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = build(MODEL, **SMALL)
     distributed.parallelize(model, world, engine=name, compile=False, shard_size=shard_size)
     optimizers = optimizer.build_optimizers(model, TrainConfig())
@@ -69,30 +33,20 @@ def build_trained(world: World, engine: str, seed: int = 0):
     return model, optimizers
 
 
-def save_step(run_folder: Path, step: int, model, optimizers) -> None:
-    state = {
-        "step": step,
-        "seconds": 1.0,
-        "model": MODEL,
-        "model_config": SMALL,
-        "run_config": {},
-        "corpus": {},
-    }
+def save_trained(run: Path, world: World, engine: str) -> None:
+    model, optimizers = build_trained(world, engine)
     tensors_by_file = {
         "model.safetensors": checkpoint.get_model_tensors(model),
         "optimizer.safetensors": optimizer.state_by_parameter_name(optimizers),
     }
     complete = {name: checkpoint.gather_tensors(t) for name, t in tensors_by_file.items()}
-    if machine.rank() == 0:
-        checkpoint.save(run_folder, complete, state, TOKENIZER)
-
-
-# ---- engines ----
+    if world.is_main:
+        write_checkpoint(run, 1, complete, MODEL, **SMALL)
 
 
 def save_with_every_engine(world: World, folder: Path) -> None:
     for engine in ENGINES:
-        save_step(folder / engine, 1, *build_trained(world, engine))
+        save_trained(folder / engine, world, engine)
 
 
 def load_with_every_engine(world: World, folder: Path) -> None:
@@ -118,35 +72,14 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_checkpoints_do_not_depend_on_the_engine_and_the_number_of_processes(tmp_path):
-    save_step(tmp_path / "one", 1, *build_trained(ALONE, "ddp"))
+    save_trained(tmp_path / "one", World(0, 1, torch.device("cpu")), "ddp")
     path = checkpoint.find(tmp_path / "one")
-    run_processes(save_with_every_engine, 4, tmp_path)
+    run_on_ranks(save_with_every_engine, 4, tmp_path)
     for engine in ENGINES:
         for file in path.iterdir():
             same_file = checkpoint.find(tmp_path / engine) / file.name
             assert same_file.read_bytes() == file.read_bytes()
-    run_processes(load_with_every_engine, 2, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_other_numbers_of_processes_and_engines(corpus, tmp_path):
-    run = tmp_path / "run"
-    for num_processes, steps, engine in ((4, 2, "fsdp"), (1, 3, "ddp"), (2, 4, "fsdp")):
-        arguments = small_run(
-            corpus,
-            run,
-            **CONSTANT_RATE,
-            checkpoint_interval=2,
-            micro_batch_size=1,
-            num_hidden_layers=1,
-            max_steps=steps,
-            engine=engine,
-        )
-        if num_processes == 1:
-            assert call("train.py", *arguments).returncode == 0
-            continue
-        assert "arning" not in train_in_processes(num_processes, arguments, tmp_path / "log")
-    assert completed_steps(run) == [1, 2, 3, 4]
+    run_on_ranks(load_with_every_engine, 2, tmp_path)
 
 
 def test_checkpoints_have_the_tokenizer_that_the_corpus_had_at_the_start(
@@ -162,6 +95,6 @@ def test_checkpoints_have_the_tokenizer_that_the_corpus_had_at_the_start(
 
     monkeypatch.setattr(distributed, "seed_step", remove_tokenizer)
     arguments = small_run(own_corpus, tmp_path / "run", **CONSTANT_RATE, max_steps=1)
-    assert call("train.py", *arguments).returncode == 0
+    run_train(*arguments)
     latest = checkpoint.find(tmp_path / "run")
     assert json.loads((latest / "tokenizer.json").read_bytes()) == json.loads(expected)

@@ -5,42 +5,29 @@ import re
 import pytest
 import torch
 from helpers import configure, small_run
-from in_process import call
+from training_runs import run_train
 
 from model import MODEL_NAMES, build
+from model.gpt import GPTConfig
 from training import setup
 from training.config import TrainConfig
 from utils import machine
 
-
-def run_train(*arguments) -> str:
-    result = call("train.py", *arguments)
-    assert result.returncode == 0, result.stderr.decode()
-    return result.stdout.decode()
-
-
 # ---- --help ----
 
 
-@pytest.fixture(scope="module")
-def general_help() -> str:
-    return run_train("--help")
-
-
-def test_help_has_the_keys_of_the_run_of_every_model_and_of_ddl(general_help):
-    for key in ("--learning_rate=0.001", "--hidden_size=768", "--ddl_beta_init=1.0"):
-        assert f"\n  {key}\n" in general_help
-
-
-def test_help_names_the_other_models_without_their_keys(general_help):
-    lines = general_help.partition("\nModels ")[2].splitlines()
-    assert {line.split()[0] for line in lines if re.match("  [^ ]", line)} == set(MODEL_NAMES)
-    assert "--hc_streams" not in general_help
-
-
-@pytest.mark.parametrize("arguments", [[], ["config/mhc_small.py"], ["--model=MUDD-gpt-mha-rope"]])
+@pytest.mark.parametrize("arguments", [[], ["config/mhc_small.py"]])
 def test_help_fits_into_100_columns(arguments):
     assert max(map(len, run_train(*arguments, "--help").splitlines())) <= 100
+
+
+def test_help_has_the_keys_of_the_run_and_of_ddl_and_names_the_other_models():
+    text = run_train("--help")
+    for key in ("--learning_rate=0.001", "--hidden_size=768", "--ddl_beta_init=1.0"):
+        assert f"\n  {key}\n" in text
+    assert "--hc_streams" not in text
+    lines = text.partition("\nModels ")[2].splitlines()
+    assert {line.split()[0] for line in lines if re.match("  [^ ]", line)} == set(MODEL_NAMES)
 
 
 def test_help_of_a_model_has_its_keys():
@@ -94,6 +81,18 @@ def test_a_definition_with_the_name_of_a_key_is_refused(tmp_path, line, message)
         configure([str(path)])
 
 
+# ---- precedence ----
+
+
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("seed = 3\nmax_steps = 50\nhidden_size = 24\nblock_size = 8\n")
+    config, model_config = configure([str(file), "--seed=7", "--hidden_size=36"])
+    assert (config.seed, config.max_steps, config.eval_batches) == (7, 50, 8)
+    assert (model_config.hidden_size, model_config.block_size) == (36, 8)
+    assert model_config.num_hidden_layers == GPTConfig().num_hidden_layers
+
+
 # ---- --dry_run ----
 
 
@@ -129,9 +128,8 @@ def test_a_relative_dataset_is_remembered_as_an_absolute_path(corpus, tmp_path, 
     assert configure(["--dataset=mine"])[0].dataset == str(tmp_path / "mine")
 
 
-@pytest.mark.parametrize("dataset", ["fineweb_edu", "nowhere"])
-def test_names_of_datasets_are_kept(dataset):
-    assert configure([f"--dataset={dataset}"])[0].dataset == dataset
+def test_the_name_of_a_dataset_is_kept():
+    assert configure(["--dataset=fineweb_edu"])[0].dataset == "fineweb_edu"
 
 
 @pytest.mark.parametrize(
@@ -139,15 +137,12 @@ def test_names_of_datasets_are_kept(dataset):
     [
         ({}, "cuda", 1, None),
         ({"cuda_graphs": "on"}, "cuda", 1, None),
-        ({"cuda_graphs": "off"}, "cuda", 1, "cuda_graphs=off"),
         ({}, "cpu", 1, "CUDA graphs need a CUDA device and compile=True"),
         ({"compile": False}, "cuda", 1, "CUDA graphs need a CUDA device and compile=True"),
         ({}, "cuda", 2, "on several GPUs, cuda_graphs=step alone"),
         ({"cuda_graphs": "on"}, "cuda", 2, "on several GPUs, cuda_graphs=step alone"),
-        ({"cuda_graphs": "step"}, "cuda", 1, None),
         ({"cuda_graphs": "step"}, "cuda", 2, None),
         ({"cuda_graphs": "step", "engine": "fsdp"}, "cuda", 2, "CUDA graphs do not contain"),
-        ({"cuda_graphs": "step"}, "cpu", 1, "CUDA graphs need a CUDA device and compile=True"),
         ({"cuda_graphs": "step", "dtype": "float16"}, "cuda", 1, "the graph of a step cannot"),
         ({"dtype": "float16"}, "cuda", 1, "CUDA graphs were not tried in float16; cuda_graphs=on"),
         ({"dtype": "float16", "cuda_graphs": "on"}, "cuda", 1, None),

@@ -5,12 +5,11 @@ import shlex
 import signal
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from helpers import ROOT, small_run, wait_for
-from training_runs import CONSTANT_RATE, completed_steps
-
-from training import checkpoint
+from training_runs import CONSTANT_RATE, completed_steps, read_state
 
 SCRIPT = ROOT / "docs" / "slurm.sbatch"
 JOB_ID = "1234567"
@@ -60,6 +59,14 @@ class Job:
             "SLURM_CPUS_PER_TASK": "4",
         }
 
+    def replace_torchrun(self, program: str) -> Path:
+        """Let a program stand in for torchrun, so that nothing is trained; return torchrun's path."""
+        environment = self.records / "environment"
+        (environment / "bin").mkdir(parents=True)
+        (environment / "bin" / "torchrun").symlink_to(program)
+        self.environment["DDL_ENVIRONMENT"] = str(environment)
+        return environment / "bin" / "torchrun"
+
     def start(self, arguments: list[str]) -> subprocess.Popen:
         return subprocess.Popen(
             ["bash", str(SCRIPT), *arguments],
@@ -81,10 +88,6 @@ def split_at(words: list[str], separator: str) -> tuple[list[str], list[str]]:
     return words[:index], words[index + 1 :]
 
 
-def test_the_syntax_is_valid():
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-
-
 def test_the_options_of_sbatch_requeue_and_signal():
     options = [
         line.removeprefix("#SBATCH ")
@@ -96,20 +99,18 @@ def test_the_options_of_sbatch_requeue_and_signal():
     assert "--ntasks-per-node=1" in options
     # the run must end before Slurm kills it
     assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280" in SCRIPT.read_text()
+    # restarted ranks must not meet the dead (test_restarts.py)
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in SCRIPT.read_text()
 
 
 def test_the_command_names_the_first_node_and_a_port_of_the_job(tmp_path):
     job = Job(tmp_path, num_nodes=2, gpus_per_node=8)
-    # nothing is trained: echo stands in for torchrun
-    environment = tmp_path / "environment"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "torchrun").symlink_to("/bin/true")
-    job.environment["DDL_ENVIRONMENT"] = str(environment)
+    torchrun = job.replace_torchrun("/bin/true")
     assert job.start(["config/gpt_1b.py", "--engine=fsdp"]).wait(timeout=20) == 0
     srun_options, command = split_at(shlex.split(job.read("srun")), "step")
     assert srun_options[:2] == ["--kill-on-bad-exit=1", "--cpus-per-task=4"]
     assert command == [
-        f"{environment}/bin/torchrun",
+        str(torchrun),
         "--nnodes=2",
         "--nproc_per_node=8",
         "--max-restarts=3",
@@ -126,38 +127,39 @@ def test_the_command_names_the_first_node_and_a_port_of_the_job(tmp_path):
 
 def test_a_failure_is_that_of_the_job(tmp_path):
     job = Job(tmp_path, num_nodes=1, gpus_per_node=1)
-    environment = tmp_path / "environment"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "torchrun").symlink_to("/bin/false")
-    job.environment["DDL_ENVIRONMENT"] = str(environment)
+    job.replace_torchrun("/bin/false")
     assert job.start([]).wait(timeout=20) == 1
 
 
-def start_training_on_two_nodes(job: Job, run: Path, arguments: list[str]) -> subprocess.Popen:
-    """Start a job of two nodes, and return when its run has taken a few steps."""
-    process = job.start(arguments)
-    wait_for(lambda: len(completed_steps(run)) > 3, 120)
-    return process
+class EndlessRun(NamedTuple):
+    """A run on two nodes that is saved only when it is stopped."""
+
+    job: Job
+    folder: Path
+    arguments: list[str]
+    process: subprocess.Popen
 
 
-def endless_run(corpus, run: Path) -> list[str]:
-    """Return arguments of a run that is saved only when it is stopped."""
+@pytest.fixture
+def endless_run(corpus, tmp_path) -> EndlessRun:
+    """Start a run, and return it when it has taken a few steps."""
+    folder = tmp_path / "run"
     keys = {**CONSTANT_RATE, "checkpoint_interval": 10_000, "max_steps": 100_000}
-    return small_run(corpus, run, **keys)
+    arguments = small_run(corpus, folder, **keys)
+    job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
+    process = job.start(arguments)
+    wait_for(lambda: len(completed_steps(folder)) > 3, 120)
+    return EndlessRun(job, folder, arguments, process)
 
 
 def assert_saved_and_requeued(job: Job, run: Path) -> None:
     assert job.read("scontrol").endswith(f"requeue {JOB_ID}")
-    last_step = completed_steps(run)[-1]
-    assert checkpoint.read_state(checkpoint.find(run))["step"] == last_step
+    assert read_state(run)["step"] == completed_steps(run)[-1]
 
 
 @pytest.mark.slow
-def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(corpus, tmp_path):
-    run = tmp_path / "run"
-    arguments = endless_run(corpus, run)
-    job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
-    process = start_training_on_two_nodes(job, run, arguments)
+def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(endless_run):
+    job, run, arguments, process = endless_run
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
     assert job.read("scancel") == f"--signal=TERM {JOB_ID}"
@@ -172,10 +174,8 @@ def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_preempted_job_whose_steps_alone_are_signaled_is_saved_and_requeued(corpus, tmp_path):
-    run = tmp_path / "run"
-    job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
-    process = start_training_on_two_nodes(job, run, endless_run(corpus, run))
+def test_a_preempted_job_whose_steps_alone_are_signaled_is_saved_and_requeued(endless_run):
+    job, run, _, process = endless_run
     for pid in job.read("steps").split():
         os.killpg(int(pid), signal.SIGTERM)
     assert process.wait(timeout=60) == 0

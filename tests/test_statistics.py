@@ -3,13 +3,11 @@
 import contextlib
 import dataclasses
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from helpers import SMALL
-from models import PAPER
 from torch import nn
 
 import train
@@ -83,7 +81,12 @@ def statistics_by_hooks(model: nn.Module, ids: torch.Tensor) -> dict[str, list[f
 
 @pytest.mark.parametrize(
     ("model_name", "keys"),
-    [*((model_name, {}) for model_name in PAPER), ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"})],
+    [
+        ("gpt-mha-rope", {}),
+        ("DDL-vdim1-gpt-mha-rope", {}),
+        ("DDL-gpt-mha-rope-CC-EC", {}),
+        ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"}),
+    ],
     ids=str,
 )
 def test_statistics_are_those_of_the_equations(model_name, keys):
@@ -93,34 +96,24 @@ def test_statistics_are_those_of_the_equations(model_name, keys):
     statistics = compute_residual_statistics(model, ids, contextlib.nullcontext())
     assert statistics.keys() == expected.keys()
     for name, values in expected.items():
-        assert statistics[name] == pytest.approx(values, rel=1e-5), (
-            name
-        )  # k has a guard in its norm
+        # k has a guard in its norm
+        assert statistics[name] == pytest.approx(values, rel=1e-5), name
 
 
-class RecordingLog(NamedTuple):
-    """A log that keeps what is written to it."""
-
-    records: list
-
-    def write(self, **record) -> None:
-        self.records.append(record)
-
-
-@pytest.mark.parametrize("num_tokens", [8, 17, 27, 33, 100])
+@pytest.mark.parametrize("num_tokens", [8, 27, 100])
 def test_padding_after_a_short_validation_split_is_not_averaged(num_tokens):
     """Compare with sequences that run by themselves; at most the first four count."""
     model = random_model("DDL-gpt-mha-rope")
     tokens = torch.randint(0, 260, (num_tokens,))
+    logged = {}
     run = SimpleNamespace(
         model=model,
         data=SimpleNamespace(val=ValidationBatches([tokens.numpy().astype(np.uint16)], 8)),
         world=World(0, 1, torch.device("cpu")),
         autocast=contextlib.nullcontext(),
-        log=RecordingLog([]),
+        log=SimpleNamespace(write=logged.update),
     )
     train.log_residual_statistics(run)
-    [record] = run.log.records
     states = []
     betas = []
 
@@ -143,7 +136,7 @@ def test_padding_after_a_short_validation_split_is_not_averaged(num_tokens):
                 "beta_std": beta.std(),
             }
             for statistic, value in expected.items():
-                result = record["residual"][f"{name}.{statistic}"][layer]
+                result = logged["residual"][f"{name}.{statistic}"][layer]
                 assert result == pytest.approx(value.item(), rel=1e-5), (name, layer, statistic)
 
 
@@ -206,11 +199,3 @@ def test_activation_checkpointing_saves_less_than_half():
     ids = torch.randint(0, 260, (2, 12))
     num_saved = count_saved_numbers(model, ids, activation_checkpointing=False)
     assert count_saved_numbers(model, ids, activation_checkpointing=True) < num_saved / 2
-
-
-def test_activation_checkpointing_works_without_gradients():
-    model = build("DDL-gpt-mha-rope", **SMALL).double()
-    model.activation_checkpointing = True
-    with torch.no_grad():
-        logits, _ = model(torch.randint(0, 260, (2, 12)))
-    assert logits.shape == (2, 12, 260)

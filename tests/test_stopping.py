@@ -1,6 +1,5 @@
 """Runs that are stopped or starved: how they end, and what they leave behind."""
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -8,63 +7,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
 
 import pytest
 import torch
-from helpers import ROOT, one_line_error, small_run, wait_for
-from in_process import call, start_in_fork
-from training_runs import CONSTANT_RATE, completed_steps
+from helpers import ROOT, small_run, wait_for
+from in_process import call, start_in_fork, torchrun
+from training_runs import CONSTANT_RATE, completed_steps, read_state, run_train, training_error
 
 import train
 from training import checkpoint, stopping
 from utils.machine import can_compile
 
-
-def start_training(
-    arguments: Sequence[str],
-    processes: int = 1,
-    launcher: Sequence[str] = (),
-    log: int | IO = subprocess.DEVNULL,
-) -> subprocess.Popen:
-    """Start train.py in a process of its own, or in several by torchrun.
-
-    launcher: further options of torchrun
-    """
-    torchrun = []
-    if processes > 1:
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={processes}",
-            *launcher,
-        ]
-    return subprocess.Popen(
-        [sys.executable, *torchrun, "train.py", *arguments],
-        cwd=ROOT,
-        stdout=log,
-        stderr=log,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def worker_pids(torchrun: subprocess.Popen) -> list[int]:
-    """Return the process ids of the ranks that torchrun has started."""
-    listed = subprocess.run(
-        ["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True
-    )
-    return [int(number) for number in listed.stdout.split()]
-
-
-def train_to_the_end(arguments: list[str]) -> str:
-    """Run train.py in this process, expect success and return what it prints."""
-    result = call("train.py", *arguments)
-    assert result.returncode == 0, result.stderr.decode()
-    return result.stdout.decode()
+# neither a checkpoint nor an evaluation, in which a run stops as well, is due for long
+RARELY_SAVED = {"checkpoint_interval": 10_000, "eval_interval": 10_000, "max_steps": 500}
 
 
 def start_thread_that_waits(condition, action) -> None:
@@ -91,16 +47,15 @@ def train_until_signal(arguments: list[str], condition, number=signal.SIGTERM) -
 def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number):
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_DFL)  # the tests may have been started with nohup
-    arguments = small_run(
-        corpus, tmp_path, **CONSTANT_RATE, checkpoint_interval=10_000, max_steps=10_000
-    )
+    arguments = small_run(corpus, tmp_path, **CONSTANT_RATE, **RARELY_SAVED)
     printed = train_until_signal(arguments, lambda: len(completed_steps(tmp_path)) > 3, number)
     assert f"({number.name}); resume with --resume=auto" in printed
     steps = completed_steps(tmp_path)
     assert steps == list(range(1, len(steps) + 1))
-    assert checkpoint.read_state(checkpoint.find(tmp_path))["step"] == steps[-1]
+    assert len(steps) < RARELY_SAVED["max_steps"]
+    assert read_state(tmp_path)["step"] == steps[-1]
 
-    train_to_the_end([*arguments, f"--max_steps={steps[-1] + 2}"])
+    run_train(*arguments, f"--max_steps={steps[-1] + 2}")
     assert completed_steps(tmp_path) == list(range(1, steps[-1] + 3))
 
 
@@ -118,6 +73,7 @@ def test_a_run_puts_back_what_it_changes_in_its_process(corpus, tmp_path, monkey
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(False)
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     before = describe_process()
     during = []
@@ -130,8 +86,10 @@ def test_a_run_puts_back_what_it_changes_in_its_process(corpus, tmp_path, monkey
     monkeypatch.setattr(checkpoint, "save", save_and_look)
     monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, tmp_path / "run")])
     train.main()
+    after = describe_process()
+    torch.set_float32_matmul_precision(precision)  # for the tests that follow
     assert all(value != changed for value, changed in zip(before, during))
-    assert describe_process() == before
+    assert after == before
 
 
 COMPILER = """#!/bin/sh
@@ -151,9 +109,7 @@ exec g++ "$@"
 @pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
 def test_a_signal_that_also_ends_the_compiler_loses_no_step(corpus, tmp_path):
     run = tmp_path / "run"
-    arguments = small_run(
-        corpus, run, **CONSTANT_RATE, checkpoint_interval=10_000, max_steps=10_000
-    )
+    arguments = small_run(corpus, run, **CONSTANT_RATE, **RARELY_SAVED)
     train_until_signal(arguments, lambda: len(completed_steps(run)) > 1)
     steps = len(completed_steps(run))
     compiler = tmp_path / "compiler"
@@ -172,8 +128,8 @@ def test_a_signal_that_also_ends_the_compiler_loses_no_step(corpus, tmp_path):
     assert stopped.returncode == stopping.EXIT_CODE, stopped.stderr
     assert f"stopped after step {steps} (SIGINT); resume with --resume=auto" in stopped.stdout
     assert (tmp_path / "marker").exists()
-    assert checkpoint.read_state(checkpoint.find(run))["step"] == steps
-    train_to_the_end([*arguments, "--resume=auto", f"--max_steps={steps + 2}"])
+    assert read_state(run)["step"] == steps
+    run_train(*arguments, "--resume=auto", f"--max_steps={steps + 2}")
     assert completed_steps(run) == list(range(1, steps + 3))
 
 
@@ -249,39 +205,17 @@ def test_one_process_of_a_machine_says_that_a_signal_stops_the_run(
     assert capfd.readouterr().err.count("the run stops after this step") == num_lines
 
 
-@pytest.fixture
-def endless_run(corpus, tmp_path) -> Iterator[multiprocessing.Process]:
-    """Start a run in a fork and wait until it trains; its folder is tmp_path / "run"."""
-    run = tmp_path / "run"
-    process = start_in_fork(small_run(corpus, run, **CONSTANT_RATE, max_steps=100_000))
-    wait_for(lambda: len(completed_steps(run)) > 3)
-    yield process
-    process.kill()
-    process.join()
-
-
-def test_a_second_process_is_refused_while_a_run_trains(endless_run, corpus, tmp_path):
-    arguments = small_run(corpus, tmp_path / "run", **CONSTANT_RATE, max_steps=100_000)
-    line = one_line_error(call("train.py", *arguments))
-    assert "another process is training in this folder" in line
-
-
-def start_with_torchrun(corpus: Path, run: Path, max_restarts: int) -> subprocess.Popen:
-    """Start a run of two processes, and return torchrun's once it has trained some steps."""
-    arguments = small_run(corpus, run, **CONSTANT_RATE, checkpoint_interval=5, max_steps=10_000)
-    launcher = start_training(arguments, processes=2, launcher=[f"--max-restarts={max_restarts}"])
-    wait_for(lambda: len(completed_steps(run)) > 12)
-    return launcher
-
-
-@pytest.mark.slow
-def test_a_killed_process_ends_a_job_without_restarts(corpus, tmp_path):
-    launcher = start_with_torchrun(corpus, tmp_path / "run", max_restarts=0)
-    processes = worker_pids(launcher)
-    assert len(processes) == 2
-    os.kill(processes[0], signal.SIGKILL)
-    assert launcher.wait(timeout=60) == 1
-    assert checkpoint.find(tmp_path / "run")
+def test_a_second_process_is_refused_while_a_run_trains(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path, **CONSTANT_RATE, max_steps=100_000)
+    process = start_in_fork(arguments)
+    try:
+        wait_for(lambda: len(completed_steps(tmp_path)) > 3)
+        # of one step, so that it would end at once
+        line = training_error(*arguments, "--max_steps=1")
+        assert "another process is training in this folder" in line
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_full_disk_keeps_the_run_training_and_the_last_checkpoint(corpus, tmp_path):
@@ -310,7 +244,7 @@ def test_a_full_disk_keeps_the_run_training_and_the_last_checkpoint(corpus, tmp_
     assert not list(run.glob("checkpoints/*.tmp"))
 
     step = checkpoint.read_state(last_checkpoint)["step"]
-    train_to_the_end([*arguments, f"--max_steps={step + 5}"])
+    run_train(*arguments, f"--max_steps={step + 5}")
     assert completed_steps(run) == list(range(1, step + 6))
 
 
@@ -327,31 +261,30 @@ def test_a_run_folder_that_is_removed_is_created_again(corpus, tmp_path):
         corpus, run, **CONSTANT_RATE, checkpoint_interval=100_000, max_steps=100_000
     )
     assert call("train.py", *arguments).returncode == 75
-    assert checkpoint.read_state(checkpoint.find(run))["step"] == completed_steps(run)[-1]
+    assert read_state(run)["step"] == completed_steps(run)[-1]
 
 
 def test_output_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
-    with open("/dev/full", "w") as full_disk:
-        process = start_training(
-            small_run(corpus, tmp_path / "run", **CONSTANT_RATE), log=full_disk
-        )
-        assert process.wait(timeout=60) == 0
-    assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
+    arguments = small_run(corpus, tmp_path / "run", **CONSTANT_RATE)
+    process = start_in_fork(arguments, log="/dev/full")  # a full disk
+    process.join(timeout=60)
+    assert process.exitcode == 0
+    assert read_state(tmp_path / "run")["step"] == 6
 
 
 @pytest.mark.slow
 def test_restarts_do_not_extend_max_seconds(corpus, tmp_path):
-    log = tmp_path / "log"
-    arguments = small_run(
-        corpus,
-        tmp_path / "run",
-        **CONSTANT_RATE,
-        max_seconds=3.0,
-        checkpoint_interval=10_000,
-        max_steps=100_000,
+    keys = {**CONSTANT_RATE, **RARELY_SAVED, "max_steps": 100_000}
+    arguments = small_run(corpus, tmp_path / "run", **keys, max_seconds=3.0)
+    result = subprocess.run(
+        [*torchrun(2, "--max-restarts=2"), "train.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
     )
-    with open(log, "w") as file:
-        launcher = start_training(arguments, processes=2, launcher=["--max-restarts=2"], log=file)
-        assert launcher.wait(timeout=90) == 0
-    assert log.read_text().count("(max_seconds=3); resume with --resume=auto") == 1
-    assert log.read_text().count("run folder") == 1
+    assert result.returncode == 0
+    assert result.stdout.count("(max_seconds=3); resume with --resume=auto") == 1
+    assert result.stdout.count("run folder") == 1
