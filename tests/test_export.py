@@ -499,6 +499,20 @@ def test_an_empty_folder_is_written_to(noisy_run, tmp_path):
     assert (export_run(noisy_run, tmp_path) / "model.safetensors").is_file()
 
 
+def test_an_interrupted_export_leaves_no_weights(noisy_run, tmp_path, monkeypatch):
+    """Those of an earlier export would not belong to the new config.json."""
+    out = export_run(noisy_run, tmp_path / "out")
+
+    def press_ctrl_c(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training.checkpoint.save_tensors", press_ctrl_c)
+    result = call("export.py", noisy_run, out, "--overwrite")
+    assert (result.returncode, result.stderr) == (130, b"export.py: interrupted\n")
+    assert (out / "config.json").exists()
+    assert not (out / "model.safetensors").exists()
+
+
 def test_a_folder_is_written_over_with_overwrite_only(noisy_run, tmp_path):
     out = export_run(noisy_run, tmp_path / "out")
     (out / "mine").touch()
