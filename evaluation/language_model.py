@@ -64,7 +64,6 @@ class LanguageModel(TemplateLM):
         model: in evaluation mode
         batch_size: maximum number of continuations per forward pass
         autocast: context of the forward passes
-        add_bos_token: begin every text with the token that precedes documents in training
     """
 
     def __init__(
@@ -73,14 +72,12 @@ class LanguageModel(TemplateLM):
         tokenizer: Tokenizer,
         batch_size: int = 64,
         autocast: AbstractContextManager | None = None,
-        add_bos_token: bool = False,
     ):
         super().__init__()
         self.model = model
         self.encoding = tokenizer
         self.batch_size = batch_size
         self.autocast = autocast or nullcontext()
-        self.add_bos_token = add_bos_token
         self._device = model.rope_cos.device  # `device` of the base class
         self.max_length = model.config.block_size
         self.num_cut = 0  # contexts that lost tokens on the left so far
@@ -99,8 +96,6 @@ class LanguageModel(TemplateLM):
     ) -> list[int]:
         """Return the tokens of a text, in which `<|endoftext|>` is one token."""
         tokens = self.encoding.encode(string, allowed_special="all")
-        if add_special_tokens is None:
-            add_special_tokens = self.add_bos_token and tokens[:1] != [self.prefix_token_id]
         return [self.prefix_token_id, *tokens] if add_special_tokens else tokens
 
     def progress(self, batches: list, disable_tqdm: bool) -> Iterable[list]:
