@@ -37,12 +37,13 @@ new MutationObserver(() => lengths.push(text.textContent.length)).observe(text, 
 # of a gate of 0, 1 and 2
 COLORS = [(33, 102, 172), (243, 243, 241), (178, 24, 43)]
 # pixels of a cell of the heat map
-COLUMN = 8
+COLUMN = 11
 ROW = 14
+LABELS = 60
 READ_CELLS = """
 const [tokens, rows] = arguments, context = heatmap.getContext("2d");
 const color = (x, y) => [...context.getImageData(x, y, 1, 1).data.slice(0, 3)];
-return [...Array(tokens).keys()].map((i) => [...Array(rows).keys()].map((j) => color(8 * i + 3, 14 * j + 6)));
+return [...Array(tokens).keys()].map((i) => [...Array(rows).keys()].map((j) => color(11 * i + 3, 60 + 14 * j + 6)));
 """
 
 
@@ -106,10 +107,10 @@ def generate(page, **fields: object) -> None:
 
 def request_tokens(address: str, **body: object) -> list[dict]:
     """Return the tokens that the server sends for the same request."""
-    request = urllib.request.Request(f"{address}/generate", json.dumps(body).encode())
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())
     request.add_header("content-type", "application/json")
     with urllib.request.urlopen(request, timeout=30) as response:
-        return [token for line in response for token in json.loads(line).get("tokens", ())]
+        return json.load(response)["tokens"]
 
 
 def color(gate: float) -> list[float]:
@@ -123,14 +124,14 @@ def point_at(page, token: int, row: int) -> None:
     canvas = page.find_element("id", "heatmap")
     # selenium counts from the middle of the element
     x = COLUMN * token + 3 - canvas.size["width"] // 2
-    y = ROW * row + 6 - canvas.size["height"] // 2
+    y = LABELS + ROW * row + 6 - canvas.size["height"] // 2
     webdriver.ActionChains(page).move_to_element_with_offset(canvas, x, y).perform()
 
 
 def test_a_text_streams_in_with_its_gates_and_is_stopped(page, address):
     page.execute_script(SPLIT_ANSWERS)
-    generate(page, prompt=PROMPT, max_new_tokens=20, seed=3)
-    tokens = request_tokens(address, prompt=PROMPT, max_new_tokens=20, seed=3)
+    generate(page, prompt=PROMPT, max_tokens=20, seed=3)
+    tokens = request_tokens(address, prompt=PROMPT, max_tokens=20, seed=3)
     assert content(page) == "".join(token["text"] for token in tokens)
     assert content(page).startswith(f"<|endoftext|>{PROMPT}")
     lengths = page.execute_script("return lengths")
@@ -159,7 +160,7 @@ def test_a_text_streams_in_with_its_gates_and_is_stopped(page, address):
     assert page.execute_script("return window.bad") is None
 
     # begun with Ctrl+Enter, and stopped with Esc
-    fill(page, prompt="ab", max_new_tokens=2000)
+    fill(page, prompt="ab", max_tokens=2000)
     page.find_element("id", "prompt").send_keys(webdriver.Keys.CONTROL, webdriver.Keys.ENTER)
     wait_for(lambda: len(page.find_elements("css selector", "#text span")) > 10)
     page.find_element("id", "prompt").send_keys(webdriver.Keys.ESCAPE)
