@@ -201,13 +201,17 @@ QUESTION = [1] * 50
     ("requests", "expected"),
     [
         ([(QUESTION, [choice] * 3) for choice in (2, 3, 4, 5)], [(1, 50), (4, 2)]),
-        # batches of eight
-        ([(QUESTION, [choice] * 3) for choice in range(9)], [(1, 50), (8, 2), (1, 50), (1, 2)]),
+        # batches of eight; the ninth choice is alone
+        ([(QUESTION, [choice] * 3) for choice in range(9)], [(1, 50), (8, 2), (1, 52)]),
         # the logits after the question are those of all four
         ([(QUESTION, [choice]) for choice in (2, 3, 4, 5)], [(1, 50)]),
-        ([(QUESTION, [2]), ([3], [4, 4, 4])], [(2, 50), (2, 2)]),
-        # together, the first context and the second continuation would not fit block_size
-        ([([1] * 96, [2]), ([3], [4, 4, 4])], [(1, 96), (1, 1), (1, 2)]),
+        # contexts that occur once are read with their continuations
+        ([(QUESTION, [2]), ([3], [4, 4, 4])], [(2, 50)]),
+        # with padding on the left, the first context and the last continuation would not fit
+        (
+            [([1] * 96, [2]), ([1] * 96, [3]), ([3], [4, 4, 4]), ([3], [4, 4, 5])],
+            [(1, 96), (1, 1), (2, 2)],
+        ),
     ],
 )
 def test_a_question_is_read_once(requests, expected):
