@@ -59,7 +59,7 @@ function chooseColors() {
   colors = { lowest, highest, stops };
   $("scale").style.background = `linear-gradient(to right, ${names.map((name) => `var(--${name})`).join(", ")})`;
   $("lowest").textContent = statistic.gate ? "0 keeps the state" : shown(lowest);
-  $("highest").textContent = statistic.gate ? "1 replaces its component along k, 2 reflects it" : shown(highest);
+  $("highest").textContent = statistic.gate ? "2 reflects its component along k, which 1, in the middle, replaces" : shown(highest);
   $("legend").hidden = lowest === null;
 }
 
