@@ -1,13 +1,13 @@
 """Tasks of lm-evaluation-harness: the paper's eight, how they are run, and which metric is shown."""
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from evaluation import hub
 from utils import errors
 
 if TYPE_CHECKING:
@@ -87,15 +87,44 @@ def make_task_manager(names: list[str], include_path: str | None) -> "TaskManage
     return manager
 
 
+@functools.cache
+def find_connection_problem() -> str | None:
+    """Return why the Hugging Face Hub cannot be reached; None if it responds or must not be asked.
+
+    The answer holds for the whole process. If packets are lost, huggingface_hub itself needs minutes
+    to find out, and again for every file.
+    """
+    # lm-eval's data come from there, so that the package is installed with it
+    from huggingface_hub import constants, is_offline_mode
+    from huggingface_hub.utils import get_session, httpx
+
+    if is_offline_mode():
+        return None
+    try:
+        # connecting is tried for each of the host's addresses
+        get_session().head(constants.ENDPOINT, timeout=httpx.Timeout(10, connect=5))
+    except (httpx.TransportError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {reason})"
+    return None
+
+
 @contextlib.contextmanager
 def reach_data() -> Iterator[str | None]:
     """Read datasets from the local cache (HF_HOME) alone if the Hub cannot be reached.
 
-    Nothing waits for the Hub then. The value is the reason why it cannot be reached, or None.
+    Nothing waits for the Hub then, as with HF_HUB_OFFLINE=1. The value is the reason why it cannot
+    be reached, or None.
     """
-    problem = hub.find_connection_problem()
-    with hub.without_requests() if problem else contextlib.nullcontext():
+    from huggingface_hub import constants
+
+    problem = find_connection_problem()
+    was_offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = was_offline or problem is not None
+    try:
         yield problem
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
 
 
 def check_tasks(names: list[str], manager: "TaskManager") -> None:

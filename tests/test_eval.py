@@ -499,7 +499,7 @@ def test_more_examples_than_a_task_has_are_refused(run, folder, tmp_path):
 
 
 def test_without_a_hub_the_cause_is_named(folder, monkeypatch):
-    monkeypatch.setattr("evaluation.hub.find_connection_problem", lambda: "HUB cannot be reached")
+    monkeypatch.setattr("evaluation.tasks.find_connection_problem", lambda: "HUB cannot be reached")
     names = ["questions", "absent"]
     manager = tasks.make_task_manager(names, str(folder))
     message = (
