@@ -197,13 +197,18 @@ def evaluate(
 def choose_results(results: dict) -> list[Result]:
     """Return what tables show of each group, and of each task without a group's metric.
 
+    A group whose tasks differ in their number of shots is shown by its tasks.
+
     results: what `evaluate` returns
     """
     groups = results["group_subtasks"]
-    metrics_by_name = {name: read_metrics(values) for name, values in results["results"].items()}
+    shots = results["n-shot"]
+    metrics_by_name = {
+        name: read_metrics(values) for name, values in results["results"].items() if name in shots
+    }
     in_groups = {task for group in groups if metrics_by_name.get(group) for task in groups[group]}
     return [
-        choose_result(name, results["n-shot"].get(name, 0), metrics)
+        choose_result(name, shots[name], metrics)
         for name, metrics in metrics_by_name.items()
         if metrics and name not in in_groups
     ]

@@ -540,6 +540,15 @@ def test_the_metric_that_a_table_shows(task, results, expected):
     assert tasks.choose_results(every_result) == [(task, 3, *expected)]
 
 
+@pytest.mark.parametrize(
+    ("shots", "expected"), [({"a": 1, "b": 1, "both": 1}, ["both"]), ({"a": 1, "b": 2}, ["a", "b"])]
+)
+def test_a_group_stands_for_tasks_with_one_number_of_shots(shots, expected):
+    results = {name: {"acc,none": 0.5} for name in ("both", "a", "b")}
+    every_result = {"results": results, "group_subtasks": {"both": ["a", "b"]}, "n-shot": shots}
+    assert [result.task for result in tasks.choose_results(every_result)] == expected
+
+
 def test_metrics_that_are_no_numbers_are_ignored():
     assert tasks.read_metrics({"alias": "odd", "acc,none": "N/A"}) == {}
 
