@@ -45,6 +45,11 @@ const [tokens, rows] = arguments, context = heatmap.getContext("2d");
 const color = (x, y) => [...context.getImageData(x, y, 1, 1).data.slice(0, 3)];
 return [...Array(tokens).keys()].map((i) => [...Array(rows).keys()].map((j) => color(11 * i + 3, 60 + 14 * j + 6)));
 """
+HAS_LABEL = """
+const context = heatmap.getContext("2d");
+const column = (i) => context.getImageData(11 * i, 0, 11, 58).data;
+return [...Array(arguments[0]).keys()].map((i) => column(i).some((value) => value > 0));
+"""
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +143,16 @@ def test_a_text_streams_in_with_its_gates_and_is_stopped(page, address):
     assert len(set(lengths)) > 2  # a busy machine hands over several tokens at once
     assert lengths == sorted(lengths)
 
-    # a row for each of the four sublayers
+    # a row for each of the four sublayers, and a label above each column
+    assert shown(page, "sites").splitlines() == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
+    assert shown(page, "lowest") == "0 keeps the state"
     gates = [token["statistics"]["beta"] for token in tokens]
     time.sleep(0.2)  # a frame, in which it is drawn
     for rows, column in zip(gates, page.execute_script(READ_CELLS, len(tokens), 4)):
         for gate, cell in zip(rows, column):
             assert cell == pytest.approx(color(gate), abs=1)
     assert max(map(max, gates)) - min(map(min, gates)) > 0.5
+    assert all(page.execute_script(HAS_LABEL, len(tokens)))
 
     # the text is colored by the chosen sublayer, and a cell is described by its number
     page.find_elements("css selector", "#site option")[2].click()
