@@ -23,10 +23,11 @@ from data.loader import ValidationBatches
 from data.sequences import SequenceLayout
 from data.shards import Corpus
 from data.tokenizer import Tokenizer
-from evaluation import comparison, published, subjects, tasks
-from evaluation.subjects import Subject
+from data.tokenizer import read as read_tokenizer
+from evaluation import comparison, published, tasks
 from model import kernels
 from model.gpt import GPT
+from model_folder import ModelFolder, describe
 from training import metrics, validation
 from utils import errors, files, machine, processes
 from utils.provenance import collect_provenance
@@ -56,10 +57,10 @@ class Options:
         "comma-separated names of tasks, groups or tags of lm-evaluation-harness; paper stands for "
         "the paper's eight tasks (default: paper, but no tasks if --val is given)",
     )
-    shots: str = option(
-        "0",
+    shots: str | None = option(
+        None,
         "comma-separated numbers of few-shot examples, such as 0,1; tasks that are defined as "
-        "0-shot in their file stay 0-shot",
+        "0-shot in their file stay 0-shot (default: the number in the file of each task, or 0)",
     )
     include_path: str | None = option(
         None,
@@ -81,11 +82,6 @@ class Options:
     device: Literal["auto", "cuda", "cpu"] = option(
         "auto", "device to run on; auto uses the GPU if there is one"
     )
-    add_bos_token: bool = option(
-        False,
-        "put the end-of-text token before every text, as in training; by default there is none, as "
-        "with lm-eval's hf model",
-    )
     limit: int | None = option(
         None,
         "evaluate only this many items of each task, for a quick test (default: all items)",
@@ -99,8 +95,10 @@ class Options:
     )
 
 
-def parse_shots(text: str) -> list[int]:
-    """Return the numbers that --shots gives, each once."""
+def parse_shots(text: str | None) -> list[int | None]:
+    """Return the numbers that --shots gives, each once; [None] if it gives none."""
+    if text is None:
+        return [None]
     numbers = text.split(",")
     if not all(number.isdecimal() for number in numbers):
         raise ValueError(f"--shots={text}: give whole numbers separated by commas, such as 0,1")
@@ -125,10 +123,10 @@ def evaluate_validation(
         )
     loss = scores.pop("loss")
     return {
-        "shots": None,
         "dataset": corpus.path.name,
-        "settings": {**settings, "corpus": corpus.identity},
-        "record": {
+        "corpus": corpus.identity,
+        "settings": settings,
+        "validation": {
             **metrics.compute_validation_metrics(loss, corpus.bytes_per_token("val")),
             **{f"val_{key}": value for key, value in scores.items()},
         },
@@ -138,40 +136,34 @@ def evaluate_validation(
 
 
 def evaluate_tasks(
-    args: SimpleNamespace,
     model: GPT,
     tokenizer: Tokenizer,
     names: list[str],
     manager: "TaskManager",
-    num_shots: int,
+    num_shots: int | None,
     settings: dict,
     autocast: torch.autocast,
+    log_samples: bool,
 ) -> dict:
-    """Return lm-eval's results of a number of shots as a record, with its items as "samples"."""
+    """Return lm-eval's results as a record, with its items as "samples"."""
     from evaluation.language_model import LanguageModel  # needs lm-eval
 
-    language_model = LanguageModel(
-        model, tokenizer, settings["batch_size"], autocast, args.add_bos_token
-    )
+    language_model = LanguageModel(model, tokenizer, settings["batch_size"], autocast)
     results = tasks.evaluate(
-        language_model, names, manager, num_shots, args.limit, args.log_samples
+        language_model, names, manager, num_shots, settings["limit"], log_samples
     )
     if language_model.num_cut:
         print(
             f"note: {language_model.num_cut:,} contexts were cut on the left to "
             f"block_size={language_model.max_length}"
         )
-    return {
-        **results,
-        "shots": num_shots,
-        "settings": {**settings, "add_bos_token": args.add_bos_token, "limit": args.limit},
-        "shown": tasks.choose_metrics(results),
-    }
+    shown = [result._asdict() for result in tasks.choose_results(results)]
+    return {**results, "settings": settings, "shown": shown}
 
 
 def evaluate_model(
     args: SimpleNamespace,
-    subject: Subject,
+    folder: ModelFolder,
     corpus: Corpus | None,
     names: list[str],
     manager: "TaskManager | None",
@@ -182,44 +174,49 @@ def evaluate_model(
     Returns:
         The records of the model, and what the paper reports for it.
     """
-    model, tokenizer, model_name = subject.load(device)
+    model, tokenizer = folder.load(device)
     kernels.use(model, "auto", device)
     dtype = processes.get_compute_dtype(args.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     settings = {
         "dtype": format_dtype(dtype),
         "batch_size": args.batch_size or (512 if device.type == "cuda" else 64),
+        "limit": args.limit,
     }
 
     records = []
     if corpus is not None:
         records.append(evaluate_validation(model, corpus, settings, device, autocast))
-        finish(args, subject, records[-1])
+        finish(args, folder, records[-1])
     for num_shots in parse_shots(args.shots) if names else []:
         records.append(
-            evaluate_tasks(args, model, tokenizer, names, manager, num_shots, settings, autocast)
+            evaluate_tasks(
+                model, tokenizer, names, manager, num_shots, settings, autocast, args.log_samples
+            )
         )
-        finish(args, subject, records[-1])
-    return records, published.find(model_name, model.config, subject.state)
+        finish(args, folder, records[-1])
+    dataset = "" if corpus is None else corpus.path.name
+    return records, published.find(folder.model, model.config, folder.state, dataset)
 
 
-def finish(args: SimpleNamespace, subject: Subject, record: dict) -> None:
+def finish(args: SimpleNamespace, folder: ModelFolder, record: dict) -> None:
     """Write the record of a model, and print it as one line."""
-    record["weights"] = subject.identity
-    record["label"] = subject.label
-    write_record(record, get_folder(args, subject))
-    if record["shots"] is None:
-        line = ", ".join(f"{key} {value:.4f}" for key, value in record["record"].items())
+    record["weights"] = folder.identity
+    record["label"] = folder.label
+    write_record(record, get_output_folder(args, folder))
+    if "shown" in record:
+        results = [tasks.Result(**fields) for fields in record["shown"]]
+        parts = [
+            f"{each.task} {each.metric} {each.value:.2f} ({each.shots}-shot)" for each in results
+        ]
     else:
-        shown = record["shown"].items()
-        line = "; ".join(f"{name} {metric} {value:.2f}" for name, (metric, value, _) in shown)
-        line = f"{record['shots']}-shot {line}"
-    print(f"{subject.label}: {line}", flush=True)
+        parts = [f"{key} {value:.4f}" for key, value in record["validation"].items()]
+    print(f"{folder.label}: {', '.join(parts)}", flush=True)
 
 
-def get_folder(args: SimpleNamespace, subject: Subject) -> Path:
+def get_output_folder(args: SimpleNamespace, folder: ModelFolder) -> Path:
     """Return the folder of a model's results."""
-    return Path(args.out) if args.out else subject.results_folder()
+    return Path(args.out) if args.out else folder.results_folder()
 
 
 def write_record(record: dict, folder: Path) -> None:
@@ -249,29 +246,37 @@ def main() -> None:
             raise ValueError("--tasks names no task; give at least one task, or --val")
         parse_shots(args.shots)
         device = processes.pick_device(args.device)
-        models = [subjects.find(path) for path in args.runs]
-        manager = None
-        if names:
-            for subject in models:
-                subjects.check_has_text(subject)
-            manager = tasks.make_task_manager(names, args.include_path)
+        folders = [describe(path) for path in args.runs]
         # --val stands for the dataset that a run was trained on
         dataset = "" if args.val is True else args.val
-        corpora = [
-            subjects.open_corpus_of(subject, dataset) if args.val else None for subject in models
-        ]
+        corpora = [folder.open_corpus(dataset) if args.val else None for folder in folders]
+        manager = None
+        if names:
+            check_tokens_are_text(folders)
+            manager = tasks.make_task_manager(names, args.include_path)
+            tasks.check_tasks(names, manager)
         records: list[dict] = []
         papers: dict[str, published.Published] = {}
-        for subject, corpus in zip(models, corpora, strict=True):
-            new_records, papers[subject.identity] = evaluate_model(
-                args, subject, corpus, names, manager, device
+        for folder, corpus in zip(folders, corpora, strict=True):
+            new_records, papers[folder.identity] = evaluate_model(
+                args, folder, corpus, names, manager, device
             )
             records += new_records
-        text = comparison.format_markdown(comparison.make_tables(records, papers))
+        text = comparison.format_table(records, papers)
         print(f"\n{text}")
-        for folder in sorted({get_folder(args, subject) for subject in models}):
-            files.write_text(folder / "table.md", text)
-            print(f"written to {folder}")
+        for output_folder in sorted({get_output_folder(args, folder) for folder in folders}):
+            files.write_text(output_folder / "table.md", text)
+            print(f"written to {output_folder}")
+
+
+def check_tokens_are_text(folders: list[ModelFolder]) -> None:
+    """Raise ValueError if the tokens of a model are ids of a synthetic corpus, and not text."""
+    for folder in folders:
+        if read_tokenizer(folder.path).name == "ids":
+            raise ValueError(
+                f"{folder.path}: the tokens of this model are ids, not text, so it cannot be "
+                "evaluated on tasks; give --val without --tasks"
+            )
 
 
 if __name__ == "__main__":

@@ -166,9 +166,11 @@ def main() -> None:
             texts = collect_model_files(name, model, model_tokenizer, state, args.dtype)
         texts["LICENSE"] = (Path(__file__).parent / "LICENSE").read_text(encoding="utf-8")
         out_dir.mkdir(parents=True, exist_ok=True)
+        # a folder with weights is complete: those of an earlier export go first, the new ones last
+        (out_dir / "model.safetensors").unlink(missing_ok=True)
         for file, text in texts.items():
             files.write_text(out_dir / file, text)
-        if model is not None:  # the weights come last, so that a folder with them is complete
+        if model is not None:
             weights = checkpoint.get_model_tensors(model.to(getattr(torch, args.dtype)))
             checkpoint.save_tensors(out_dir / "model.safetensors", weights)
     if model is None:

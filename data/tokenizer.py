@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tiktoken
@@ -202,10 +203,9 @@ class BytePairTokenizer(Tokenizer):
             "transformers.convert_slow_tokenizer", "writing a tokenizer for transformers"
         )
         ranks = {token: rank for rank, token in enumerate(self.tokens)}
-        converter = converters.TikTokenConverter(pattern=self.pattern)
-        # it would read them from a file
-        converter.load_tiktoken_bpe = lambda _path: ranks
-        converted = converter.converted()
+        # the converter reads ranks from a file, by this function in all versions of transformers
+        with mock.patch("tiktoken.load.load_tiktoken_bpe", return_value=ranks):
+            converted = converters.TikTokenConverter(pattern=self.pattern).converted()
         # in the order of their ids
         converted.add_special_tokens([END_OF_TEXT, BEGIN_OF_TEXT][: len(self.special_tokens_set)])
         return json.loads(converted.to_str())

@@ -1,16 +1,14 @@
-"""The table of results beside the paper's (results/published.csv), for the terminal and reports."""
+"""The table of results beside the paper's (results/published.csv), as eval.py prints it."""
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from evaluation.published import Published
-from evaluation.tasks import PAPER_METRICS
+from evaluation.tasks import PAPER_METRICS, Result
 from utils import tables
-from utils.tables import Table
 
-# Columns of the validation table, and the paper's names for those that it reports.
-VALIDATION_COLUMNS = {
+# Metrics of a validation split, with the paper's names for those that it reports.
+VALIDATION_METRICS = {
     "val_loss": "loss (nats/token)",
     "val_perplexity": "perplexity",
     "val_bits_per_byte": "bits per byte",
@@ -21,182 +19,112 @@ VALIDATION_COLUMNS = {
 PAPER_VALIDATION_METRICS = {"val_loss": "val_loss", "val_perplexity": "val_ppl"}
 
 
-class Value(NamedTuple):
-    """A result."""
+class Cell(NamedTuple):
+    """A number of a model, and where it stands in the table."""
 
-    value: float
-    standard_error: float | None = None
-
-
-@dataclass
-class Row:
-    """The results of a model, by column, beside the paper's."""
-
-    label: str
-    values: dict[str, Value]
-    paper: dict[str, float] = field(default_factory=dict)
-    # a line that goes under the table
-    remark: str = ""
+    name: str  # of the task or metric
+    shots: int | None  # None for a validation split
+    text: str
+    published: str | None  # the paper's number, if it has one
 
 
-def make_table(
-    name: str, title: str, columns: dict[str, str], rows: list[Row], num_decimals: int = 2
-) -> Table:
-    """Return a table in which the paper's row follows each model that the paper has.
+def compute_average(
+    values: dict[str, tuple[float, float | None]],
+) -> tuple[float, float | None] | None:
+    """Return the mean over the paper's eight tasks, with its standard error; None if one is missing.
+
+    The standard error assumes that the tasks are independent.
 
     Args:
-        columns: keys of the rows' results, with their headings
-    """
-
-    def format_value(value: float, error: float | None = None) -> str:
-        text = f"{value:.{num_decimals}f}"
-        return text if error is None else f"{text} ± {error:.{num_decimals}f}"
-
-    cells = []
-    numbers = []
-    for row in rows:
-        texts = {column: format_value(*value) for column, value in row.values.items()}
-        cells.append([row.label, *map(texts.get, columns)])
-        if row.paper.keys() & columns.keys():
-            texts = {column: format_value(value) for column, value in row.paper.items()}
-            cells.append(["published", *map(texts.get, columns)])
-        for column in columns.keys() & row.values.keys():
-            value, error = row.values[column]
-            numbers.append(
-                {
-                    "model": row.label,
-                    "table": title,
-                    "column": column,
-                    "value": value,
-                    "standard_error": error,
-                    "published": row.paper.get(column),
-                }
-            )
-    return Table(
-        name=name,
-        title=title,
-        header=["model", *columns.values()],
-        rows=cells,
-        notes=[row.remark for row in rows if row.remark],
-        numbers=numbers,
-        continuations=("published",),
-    )
-
-
-def make_title(record: dict) -> str:
-    """Return the title of a record's table: the number of shots, and what else affects results.
-
-    For a record of a validation split it is the dataset and the dtype.
-    """
-    settings = record["settings"]
-    if record["shots"] is None:
-        return f"validation, {record['dataset']}, {settings['dtype']}"
-    parts = [f"{record['shots']}-shot", settings["dtype"]]
-    if settings["add_bos_token"]:
-        parts.append("texts begin with end-of-text")
-    if settings["limit"]:
-        parts.append(f"only the first {settings['limit']} items")
-    return ", ".join(parts)
-
-
-def compute_average(values: dict[str, Value]) -> dict[str, Value]:
-    """Return {"average": the mean over the paper's eight tasks}; {} if one of them is missing.
-
-    Its standard error assumes that the tasks are independent.
+        values: (value, standard error) by task
     """
     if not PAPER_METRICS.keys() <= values.keys():
-        return {}
+        return None
     results, errors = zip(*(values[task] for task in PAPER_METRICS), strict=True)
     error = None if None in errors else math.hypot(*errors) / len(errors)
-    return {"average": Value(sum(results) / len(results), error)}
+    return sum(results) / len(results), error
 
 
-def make_task_row(
-    label: str, values: dict[str, Value], paper: dict[str, float], remark: str
-) -> Row:
-    """Return the row of a model whose results are by task, with their average.
-
-    The remark is omitted if none of the tasks is one of the paper's.
-    """
-    has_paper_task = bool(values.keys() & PAPER_METRICS)
-    return Row(
-        label, {**compute_average(values), **values}, paper, remark if has_paper_task else ""
+def add_averages(results: list[Result]) -> list[Result]:
+    """Return the results and their averages, the paper's tasks first, for each number of shots."""
+    results = list(results)
+    for shots in {result.shots for result in results}:
+        average = compute_average(
+            {
+                each.task: (each.value, each.standard_error)
+                for each in results
+                if each.shots == shots
+            }
+        )
+        if average is not None:
+            results.append(Result("average", shots, "of the eight", *average))
+    order = [*PAPER_METRICS, "average"]
+    return sorted(
+        results,
+        key=lambda each: (each.shots, order.index(each.task) if each.task in order else len(order)),
     )
 
 
-def make_task_table(title: str, metrics: dict[str, str], rows: list[Row]) -> Table:
-    """Return a table of results on tasks.
+def format_value(value: float | None, standard_error: float | None = None) -> str | None:
+    """Format a result on a task with two decimals; None if there is none."""
+    if value is None:
+        return None
+    return f"{value:.2f}" if standard_error is None else f"{value:.2f} ± {standard_error:.2f}"
+
+
+def make_cells(record: dict, paper: Published) -> list[Cell]:
+    """Return the numbers of a record that the table shows."""
+    if "shown" in record:
+        return [
+            Cell(
+                name=f"{result.task} ({result.metric})",
+                shots=result.shots,
+                text=format_value(result.value, result.standard_error),
+                published=format_value(paper.results.get(str(result.shots), {}).get(result.task)),
+            )
+            for result in add_averages([Result(**fields) for fields in record["shown"]])
+        ]
+    cells = []
+    for metric, name in VALIDATION_METRICS.items():
+        if metric in record["validation"]:
+            text = f"{record['validation'][metric]:.4f}"
+            published = paper.results.get("", {}).get(PAPER_VALIDATION_METRICS.get(metric))
+            published = None if published is None else f"{published:.4f}"
+            cells.append(Cell(f"{name}, {record['dataset']}", None, text, published))
+    return cells
+
+
+def format_table(records: list[dict], papers: dict[str, Published]) -> str:
+    """Return a Markdown table with a line for each task and number of shots, and notes below.
+
+    Each model has a column, followed by one of the paper's results if it has any of them.
 
     Args:
-        metrics: the metric that is shown of each task
-        rows: as `make_task_row` returns them
-    """
-    # the paper's tasks first, in its order
-    tasks = [*(task for task in PAPER_METRICS if task in metrics), *metrics]
-    columns = {task: f"{task} ({metrics[task]})" for task in tasks}
-    if PAPER_METRICS.keys() <= columns.keys():
-        columns["average"] = "average of the eight"
-    return make_table("accuracy", title, columns, rows)
-
-
-def make_validation_table(title: str, rows: list[Row]) -> Table:
-    """Return a table of results on a validation split, with the columns that any row has."""
-    columns = {
-        column: heading
-        for column, heading in VALIDATION_COLUMNS.items()
-        if any(column in row.values for row in rows)
-    }
-    return make_table("validation", title, columns, rows, num_decimals=4)
-
-
-def make_tables(records: list[dict], papers: dict[str, Published]) -> list[Table]:
-    """Return a table for each number of shots and each corpus, with a row for each model.
-
-    Args:
-        records: of eval.py
+        records: of one call of eval.py
         papers: the paper's results for each model, by the digest of its weights
     """
-    records_by_title: dict[str, list[dict]] = {}
-    for record in sorted(records, key=lambda record: record["shots"] is None):
-        records_by_title.setdefault(make_title(record), []).append(record)
-    results = []
-    for title, records_of_title in records_by_title.items():
-        metrics: dict[str, str] = {}
-        rows = []
-        for record in records_of_title:
-            paper = papers[record["weights"]]
-            if record["shots"] is None:
-                rows.append(make_validation_row(record, paper))
-                continue
-            for name, (metric, _, _) in record["shown"].items():
-                # the file of a task may set its own number of shots
-                shots = record["n-shot"].get(name, record["shots"])
-                metrics[name] = metric if shots == record["shots"] else f"{metric}, {shots}-shot"
-            values = {name: Value(*value) for name, (_, *value) in record["shown"].items()}
-            beside = paper.beside(record["label"], record["shots"])
-            rows.append(make_task_row(record["label"], values, *beside))
-        if metrics:
-            results.append(make_task_table(title, metrics, rows))
-        else:
-            results.append(make_validation_table(title, rows))
-    return results
+    lines: dict[tuple[str, int | None], dict[tuple[str, str], str | None]] = {}
+    notes = [format_settings(records[0]["settings"])]
+    for record in records:
+        weights = record["weights"]
+        for cell in make_cells(record, papers[weights]):
+            line = lines.setdefault((cell.name, cell.shots), {})
+            line[weights, record["label"]] = cell.text
+            line[weights, "published"] = cell.published
+        if any(line.get((weights, "published")) for line in lines.values()):
+            notes.append(papers[weights].remark(record["label"]))
+    columns = dict.fromkeys(column for line in lines.values() for column in line)
+    columns = [name for name in columns if any(line.get(name) for line in lines.values())]
+    # the losses come last
+    order = sorted(lines, key=lambda line: (line[1] is None, line[1]))
+    header = ["", "shots", *(label for _, label in columns)]
+    rows = [[*line, *map(lines[line].get, columns)] for line in order]
+    table = tables.format_markdown(header, rows)
+    return "\n\n".join([table, *dict.fromkeys(filter(None, notes))]) + "\n"
 
 
-def make_validation_row(record: dict, paper: Published) -> Row:
-    """Return the row of a record of a validation split."""
-    row, remark = paper.beside_validation(record["label"], record)
-    values = {column: Value(value) for column, value in record["record"].items()}
-    published = {}
-    if row:
-        published = {column: row[name] for column, name in PAPER_VALIDATION_METRICS.items()}
-    return Row(record["label"], values, published, remark)
-
-
-def format_markdown(results: list[Table]) -> str:
-    """Format tables with a line for each task, so that several models fit a terminal's width."""
-    parts = []
-    for table in results:
-        header, *rows = zip(table.header, *table.rows, strict=True)
-        parts += [f"### {table.title}", tables.format_markdown(header, rows)]
-    notes = [note for table in results for note in table.notes]
-    return "\n\n".join([*parts, *dict.fromkeys(notes)]) + "\n"
+def format_settings(settings: dict) -> str:
+    """Return the line under a table that says how its numbers were computed."""
+    limit = settings["limit"]
+    items = f", on the first {limit} items of each task" if limit else ""
+    return f"Computed in {settings['dtype']}{items}."

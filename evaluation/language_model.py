@@ -4,6 +4,7 @@ Tokenization, truncation and windows are those of lm-eval's own `hf` model, so t
 same. It is faster, because the choices of a question read the question once.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -36,25 +37,34 @@ class Request(NamedTuple):
 def make_batches(requests: list[Request], batch_size: int, max_length: int) -> list[list[Request]]:
     """Put requests of similar lengths into batches, the longest first and equal contexts together.
 
+    Requests whose contexts occur once are in batches of their own.
+
     Args:
         batch_size: maximum number of requests in a batch
         max_length: number of tokens that the model can read
     """
 
     def fits(batch: list[Request]) -> bool:
+        context_len = max(len(request.context) for request in batch)
         # the last token of a continuation is predicted, but not read
         continuation_len = max(len(request.continuation) for request in batch) - 1
-        length = len(batch[0].context) + continuation_len
+        length = context_len + continuation_len
         has_room = len(batch) * length <= MAX_BATCH_TOKENS
         return has_room and len(batch) <= batch_size and length <= max_length
 
+    counts = Counter(request.context for request in requests)
+    shared = [request for request in requests if counts[request.context] > 1]
+    alone = [request for request in requests if counts[request.context] == 1]
+    shared.sort(key=lambda request: (-len(request.context), request.context))
+    alone.sort(key=lambda request: -len(request.context) - len(request.continuation))
     batches: list[list[Request]] = []
-    for request in sorted(requests, key=lambda each: (-len(each.context), each.context)):
-        if batches and fits([*batches[-1], request]):
+    for group in (shared, alone):
+        batches.append([])
+        for request in group:
+            if batches[-1] and not fits([*batches[-1], request]):
+                batches.append([])
             batches[-1].append(request)
-        else:
-            batches.append([request])
-    return batches
+    return [batch for batch in batches if batch]
 
 
 class LanguageModel(TemplateLM):
@@ -64,7 +74,6 @@ class LanguageModel(TemplateLM):
         model: in evaluation mode
         batch_size: maximum number of continuations per forward pass
         autocast: context of the forward passes
-        add_bos_token: begin every text with the token that precedes documents in training
     """
 
     def __init__(
@@ -73,14 +82,12 @@ class LanguageModel(TemplateLM):
         tokenizer: Tokenizer,
         batch_size: int = 64,
         autocast: AbstractContextManager | None = None,
-        add_bos_token: bool = False,
     ):
         super().__init__()
         self.model = model
         self.encoding = tokenizer
         self.batch_size = batch_size
         self.autocast = autocast or nullcontext()
-        self.add_bos_token = add_bos_token
         self._device = model.rope_cos.device  # `device` of the base class
         self.max_length = model.config.block_size
         self.num_cut = 0  # contexts that lost tokens on the left so far
@@ -99,8 +106,6 @@ class LanguageModel(TemplateLM):
     ) -> list[int]:
         """Return the tokens of a text, in which `<|endoftext|>` is one token."""
         tokens = self.encoding.encode(string, allowed_special="all")
-        if add_special_tokens is None:
-            add_special_tokens = self.add_bos_token and tokens[:1] != [self.prefix_token_id]
         return [self.prefix_token_id, *tokens] if add_special_tokens else tokens
 
     def progress(self, batches: list, disable_tqdm: bool) -> Iterable[list]:
@@ -156,26 +161,16 @@ class LanguageModel(TemplateLM):
         return tuple(context[-room:])
 
     def score(self, batch: list[Request]) -> list[tuple[float, bool]]:
-        """Return (nats, is greedy) for each request; a context of several requests is read once."""
-        distinct = dict.fromkeys(request.context for request in batch)
-        row_of = {context: row for row, context in enumerate(distinct)}
-        rows = torch.tensor([row_of[request.context] for request in batch], device=self.device)
+        """Return (nats, is greedy) for each request."""
         longest = max(len(request.continuation) for request in batch)
-        # with padding on the left, all contexts end where the continuations begin
-        contexts = pad_left(list(row_of), self.device)
-        cache = self.model.new_cache(contexts.shape[1] + longest - 1)
-        hidden = self.model.hidden(contexts, cache, cache.reserve(contexts))
-        hidden = hidden[rows, -1:]  # (requests, 1, d), which predicts the first tokens
         padded = [
             request.continuation + [-1] * (longest - len(request.continuation)) for request in batch
         ]
         targets = torch.tensor(padded, device=self.device)  # (requests, longest)
-        if longest > 1:
-            # each continuation goes on from a copy of the cache of its context
-            cache = cache.select(rows)
-            ids = targets[:, :-1].clamp_min(0)
-            later = self.model.hidden(ids, cache, cache.reserve(ids))
-            hidden = torch.cat((hidden, later), dim=1)
+        if len({request.context for request in batch}) == len(batch):
+            hidden = self.read_texts(batch, longest)
+        else:
+            hidden = self.read_contexts_once(batch, targets)
         is_scored = targets >= 0
         nats = torch.zeros(targets.shape, dtype=torch.float64, device=self.device)
         is_greedy = torch.ones(targets.shape, dtype=torch.bool, device=self.device)
@@ -183,6 +178,42 @@ class LanguageModel(TemplateLM):
             hidden[is_scored], targets[is_scored]
         )
         return list(zip(nats.sum(1).tolist(), is_greedy.all(1).tolist(), strict=True))
+
+    def read_texts(self, batch: list[Request], longest: int) -> torch.Tensor:
+        """Return what predicts the continuations (requests, longest, d), by one pass over all texts.
+
+        longest: number of tokens of the longest continuation
+        """
+        texts = [[*request.context, *request.continuation[:-1]] for request in batch]
+        length = max(map(len, texts))
+        # no token attends to the padding, which is on the right
+        padded = [text + [self.prefix_token_id] * (length - len(text)) for text in texts]
+        hidden = self.model.hidden(torch.tensor(padded, device=self.device))
+        starts = torch.tensor([[len(request.context) - 1] for request in batch], device=self.device)
+        places = starts + torch.arange(longest, device=self.device)  # (requests, longest)
+        return hidden.take_along_dim(places.clamp_max(length - 1).unsqueeze(-1), 1)
+
+    def read_contexts_once(self, batch: list[Request], targets: torch.Tensor) -> torch.Tensor:
+        """Return what predicts the targets (requests, longest), as (requests, longest, d).
+
+        A context that several requests have is read once.
+        """
+        distinct = dict.fromkeys(request.context for request in batch)
+        row_of = {context: row for row, context in enumerate(distinct)}
+        rows = torch.tensor([row_of[request.context] for request in batch], device=self.device)
+        # with padding on the left, all contexts end where the continuations begin
+        contexts = pad_left(list(row_of), self.device)
+        longest = targets.shape[1]
+        cache = self.model.new_cache(contexts.shape[1] + longest - 1)
+        hidden = self.model.hidden(contexts, cache, cache.reserve(contexts))
+        hidden = hidden[rows, -1:]  # (requests, 1, d), which predicts the first tokens
+        if longest == 1:
+            return hidden
+        # each continuation goes on from a copy of the cache of its context
+        cache = cache.select(rows)
+        ids = targets[:, :-1].clamp_min(0)
+        later = self.model.hidden(ids, cache, cache.reserve(ids))
+        return torch.cat((hidden, later), dim=1)
 
     def score_tokens(
         self, hidden: torch.Tensor, targets: torch.Tensor

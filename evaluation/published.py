@@ -57,43 +57,16 @@ class Published:
     config_file: str = ""
     differences: tuple[str, ...] = ()
 
-    # the corpus that the model was trained on, as in state.json, and that of the recipe
-    corpus: dict | None = None
-    recipe_dataset: str = ""
-
-    def beside(
-        self, label: str, shots: int | str, *more_differences: str
-    ) -> tuple[dict[str, float], str]:
-        """Return the paper's row of a table, and the line that belongs under the table.
-
-        Args:
-            label: the name of the model in the table
-            shots: number of few-shot examples; "" for the validation split
-            more_differences: what else differs from the paper, in this table alone
-
-        Returns:
-            The row by task or metric, {} if the paper has none. The line is "" if nothing differs.
-        """
-        row = self.results.get(str(shots), {})
+    def remark(self, label: str) -> str:
+        """Return the line that belongs under a table with this model; "" if nothing differs."""
         if not self.results:
-            return {}, f"The paper reports no results for {label} ({self.description})."
-        if not row:
-            return {}, f"The paper reports no {shots}-shot results for {label}."
-        if differences := [*self.differences, *more_differences]:
-            return row, (
-                f"Settings of {label} that differ from the paper's ({self.config_file}): "
-                f"{', '.join(differences)}."
-            )
-        return row, ""
-
-    def beside_validation(self, label: str, record: dict) -> tuple[dict[str, float], str]:
-        """Return what `beside` does for a record of the validation split (eval.py)."""
-        if self.corpus is not None and record["settings"]["corpus"] != self.corpus:
-            return self.beside(label, "", "validated on a corpus other than the training corpus")
-        if self.corpus is None and record["dataset"] != self.recipe_dataset:
-            difference = f"validated on {record['dataset']} (paper: {self.recipe_dataset})"
-            return self.beside(label, "", difference)
-        return self.beside(label, "")
+            return f"The paper reports no results for {label} ({self.description})."
+        if not self.differences:
+            return ""
+        return (
+            f"Settings of {label} that differ from the paper's ({self.config_file}): "
+            f"{', '.join(self.differences)}."
+        )
 
 
 @cache
@@ -107,12 +80,15 @@ def read_results() -> dict[tuple[str, str], dict[str, dict[str, float]]]:
     return results
 
 
-def find(variant: str, model_config: GPTConfig, state: dict | None = None) -> Published:
+def find(
+    variant: str, model_config: GPTConfig, state: dict | None, val_dataset: str = ""
+) -> Published:
     """Find the paper's results for a model.
 
     Args:
         variant: name of the model variant
-        state: state.json of its checkpoint; None if it is not known how the model was trained
+        state: state.json of its checkpoint; empty if it is not known how the model was trained
+        val_dataset: name of the corpus that it was validated on; "" for that of its training
     """
     size = find_size(model_config)
     results = read_results().get((variant, size), {})
@@ -125,16 +101,16 @@ def find(variant: str, model_config: GPTConfig, state: dict | None = None) -> Pu
     config_file = f"config/{CONFIG_NAMES[variant]}_{size}.py"
     options = collect_options(TrainConfig, model_class(variant).Config)
     recipe = read_recipe(config_file, options)
-    settings = asdict(model_config) if state is None else saved_settings(state)
+    settings = saved_settings(state) if state else asdict(model_config)
     differences = find_differences(settings, recipe, options)
-    if state is None:
+    if not state:
         differences.append("it is not known how it was trained")
     elif state["step"] != settings["max_steps"]:
         differences.append(f"trained for {state['step']:,} of max_steps={settings['max_steps']}")
-    corpus = None if state is None else state["corpus"]
-    return Published(
-        results, description, config_file, tuple(differences), corpus, recipe["dataset"]
-    )
+    train_dataset = Path(settings.get("dataset", "")).name
+    if val_dataset not in ("", train_dataset, recipe["dataset"]):
+        differences.append(f"validated on {val_dataset} (paper: {recipe['dataset']})")
+    return Published(results, description, config_file, tuple(differences))
 
 
 def find_size(model_config: GPTConfig) -> str | None:

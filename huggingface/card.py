@@ -1,7 +1,6 @@
 """The model card of an exported folder, written from what the run has recorded."""
 
 import importlib
-import re
 from pathlib import Path
 
 from model.gpt import GPT
@@ -20,8 +19,8 @@ tags:
 
 This is a base language model with {num_parameters:,} parameters, where a tied embedding counts once. It is a \
 Transformer with the residual connections of the variant `{variant}`, which `stem.py` in this folder defines. \
-{paper}{training}It was trained neither to follow instructions nor to refuse them, and what it writes may be false or \
-offensive.
+{first_line} {training}It was trained neither to follow instructions nor to refuse them, and what it writes may be \
+false or offensive.
 
 ```python
 {loading_code}
@@ -35,16 +34,6 @@ executes the Python files in this folder, so read them first. A sequence has at 
 The code is under the license in `LICENSE`, which does not cover the weights or the training data. Whoever publishes \
 this folder states theirs as `license` in the header of this file.
 """
-
-
-def describe_paper(variant: str) -> str:
-    """Return the first line of a variant's docstring, with a link to its paper."""
-    docstring = importlib.import_module(f"model.{variant}").__doc__
-    if not docstring:
-        return ""
-    first_line = docstring.strip().partition("\n")[0]
-    link = r"[arXiv \1](https://arxiv.org/abs/\1)"
-    return re.sub(r"arXiv (\d{4}\.\d{5})", link, first_line) + " "
 
 
 def describe_training(state: dict) -> str:
@@ -70,11 +59,12 @@ def write_card(name: str, variant: str, model: GPT, state: dict) -> str:
 
     state: state.json of the checkpoint; {} if it is not known how the model was trained
     """
+    docstring = importlib.import_module(f"model.{variant}").__doc__ or ""
     return CARD.format(
         name=name,
         variant=variant,
         num_parameters=model.num_parameters(),
-        paper=describe_paper(variant),
+        first_line=docstring.strip().partition("\n")[0],
         training=describe_training(state),
         loading_code=LOADING_CODE.format(folder="FOLDER_OR_REPOSITORY"),
         block_size=model.config.block_size,

@@ -37,6 +37,16 @@ RENAMED_KEYS = {
 WIDTH_SCALING = ("widthmup",)
 DEPTH_SCALING = ("completep", "spectralp")
 
+# The form of the authors' code where it differs from the paper's text: what a folder of theirs means
+# that does not name these keys. The keys of other variants have no effect.
+FORM_OF_RELEASED_CODE = {
+    "ddl_v_sigmoid": True,
+    "ddl_v_sigmoid_scale": 4.0,
+    "ddl_v_bias": True,
+    "ddl_cc_read": "pair",
+    "state_dtype": "float32",
+}
+
 # Options of the released code that no published run uses. Only these values are supported, with
 # which they have no effect.
 SUPPORTED_VALUES = {
@@ -133,9 +143,11 @@ def read_settings(config: dict, variant: str) -> dict[str, object]:
             f"parameterization={parameterization!r} in the released config: only "
             "None, 'widthmuP', 'completeP' and 'spectralP' are supported"
         )
-    # the released code ignores the base without depth scaling
-    if "stem" not in config and scaling not in DEPTH_SCALING:
-        config.pop("num_hidden_layers_base", None)
+    if "stem" not in config:
+        config = {**FORM_OF_RELEASED_CODE, **config}
+        # the released code ignores the base without depth scaling
+        if scaling not in DEPTH_SCALING:
+            config.pop("num_hidden_layers_base", None)
     settings = check_settings(
         {key: value for key, value in config.items() if key in options}, options
     )

@@ -75,13 +75,13 @@ class GatedMean(nn.Module):
         state_size = self.num_streams * self.hidden_size
         self.norm_weight = nn.Parameter(torch.empty(self.num_streams, self.hidden_size))
         self.rules = {"norm_weight": Rule(constant(1.0), mixing=True)}
-        down_rule = Rule(normal(config.gate_std), HIDDEN, decay=True, rounded=True, mixing=True)
+        down_rule = Rule(normal(config.gate_std), HIDDEN, decay=True, mixing=True)
         self.down = linear(state_size, config.rank, down_rule)
         # with a rank of its own, W_up maps a number of features that does not grow with d
         if config.gated_residual_rank is None:
             up_rule = down_rule
         else:
-            up_rule = Rule(normal(0.02), FIXED, decay=True, rounded=True, mixing=True)
+            up_rule = Rule(normal(0.02), FIXED, decay=True, mixing=True)
         self.up = linear(config.rank, state_size, up_rule)
 
     def elementwise_flops(self) -> int:

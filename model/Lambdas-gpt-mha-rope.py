@@ -179,7 +179,7 @@ class LambdasBlock(Block):
         # every second block, counted back from the last
         if config.lambda_value_embeddings and (num_layers - 1 - layer) % 2 == 0:
             self.embedding = nn.Embedding(config.vocab_size, self.attn.c_v.out_features)
-            self.embedding.rules = {"weight": Rule(constant(0.0), decay=True, rounded=True)}
+            self.embedding.rules = {"weight": Rule(constant(0.0), decay=True)}
 
         attn, mlp = self.sites
         changes_values = self.g is not None or self.embedding is not None

@@ -83,9 +83,7 @@ class MGTWrite(nn.Module):
         super().__init__()
         self.config = config
         d = config.hidden_size
-        matrix_rule = Rule(
-            normal(config.hidden_init_std), HIDDEN, decay=True, rounded=True, mixing=True
-        )
+        matrix_rule = Rule(normal(config.hidden_init_std), HIDDEN, decay=True, mixing=True)
         if config.has_gate:
             self.gate = linear(d, d, matrix_rule)
             self.gate_norm = LayerNorm(d)

@@ -73,7 +73,7 @@ class GPT(nn.Module):
         self.variant = type(self)  # because FSDP replaces the class of the module
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        embedding_rule = Rule(normal(config.embedding_init_std), decay=True, rounded=True)
+        embedding_rule = Rule(normal(config.embedding_init_std), decay=True)
         self.transformer.wte.rules = {"weight": embedding_rule}
         self.transformer.h = nn.ModuleList(
             self.Block(config, layer) for layer in range(config.num_hidden_layers)

@@ -133,7 +133,7 @@ def sublayer_matrix(
     last: whether it is the output matrix, which starts smaller because the outputs of all sublayers
         add up in the residual stream
     """
-    rule = Rule(config.matrix_start(last), HIDDEN, decay=True, muon=True, rounded=True)
+    rule = Rule(config.matrix_start(last), HIDDEN, decay=True, muon=True)
     return linear(in_features, out_features, rule)
 
 

@@ -51,7 +51,8 @@ class SphereWrite(Add):
         past: Past | None = None,
     ) -> torch.Tensor:
         x = state.to(at_least_fp32(state.dtype))
-        return normalize(torch.lerp(x, normalize(h), self.alpha.abs())).to(state.dtype)
+        alpha = self.alpha.abs().to(x.dtype)
+        return normalize(torch.lerp(x, normalize(h), alpha)).to(state.dtype)
 
 
 class SphereBlock(WritingBlock):

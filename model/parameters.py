@@ -1,4 +1,4 @@
-"""The rule of each parameter: how it is initialized, trained and rounded.
+"""The rule of each parameter: how it is initialized and trained.
 
 A module that creates parameters has a dict `rules` from their names to `Rule`s; `linear` creates a
 layer together with its rules. `collect_rules(model)` collects them, and refuses a parameter that has
@@ -37,7 +37,7 @@ FIXED = Kind(adam=0)  # embeddings, norms, biases, convolutions, and whatever do
 
 
 class Rule(NamedTuple):
-    """How a parameter is initialized, trained and rounded."""
+    """How a parameter is initialized and trained."""
 
     # initializes the parameter in place
     start: Callable[[nn.Parameter], object]
@@ -50,10 +50,6 @@ class Rule(NamedTuple):
 
     # whether Muon trains it, if the run uses Muon
     muon: bool = False
-
-    # Whether autocast rounds it at each use, because it is used in matrix products only. Generation
-    # may then store it rounded.
-    rounded: bool = False
 
     # factor on its learning rate, besides that of muP
     lr_scale: float = 1.0

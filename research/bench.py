@@ -3,7 +3,7 @@
     python research/bench.py --device=cpu                 # training steps of every model, a size for two CPU cores
     python research/bench.py --suite=paper --device=cuda  # the paper's small and medium sizes
     python research/bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4
-    python research/bench.py decode                       # tokens/s of generation, with and without cache and compiler
+    python research/bench.py decode                       # tokens/s of generation, with and without cache
     python research/bench.py profile --device=cuda        # the kernels that a training step spends its time on
     python research/bench.py kernels                      # bandwidth of the fused kernels against a copy
     python research/bench.py costs                        # parameters, state and FLOPs of every model, counted

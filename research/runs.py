@@ -63,12 +63,11 @@ HIDDEN_SETTINGS = {
 }
 # the keys of a record of eval.py that reports need
 ACCURACY_KEYS = (
-    "shots",
     "settings",
     "shown",
     "weights",
     "dataset",
-    "record",
+    "validation",
     "tokens",
     "commit",
     "date",

@@ -182,7 +182,8 @@ def get_published_results(
             row: dict[str, float] = {}
             line = "The settings of {} are not known, so the paper's results are not shown."
             if run.published is not None:
-                row, line = run.published.beside("{}", shots)
+                row = run.published.results.get(str(shots), {})
+                line = run.published.remark("{}")
             if row:
                 rows[group.name] = row
             names = names_by_line.setdefault(line, [])
@@ -439,22 +440,27 @@ def make_machine_note(groups: list[Group]) -> str:
 
 def make_accuracy_tables(groups: list[Group]) -> list[Table]:
     """Make a table of the results of eval.py for each number of examples; none without results."""
-    records = []
+    titles = {}
     for group in groups:
         for run in group.runs:
-            records += [record for record in run.accuracy if record["shots"] is not None]
-    if not records:
-        return []
-    from evaluation import comparison  # the import takes a second
+            for record in run.accuracy:
+                for result in record.get("shown", ()):
+                    title = make_accuracy_title(result["shots"], record["settings"])
+                    titles[title] = result["shots"]
+    ordered = sorted(titles, key=lambda title: (titles[title], title))
+    return [make_accuracy_table(groups, title, titles[title]) for title in ordered]
 
-    shots_by_title = {comparison.make_title(record): record["shots"] for record in records}
-    titles = sorted(shots_by_title, key=lambda title: (shots_by_title[title], title))
-    return [make_accuracy_table(groups, title, shots_by_title[title]) for title in titles]
+
+def make_accuracy_title(shots: int, settings: dict) -> str:
+    """Return the number of shots, and what else affects results."""
+    items = f", only the first {settings['limit']} items" if settings["limit"] else ""
+    return f"{shots}-shot, {settings['dtype']}{items}"
 
 
 def make_accuracy_table(groups: list[Group], title: str, shots: int) -> Table:
-    """Make the table of all results of eval.py whose records have this title."""
-    from evaluation import comparison
+    """Make the table of all results of eval.py with this title."""
+    from evaluation.comparison import compute_average, format_value  # the import takes a second
+    from evaluation.tasks import PAPER_METRICS
 
     metric_by_task: dict[str, str] = {}
     values_by_group = []
@@ -471,66 +477,64 @@ def make_accuracy_table(groups: list[Group], title: str, shots: int) -> Table:
                 value = estimate.mean
                 error = estimate.half_width
             values[task] = (value, error)
-        if len(results) > 1:
-            # Each run is averaged by itself, because its seed changes all of its tasks together.
-            averages = [
-                comparison.compute_average(
-                    {task: (value, error) for task, (_, value, error) in result.items()}
-                )
-                for result in results
-            ]
-            if all(averages):
-                estimate = estimate_mean([average["average"][0] for average in averages])
+        # Each run is averaged by itself, because its seed changes all of its tasks together.
+        averages = [
+            compute_average({task: (value, error) for task, (_, value, error) in result.items()})
+            for result in results
+        ]
+        if all(averages):
+            values["average"] = averages[0]
+            if len(averages) > 1:
+                estimate = estimate_mean([average for average, _ in averages])
                 values["average"] = (estimate.mean, estimate.half_width)
         values_by_group.append(values)
+    # the paper's tasks first, in its order
+    names = dict.fromkeys([task for task in PAPER_METRICS if task in metric_by_task])
+    headings = {task: f"{task} ({metric_by_task[task]})" for task in {**names, **metric_by_task}}
+    if any("average" in values for values in values_by_group):
+        headings["average"] = "average of the eight"
     evaluated = [group for group, values in zip(groups, values_by_group) if values]
     published_by_group, published_notes = get_published_results(evaluated, shots)
-    compared = comparison.make_task_table(
-        title,
-        metric_by_task,
-        [
-            comparison.make_task_row(
-                f"{group.name} ({len(group.runs)})",
-                values,
-                published_by_group.get(group.name, {}),
-                "",
-            )
-            for group, values in zip(groups, values_by_group)
-        ],
-    )
-    for row in compared.rows:
-        if not any(row[1:]):
-            row[1] = "not evaluated"
-    numbers = [
-        {
-            "model": figure["model"],
-            "task": figure["column"],
-            "accuracy": figure["value"],
-            "error": figure["standard_error"],
-            "published": figure["published"],
-        }
-        for figure in compared.numbers
-    ]
     words = "".join(character if character.isalnum() else " " for character in title).split()
-    return Table(
+    table = Table(
         name=f"accuracy_{'_'.join(words)}",
         title=f"Accuracy in %, {title}",
-        header=compared.header,
-        rows=compared.rows,
+        header=["model", *headings.values()],
+        rows=[],
         notes=[ACCURACY_NOTE, *published_notes],
-        numbers=numbers,
-        continuations=compared.continuations,
+        continuations=("published",),
     )
+    for group, values in zip(groups, values_by_group):
+        label = f"{group.name} ({len(group.runs)})"
+        published = published_by_group.get(group.name, {})
+        row = [format_value(*values.get(task, (None,))) for task in headings]
+        if not values:
+            row[0] = "not evaluated"
+        table.rows.append([label, *row])
+        if published.keys() & headings.keys():
+            row = [format_value(published.get(task)) for task in headings]
+            table.rows.append(["published", *row])
+        for task, (value, error) in values.items():
+            table.numbers.append(
+                {
+                    "model": label,
+                    "task": task,
+                    "accuracy": value,
+                    "error": error,
+                    "published": published.get(task),
+                }
+            )
+    return table
 
 
 def select_task_results(run: Run, title: str) -> dict[str, tuple[str, float, float]]:
-    """Return (metric, value in percent, standard error) by task, of the records with this title."""
-    from evaluation.comparison import make_title
-
+    """Return (metric, value in percent, standard error) by task, of the results with this title."""
     results = {}
     for record in run.accuracy:
-        if record["shots"] is not None and make_title(record) == title:
-            results.update(record["shown"])
+        for result in record.get("shown", ()):
+            if make_accuracy_title(result["shots"], record["settings"]) == title:
+                numbers = (result["metric"], result["value"], result["standard_error"])
+                results[result["task"]] = numbers
     return results
 
 

@@ -1,15 +1,16 @@
 """The server of the page of a trained model: `python sample.py RUN --serve`.
 
-    GET  /          the page (serving/page/), which loads nothing from other sites
-    GET  /model     the model, the statistics of its residual stream, and the defaults of a request
-    POST /generate  a `Request` as JSON; the answer is lines of JSON, the events of events.py, each
-                    sent as soon as it is computed
+    GET  /                the page (serving/page/), which loads nothing from other sites
+    GET  /v1/models       the model, the statistics of its residual stream, and the defaults of a request
+    POST /v1/completions  a `Request` as JSON; the answer has the form of OpenAI's API: JSON, or, with
+                          "stream": true, an event for each token, sent as soon as it is computed
 
-docs/serving.md documents them. An error is answered with {"message": one line}, also as an event.
-One text is generated at a time, and its generation ends if the connection is closed.
+docs/serving.md documents them. An error is answered with {"error": {"message": one line}}, also as an
+event. One text is generated at a time, and a stream ends if the connection is closed.
 """
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import signal
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import torch
 
@@ -26,11 +28,11 @@ try:
     import uvicorn
     from fastapi import FastAPI, HTTPException
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse, StreamingResponse
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
     from fastapi.staticfiles import StaticFiles
     from pydantic import BaseModel, Field
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.types import Receive, Scope, Send
+    from starlette.datastructures import Headers
+    from starlette.types import ASGIApp, Receive, Scope, Send
 except ImportError as error:
     raise ValueError(
         f"the page needs the fastapi and uvicorn packages, which cannot be imported ({error}): pip "
@@ -40,74 +42,105 @@ except ImportError as error:
 from data.tokenizer import Tokenizer, encode_prompt
 from model.generation import Sampling
 from model.gpt import GPT
-from serving.events import describe_statistics, generate_events, iterate_under
+from serving.completion import describe_statistics, generate_chunks, iterate_under, join_chunks
 
 MAX_NEW_TOKENS = 2048
 # How long a request waits for the one before it, which may be about to end, in seconds.
 MAX_WAIT = 2.0
 
+StopString = Annotated[str, Field(min_length=1)]
+
 
 class Request(BaseModel, extra="forbid", strict=True):
-    """The body of POST /generate; an omitted key has the value of the command line.
+    """The body of POST /v1/completions; an omitted key has the value of the command line.
 
     `Sampling` checks the ranges of its own keys.
     """
 
     prompt: Annotated[str, Field(max_length=2**16)] = ""
-    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 1
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 1
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=8)] = []
+    stop: StopString | Annotated[list[StopString], Field(max_length=8)] | None = None
 
     # None takes the next seed. JavaScript represents whole numbers exactly up to this limit.
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
 
+    stream: bool = False
+    model: str = ""  # OpenAI's clients name one; there is only one here
 
-class JSONLines(StreamingResponse):
-    """Sends each event as a line of JSON; then closes the iterator and releases the lock.
+
+class EventStream(StreamingResponse):
+    """Sends each chunk as a server-sent event; then closes the iterator and releases the lock.
 
     This happens however the response ends, also if the client has closed the connection.
     """
 
-    def __init__(self, events: Iterator[dict], lock: threading.Lock):
-        self.events = events
+    def __init__(self, chunks: Iterator[dict], lock: threading.Lock):
+        self.chunks = chunks
         self.lock = lock
-        lines = (json.dumps(event) + "\n" for event in events)
-        super().__init__(lines, media_type="application/x-ndjson")
+        events = itertools.chain(map(json.dumps, chunks), ["[DONE]"])
+        lines = (f"data: {event}\n\n" for event in events)
+        super().__init__(lines, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.events.close()
+            self.chunks.close()
             self.lock.release()
 
 
-def report_mistake(events: Iterator[dict]) -> Iterator[dict]:
-    """Yield events, and a message for an error, because the status can no longer say it."""
-    with contextlib.closing(events):
+def make_error(message: str) -> dict:
+    """Return the body of an answer to a mistake."""
+    return {"error": {"message": message}}
+
+
+def report_mistake(chunks: Iterator[dict]) -> Iterator[dict]:
+    """Yield chunks, and a message for an error, because the status can no longer say it."""
+    with contextlib.closing(chunks):
         try:
-            yield from events
+            yield from chunks
         except ValueError as error:
-            yield {"message": str(error)}
+            yield make_error(str(error))
 
 
-def list_own_names(host: str) -> list[str]:
-    """Return the names in Host headers that the server answers to, without their ports.
+def is_own_host(header: str, bound_host: str) -> bool:
+    """Return whether a Host header names this server.
 
     Any website can let its own name point at this machine (DNS rebinding), and so reach the server
-    from the browser of a visitor. The header then has the name of the website.
+    from the browser of a visitor. The header then has the name of the website. This cannot happen
+    with a numeric address.
 
-    host: what the server listens on; 0.0.0.0 stands for all addresses of this machine
+    bound_host: what the server listens on
     """
-    names = ["localhost", "127.0.0.1", host]
-    if host in ("", "0.0.0.0"):
-        name = socket.gethostname()
-        names = ["localhost", "127.0.0.1", name]
-        with contextlib.suppress(OSError):
-            names += socket.gethostbyname_ex(name)[2]
-    return names
+    with contextlib.suppress(ValueError):  # not a valid header, or not a numeric address
+        name = urlsplit(f"//{header}").hostname or ""
+        own_names = {"localhost", bound_host.lower(), socket.gethostname().lower()}
+        return name in own_names or bool(ipaddress.ip_address(name))
+    return False
+
+
+class OwnHostOnly:
+    """ASGI middleware that refuses requests whose Host header does not name this server.
+
+    Args:
+        host: what the server listens on
+    """
+
+    def __init__(self, app: ASGIApp, host: str):
+        self.app = app
+        self.host = host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if scope["type"] == "http":
+            header = Headers(scope=scope).get("host", "")
+            if not is_own_host(header, self.host):
+                message = f"this server does not answer to the name {header!r}"
+                app = JSONResponse(make_error(message), 403)
+        await app(scope, receive, send)
 
 
 def create_app(
@@ -129,7 +162,7 @@ def create_app(
     """
     # FastAPI's own documentation pages would load files from other sites
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list_own_names(host))
+    app.add_middleware(OwnHostOnly, host=host)
     # the autocast of this thread, to be entered by the threads that will compute
     device_type = model.rope_cos.device.type
     autocast = partial(
@@ -145,23 +178,23 @@ def create_app(
     @app.exception_handler(RequestValidationError)
     def answer_invalid(_request: object, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"][1:])
-        return JSONResponse({"message": f"{key or 'the request'}: {first['msg']}"}, 400)
+        key = next((part for part in first["loc"][1:] if isinstance(part, str)), "the request")
+        return JSONResponse(make_error(f"{key}: {first['msg']}"), 400)
 
     @app.exception_handler(ValueError)
     def answer_mistake(_request: object, error: ValueError) -> JSONResponse:
-        return JSONResponse({"message": str(error)}, 400)
+        return JSONResponse(make_error(str(error)), 400)
 
     @app.exception_handler(HTTPException)
     def answer_other_error(_request: object, error: HTTPException) -> JSONResponse:
-        return JSONResponse({"message": error.detail}, error.status_code, error.headers)
+        return JSONResponse(make_error(error.detail), error.status_code, error.headers)
 
-    @app.get("/model")
-    def answer_model() -> dict:
-        return description
+    @app.get("/v1/models")
+    def list_models() -> dict:
+        return {"object": "list", "data": [description]}
 
-    @app.post("/generate")
-    def generate(request: Request) -> JSONLines:
+    @app.post("/v1/completions", response_model=None)
+    def complete(request: Request) -> Response | dict:
         # errors are raised before the response begins, so that its status is 400
         settings = {**description["defaults"], **request.model_dump(exclude_unset=True)}
         sampling = Sampling(**{key: settings[key] for key in ("temperature", "top_k", "top_p")})
@@ -169,33 +202,41 @@ def create_app(
         block_size = model.config.block_size
         if len(prompt) > block_size:
             raise ValueError(f"the prompt has {len(prompt)} tokens: give at most {block_size}")
+        stop = settings["stop"] or []
         if not lock.acquire(timeout=MAX_WAIT):
             raise HTTPException(503, "busy: another text is being generated; try again later")
-        events = generate_events(
+        chunks = generate_chunks(
             model,
             tokenizer,
             prompt,
-            settings["max_new_tokens"],
+            settings["max_tokens"],
             sampling=sampling,
             seed=next(seeds) if request.seed is None else request.seed,
-            stop=settings["stop"],
+            stop=[stop] if isinstance(stop, str) else stop,
             is_cancelled=is_closing,
         )
-        return JSONLines(report_mistake(iterate_under(autocast, events)), lock)
+        chunks = iterate_under(autocast, chunks)
+        if request.stream:
+            return EventStream(report_mistake(chunks), lock)
+        try:
+            return {"model": description["id"], **join_chunks(chunks)}
+        finally:
+            lock.release()
 
     app.mount("/", StaticFiles(directory=Path(__file__).parent / "page", html=True))
     return app
 
 
 def describe_model(model: GPT, tokenizer: Tokenizer, state: dict, defaults: dict) -> dict:
-    """Return the answer to GET /model.
+    """Return the entry of GET /v1/models.
 
     Args:
         state: as `load_model` returns it; an exported folder has no step
         defaults: the values of keys that a request omits
     """
     return {
-        "model": state["model"],
+        "id": state["model"],
+        "object": "model",
         "parameters": model.num_parameters(),
         "step": state.get("step"),
         "tokenizer": tokenizer.name,
@@ -231,15 +272,17 @@ def serve(
             f"--max_new_tokens={max_new_tokens}: give at most {MAX_NEW_TOKENS} with --serve"
         )
     # listen before anything is computed, and report the port that --port=0 has chosen
+    is_ipv6 = ":" in host
     try:
-        listening = socket.create_server((host, port))
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ValueError(
             f"--host={host} --port={port}: {error.strerror}; give another host or port"
         ) from error
     # sample.py ends at a closed pipe, but a closed tab must not end the server
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    defaults = {**vars(sampling), "max_new_tokens": max_new_tokens, "stop": stop}
+    defaults = {**vars(sampling), "max_tokens": max_new_tokens, "stop": stop}
     server: uvicorn.Server | None = None
     app = create_app(
         model,
@@ -250,7 +293,8 @@ def serve(
         is_closing=lambda: server is not None and server.should_exit,
     )
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False))
-    address = f"http://{host}:{listening.getsockname()[1]}"
+    shown_host = f"[{host}]" if is_ipv6 else host
+    address = f"http://{shown_host}:{listening.getsockname()[1]}"
     print(f"{address} (press Ctrl+C to stop the server)", flush=True)
     # the server raises it again after it has shut down
     with contextlib.suppress(KeyboardInterrupt):

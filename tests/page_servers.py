@@ -48,14 +48,14 @@ def serve_run(run: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen]
 def serve_model(model: GPT, tokenizer: Tokenizer, /, **changes) -> Iterator[str]:
     """Serve the page of a model in this process; yields its address.
 
-    changes: entries of the answer to GET /model that replace the model's own
+    changes: entries of the description of the model that replace the model's own
     """
     import uvicorn
 
     from model.generation import Sampling
     from serving.app import create_app, describe_model
 
-    defaults = {**vars(Sampling()), "max_new_tokens": 2000, "stop": []}
+    defaults = {**vars(Sampling()), "max_tokens": 2000, "stop": []}
     description = describe_model(model, tokenizer, {"model": "a model"}, defaults)
     app = create_app(model, tokenizer, {**description, **changes})
     listening = socket.create_server(("127.0.0.1", 0))

@@ -216,25 +216,20 @@ def examine_tokenizer(folder: str, texts: list[str]) -> dict:
 
 
 def examine_in_bfloat16(folder: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return logits, gradients and text of a folder loaded in bfloat16."""
+    """Return logits, loss and gradients of a folder loaded in bfloat16."""
     model = load(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     out = model(ids, labels=ids)
     out.loss.backward()
     gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
-    tensors = {
+    with torch.no_grad():
+        cached = cached_logits(model, ids)
+    return {
         "logits": out.logits.detach(),
+        "cached": cached,
         "loss": out.loss.detach(),
         "gradient": torch.cat(gradients),
     }
-    padded, mask = pad_second_row(model, ids[:2])
-    with torch.no_grad():
-        tensors["cached"] = cached_logits(model, ids)
-        for use_cache in (True, False):
-            text = generate(model, ids[:2], do_sample=False, use_cache=use_cache)
-            tensors[f"text_{use_cache}"] = text
-        tensors["padded_text"] = generate(model, padded, attention_mask=mask, do_sample=False)
-    return tensors
 
 
 def main() -> None:

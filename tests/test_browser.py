@@ -37,12 +37,18 @@ new MutationObserver(() => lengths.push(text.textContent.length)).observe(text, 
 # of a gate of 0, 1 and 2
 COLORS = [(33, 102, 172), (243, 243, 241), (178, 24, 43)]
 # pixels of a cell of the heat map
-COLUMN = 8
+COLUMN = 11
 ROW = 14
+LABELS = 60
 READ_CELLS = """
 const [tokens, rows] = arguments, context = heatmap.getContext("2d");
 const color = (x, y) => [...context.getImageData(x, y, 1, 1).data.slice(0, 3)];
-return [...Array(tokens).keys()].map((i) => [...Array(rows).keys()].map((j) => color(8 * i + 3, 14 * j + 6)));
+return [...Array(tokens).keys()].map((i) => [...Array(rows).keys()].map((j) => color(11 * i + 3, 60 + 14 * j + 6)));
+"""
+HAS_LABEL = """
+const context = heatmap.getContext("2d");
+const column = (i) => context.getImageData(11 * i, 0, 11, 58).data;
+return [...Array(arguments[0]).keys()].map((i) => column(i).some((value) => value > 0));
 """
 
 
@@ -76,7 +82,7 @@ def page(chromium, address):
     chromium.get(address)
     wait_for(lambda: chromium.find_elements("css selector", "#site option"))
     yield chromium
-    assert chromium.get_log("browser") == []
+    assert [each for each in chromium.get_log("browser") if each["level"] == "SEVERE"] == []
 
 
 def shown(page, name: str) -> str:
@@ -106,10 +112,10 @@ def generate(page, **fields: object) -> None:
 
 def request_tokens(address: str, **body: object) -> list[dict]:
     """Return the tokens that the server sends for the same request."""
-    request = urllib.request.Request(f"{address}/generate", json.dumps(body).encode())
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())
     request.add_header("content-type", "application/json")
     with urllib.request.urlopen(request, timeout=30) as response:
-        return [token for line in response for token in json.loads(line).get("tokens", ())]
+        return json.load(response)["tokens"]
 
 
 def color(gate: float) -> list[float]:
@@ -123,27 +129,30 @@ def point_at(page, token: int, row: int) -> None:
     canvas = page.find_element("id", "heatmap")
     # selenium counts from the middle of the element
     x = COLUMN * token + 3 - canvas.size["width"] // 2
-    y = ROW * row + 6 - canvas.size["height"] // 2
+    y = LABELS + ROW * row + 6 - canvas.size["height"] // 2
     webdriver.ActionChains(page).move_to_element_with_offset(canvas, x, y).perform()
 
 
 def test_a_text_streams_in_with_its_gates_and_is_stopped(page, address):
     page.execute_script(SPLIT_ANSWERS)
-    generate(page, prompt=PROMPT, max_new_tokens=20, seed=3)
-    tokens = request_tokens(address, prompt=PROMPT, max_new_tokens=20, seed=3)
+    generate(page, prompt=PROMPT, max_tokens=20, seed=3)
+    tokens = request_tokens(address, prompt=PROMPT, max_tokens=20, seed=3)
     assert content(page) == "".join(token["text"] for token in tokens)
     assert content(page).startswith(f"<|endoftext|>{PROMPT}")
     lengths = page.execute_script("return lengths")
     assert len(set(lengths)) > 2  # a busy machine hands over several tokens at once
     assert lengths == sorted(lengths)
 
-    # a row for each of the four sublayers
+    # a row for each of the four sublayers, and a label above each column
+    assert shown(page, "sites").splitlines() == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
+    assert shown(page, "lowest") == "0 keeps the state"
     gates = [token["statistics"]["beta"] for token in tokens]
     time.sleep(0.2)  # a frame, in which it is drawn
     for rows, column in zip(gates, page.execute_script(READ_CELLS, len(tokens), 4)):
         for gate, cell in zip(rows, column):
             assert cell == pytest.approx(color(gate), abs=1)
     assert max(map(max, gates)) - min(map(min, gates)) > 0.5
+    assert all(page.execute_script(HAS_LABEL, len(tokens)))
 
     # the text is colored by the chosen sublayer, and a cell is described by its number
     page.find_elements("css selector", "#site option")[2].click()
@@ -159,7 +168,7 @@ def test_a_text_streams_in_with_its_gates_and_is_stopped(page, address):
     assert page.execute_script("return window.bad") is None
 
     # begun with Ctrl+Enter, and stopped with Esc
-    fill(page, prompt="ab", max_new_tokens=2000)
+    fill(page, prompt="ab", max_tokens=2000)
     page.find_element("id", "prompt").send_keys(webdriver.Keys.CONTROL, webdriver.Keys.ENTER)
     wait_for(lambda: len(page.find_elements("css selector", "#text span")) > 10)
     page.find_element("id", "prompt").send_keys(webdriver.Keys.ESCAPE)

@@ -2,12 +2,40 @@
 
 import pytest
 import torch
-from decoding_helpers import CASES, CC, EC
-from models import PAPER, TINY, build_tiny
+from models import DDL, EXPANDED, INPUTS, PAPER, TINY, build_tiny
 
 from model.cache import Cache, pad_left
 from model.ddl import ChannelConvRead, EmbeddingConv, TokenConvRead
 from model.gpt import GPT
+
+CC = "DDL-gpt-mha-rope-CC"
+EC = "DDL-gpt-mha-rope-EC"
+
+# (model name, its settings)
+CASES = [
+    *((model_name, {}) for model_name in PAPER),
+    *((model_name, {"ddl_map": "v", "ddl_k_hidden_size": 3}) for model_name in DDL),
+    *((model_name, {"ddl_map": "v", "ddl_k_branch": "attention"}) for model_name in EXPANDED),
+    *(("DDL-gpt-mha-rope", {"ddl_state_shortconv_kernel_size": size}) for size in (1, 2, 7)),
+    *(
+        (EC, {"input_embed_shortconv_kernel_size": size, "ddl_value_channels": 2})
+        for size in (1, 2, 7)
+    ),
+    (
+        CC,
+        {
+            "ddl_beta_single_linear": False,
+            "ddl_beta_hidden_size": 5,
+            "ddl_update": "write_only",
+        },
+    ),
+    ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"}),
+    ("DDL-gpt-mha-rope", {"ddl_update": "erase_only"}),
+    ("DDL-vdim1-gpt-mha-rope", INPUTS["read"]),
+    (EC, INPUTS["mean"]),
+    (CC, INPUTS["flat"]),
+    ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False}),
+]
 
 
 def tokens_of(B: int, T: int) -> torch.Tensor:

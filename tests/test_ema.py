@@ -225,6 +225,6 @@ def test_averages_are_exported_and_evaluated_beside_the_trained_weights(run, cor
     losses = {}
     for file in tmp_path.glob("results_*.json"):
         result = json.loads(file.read_text())
-        losses[result["label"]] = result["record"]["val_loss"]
+        losses[result["label"]] = result["validation"]["val_loss"]
     assert losses["averaged, step 6, averaged weights"] == losses["exported"]
     assert losses["averaged, step 6"] != losses["exported"]

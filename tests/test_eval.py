@@ -1,7 +1,6 @@
 """Test eval.py: results equal lm-eval's own `hf` model item by item; tables, files, mistakes."""
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -27,9 +26,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from evaluation import comparison, published, subjects, tasks
+from evaluation import tasks
 from evaluation.language_model import LanguageModel
-from model_folder import load_model
+from model_folder import describe, load_model
 from training import checkpoint
 
 CHOICES = list(lm_eval_tasks.FORMATS)
@@ -65,9 +64,8 @@ def encoding(folder):
     return tokenizer.train_byte_pairs(texts, 320)
 
 
-def language_model(model, batch_size=4, encoding=None, add_bos_token=False):
-    encoding = encoding or tokenizer.byte_tokenizer()
-    return LanguageModel(model, encoding, batch_size, add_bos_token=add_bos_token)
+def language_model(model, batch_size=4, encoding=None):
+    return LanguageModel(model, encoding or tokenizer.byte_tokenizer(), batch_size)
 
 
 # ---- the numbers ----
@@ -100,7 +98,7 @@ def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
     hf_model = HFLM(
         str(exported), trust_remote_code=True, device="cpu", dtype="float32", batch_size=16
     )
-    loaded_model, loaded_encoding, _ = subjects.find(str(saved)).load("cpu")
+    loaded_model, loaded_encoding = describe(saved).load("cpu")
     own_model = language_model(loaded_model, 16, loaded_encoding)
     names = [*CHOICES, "texts", "continued"]
     manager = tasks.make_task_manager(names, str(folder))
@@ -203,13 +201,17 @@ QUESTION = [1] * 50
     ("requests", "expected"),
     [
         ([(QUESTION, [choice] * 3) for choice in (2, 3, 4, 5)], [(1, 50), (4, 2)]),
-        # batches of eight
-        ([(QUESTION, [choice] * 3) for choice in range(9)], [(1, 50), (8, 2), (1, 50), (1, 2)]),
+        # batches of eight; the ninth choice is alone
+        ([(QUESTION, [choice] * 3) for choice in range(9)], [(1, 50), (8, 2), (1, 52)]),
         # the logits after the question are those of all four
         ([(QUESTION, [choice]) for choice in (2, 3, 4, 5)], [(1, 50)]),
-        ([(QUESTION, [2]), ([3], [4, 4, 4])], [(2, 50), (2, 2)]),
-        # together, the first context and the second continuation would not fit block_size
-        ([([1] * 96, [2]), ([3], [4, 4, 4])], [(1, 96), (1, 1), (1, 2)]),
+        # contexts that occur once are read with their continuations
+        ([(QUESTION, [2]), ([3], [4, 4, 4])], [(2, 50)]),
+        # with padding on the left, the first context and the last continuation would not fit
+        (
+            [([1] * 96, [2]), ([1] * 96, [3]), ([3], [4, 4, 4]), ([3], [4, 4, 5])],
+            [(1, 96), (1, 1), (2, 2)],
+        ),
     ],
 )
 def test_a_question_is_read_once(requests, expected):
@@ -253,29 +255,6 @@ def test_a_continuation_longer_than_block_size_is_refused():
     own = language_model(build("gpt-mha-rope", **TINY))
     with pytest.raises(ValueError, match="has 97 tokens, but the model's block_size is 96"):
         score(own, ("a", "b" * 97))
-
-
-@pytest.mark.parametrize(
-    ("has_bos", "add_bos_token", "text", "ids"),
-    [
-        (False, True, "ab", [256, 97, 98]),
-        (False, True, "<|endoftext|>ab", [256, 97, 98]),
-        (False, False, "ab<|endoftext|>", [97, 98, 256]),
-        (True, True, "ab", [257, 97, 98]),
-    ],
-)
-def test_add_bos_token_puts_one_token_first(has_bos, add_bos_token, text, ids):
-    """It is the beginning of text, if there is one, and the end of text otherwise."""
-    encoding = tokenizer.byte_tokenizer()
-    if has_bos:
-        encoding = tokenizer.BytePairTokenizer(
-            "bytes", encoding.pattern, encoding.tokens, has_bos=True
-        )
-    model = build("gpt-mha-rope", **TINY)
-    own = language_model(model, encoding=encoding, add_bos_token=add_bos_token)
-    assert own.tok_encode(text) == ids
-    assert own.prefix_token_id == ids[0] or not add_bos_token
-    assert own.eot_token_id == 256
 
 
 def generate(own, **settings):
@@ -335,23 +314,19 @@ def run_eval(*arguments) -> str:
     return result.stdout.decode()
 
 
-def read_records(out: Path) -> dict[str, dict]:
-    """Return the results in a folder by label and title."""
-    records = [json.loads(path.read_text()) for path in sorted(out.glob("results_*.json"))]
-    return {f"{record['label']}: {comparison.make_title(record)}": record for record in records}
+def read_records(out: Path) -> list[dict]:
+    """Return the results in a folder, the oldest first."""
+    return [json.loads(path.read_text()) for path in sorted(out.glob("results_*.json"))]
 
 
 def test_the_validation_split_is_measured_as_in_training(run, corpus, tmp_path):
     output = run_eval(run, "--val", f"--out={tmp_path}")
-    [record] = read_records(tmp_path).values()
+    [record] = read_records(tmp_path)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     for key in ("val_loss", "val_perplexity", "val_bits_per_byte"):
-        assert record["record"][key] == pytest.approx(last[key], rel=1e-6)
-        assert f"{record['record'][key]:.4f}" in output
-    # a result names its circumstances; a model that is not in the paper is compared with nothing
+        assert record["validation"][key] == pytest.approx(last[key], rel=1e-6)
+        assert f"{record['validation'][key]:.4f}" in output
     assert all(record[key] for key in ("commit", "date", "machine", "command"))
-    assert "\nThe paper reports no results for tiny, step 6 (" in output
-    assert "| published" not in output
     # the oracle reads the split sequence by sequence
     model, _, _ = load_model(run, "cpu")
     tokens = torch.from_numpy(open_corpus(str(corpus)).val[0].astype(np.int64))
@@ -362,37 +337,55 @@ def test_the_validation_split_is_measured_as_in_training(run, corpus, tmp_path):
             logits = model(sequence[None, :-1])[0][0]
             nats += F.cross_entropy(logits, sequence[1:], reduction="sum").item()
     assert record["tokens"] == len(tokens) - 1
-    assert record["record"]["val_loss"] == pytest.approx(nats / record["tokens"], rel=1e-5)
+    assert record["validation"]["val_loss"] == pytest.approx(nats / record["tokens"], rel=1e-5)
 
 
-def test_several_models_shots_and_dtypes(run, folder, corpus):
-    """Results are in the folder of each run, and one table has them all."""
+def test_several_models_and_shots_are_in_one_table(run, folder, corpus):
     earlier = run / "checkpoints/step_00000003"
-    arguments = ["--tasks=questions,texts", f"--include_path={folder}", "--limit=3", "--val"]
-    run_eval(run / "checkpoints/step_00000006/ema", "--val", "--dtype=bfloat16")
-    output = run_eval(run, earlier, "--shots=0,1", *arguments)
+    averaged = run / "checkpoints/step_00000006/ema"
+    output = run_eval(
+        *(run, earlier, averaged),
+        *("--tasks=questions,texts", f"--include_path={folder}"),
+        *("--limit=3", "--shots=0,1", "--val", "--dtype=bfloat16"),
+    )
+    labels = ("tiny, step 6", "tiny, step 3", "tiny, step 6, averaged weights")
     records = read_records(run / "eval")
-    limited = "float32, only the first 3 items"
-    validation = f"validation, {Path(corpus).name}"
-    assert records.keys() == {
-        *(
-            f"tiny, step {step}: {title}"
-            for step in (3, 6)
-            for title in (f"0-shot, {limited}", f"1-shot, {limited}", f"{validation}, float32")
-        ),
-        f"tiny, step 6, averaged weights: {validation}, bfloat16",
-    }
-    assert output.count("### ") == 3
+    # each model is validated, and then evaluated with each number of shots
+    assert [record["label"] for record in records] == [label for label in labels for _ in range(3)]
     assert re.search(r"\nnote: \d+ contexts were cut on the left to block_size=40\n", output)
     table = (run / "eval/table.md").read_text()
     assert table in output
-    record = records[f"tiny, step 6: 1-shot, {limited}"]
-    assert record["n-shot"]["questions"] == 1
-    assert record["n-samples"]["questions"]["effective"] == 3
-    name, value, error = record["shown"]["questions"]
-    assert (name, value) == ("acc_norm", 100 * record["results"]["questions"]["acc_norm,none"])
-    assert f"| {value:.2f} ± {error:.2f} |" in table
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert rows[0] == ["", "shots", *labels]
+    for column, record in enumerate(records[2::3], start=2):
+        assert record["n-shot"]["questions"] == 1
+        assert record["n-samples"]["questions"]["effective"] == 3
+        accuracy = 100 * record["results"]["questions"]["acc_norm,none"]
+        error = 100 * record["results"]["questions"]["acc_norm_stderr,none"]
+        [row] = [row for row in rows if row[:2] == ["questions (acc_norm)", "1"]]
+        assert row[column] == f"{accuracy:.2f} ± {error:.2f}"
+    [row] = [row for row in rows if row[:1] == [f"loss (nats/token), {Path(corpus).name}"]]
+    assert row[2:] == [f"{record['validation']['val_loss']:.4f}" for record in records[::3]]
+    assert "\nComputed in bfloat16, on the first 3 items of each task.\n" in table
     shutil.rmtree(run / "eval")
+
+
+def test_a_task_has_the_number_of_shots_of_its_file(run, tmp_path):
+    """As in lm-eval; the number in a file is overridden by --shots, unless it is 0."""
+    files = lm_eval_tasks.write_tasks(tmp_path, 3)
+    text = (files / "questions.yaml").read_text()
+    for name, number in (("two", 2), ("none", 0)):
+        own_text = text.replace("task: questions", f"task: {name}") + f"num_fewshot: {number}\n"
+        (files / f"{name}.yaml").write_text(own_text)
+    arguments = ("--tasks=questions,two,none", f"--include_path={files}")
+    run_eval(run, *arguments, f"--out={tmp_path / 'files'}")
+    run_eval(run, *arguments, "--shots=1", f"--out={tmp_path / 'one'}")
+    shots = [
+        {result["task"]: result["shots"] for result in record["shown"]}
+        for name in ("files", "one")
+        for record in read_records(tmp_path / name)
+    ]
+    assert shots == [{"questions": 0, "two": 2, "none": 0}, {"questions": 1, "two": 1, "none": 0}]
 
 
 def test_items_are_written_as_lm_eval_writes_them(run, folder, tmp_path):
@@ -410,8 +403,8 @@ def test_a_group_without_a_figure_shows_those_of_its_tasks(run, tmp_path):
     files = lm_eval_tasks.write_tasks(tmp_path, 3)
     (files / "both.yaml").write_text("group: both\ntask: [questions, gaps]\n")
     run_eval(run, "--tasks=both", f"--include_path={files}", f"--out={tmp_path / 'out'}")
-    [record] = read_records(tmp_path / "out").values()
-    assert list(record["shown"]) == ["questions", "gaps"]
+    [record] = read_records(tmp_path / "out")
+    assert [result["task"] for result in record["shown"]] == ["questions", "gaps"]
 
 
 def test_a_corpus_that_was_replaced_is_not_evaluated_unawares(run, tmp_path):
@@ -475,49 +468,48 @@ def test_mistakes_end_in_one_line_before_any_work(
 
 
 @pytest.mark.parametrize(
-    ("name", "shots", "part"),
-    [("absent", 0, "nobody/has_this"), ("gaps", 21, "tasks gaps, 21-shot: ")],
+    ("change", "part"),
+    [
+        (("question}}", "questoin}}"), "UndefinedError(\"'questoin' is undefined\")"),
+        (("multiple_choice", "choice"), "invalid output_type 'choice'"),
+        (("test_split: test", "test_split: tset"), "KeyError('tset')"),
+        (("_test.jsonl", "_absent.jsonl"), "_absent.jsonl"),
+    ],
 )
-def test_a_task_that_cannot_be_evaluated_is_named(run, folder, tmp_path, name, shots, part):
-    options = (f"--include_path={folder}", f"--out={tmp_path}", f"--shots={shots}")
-    result = call("eval.py", run, f"--tasks={name}", *options)
+def test_a_mistake_in_a_task_file_is_named_before_any_work(run, tmp_path, change, part):
+    files = lm_eval_tasks.write_tasks(tmp_path, 3)
+    path = files / "questions.yaml"
+    path.write_text(path.read_text().replace(*change))
+    out = tmp_path / "out"
+    options = (f"--include_path={files}", f"--out={out}", "--val")
+    result = call("eval.py", run, "--tasks=letters,questions", *options)
+    assert result.returncode == 2
+    line = result.stderr.decode().splitlines()[-1]  # after datasets' progress bars
+    assert line.startswith("eval.py: error: --tasks=questions: ")
+    assert part in line
+    assert not out.exists()
+
+
+def test_more_examples_than_a_task_has_are_refused(run, folder, tmp_path):
+    options = (f"--include_path={folder}", f"--out={tmp_path}", "--shots=21")
+    result = call("eval.py", run, "--tasks=gaps", *options)
     assert result.returncode == 2
     line = result.stderr.decode().splitlines()[-1]
-    assert line.startswith(f"eval.py: error: tasks {name}, {shots}-shot: ")
-    assert part in line
+    assert line.startswith("eval.py: error: tasks gaps, 21-shot: ")
 
 
-def test_without_a_hub_a_task_is_refused_within_a_minute(run, folder, monkeypatch):
-    monkeypatch.setattr("evaluation.hub.find_connection_problem", lambda: "HUB cannot be reached")
-    manager = tasks.make_task_manager(["absent"], str(folder))
-    model, encoding, _ = load_model(run, "cpu")
-    with pytest.raises(ValueError, match="HUB cannot be reached, and the local cache lacks"):
-        tasks.evaluate(language_model(model, encoding=encoding), ["absent"], manager, 0)
+def test_without_a_hub_the_cause_is_named(folder, monkeypatch):
+    monkeypatch.setattr("evaluation.tasks.find_connection_problem", lambda: "HUB cannot be reached")
+    names = ["questions", "absent"]
+    manager = tasks.make_task_manager(names, str(folder))
+    message = (
+        "--tasks=absent: HUB cannot be reached, and the local cache lacks its data: .*has_this"
+    )
+    with pytest.raises(ValueError, match=message):
+        tasks.check_tasks(names, manager)
 
 
-# ---- tables ----
-
-
-def make_results(value: float) -> dict:
-    """Return results of the paper's eight tasks: value, value + 1, ... with errors 1, 2, ..."""
-    return {task: (value + number, 1.0 + number) for number, task in enumerate(tasks.PAPER_METRICS)}
-
-
-def test_the_table_has_the_papers_row_below_the_models_own():
-    paper = published.read_results()["gpt-mha-rope", "small"]["1"]
-    rows = [
-        comparison.make_task_row("a", make_results(30.0), paper, "said of a"),
-        comparison.make_task_row("b", {"arc_easy": (1.5, None)}, {}, "of b"),
-    ]
-    table = comparison.make_task_table("1-shot", dict(tasks.PAPER_METRICS), rows)
-    text = " ".join(comparison.format_markdown([table]).split())
-    assert "| model | a | published | b |" in text
-    assert "| arc_challenge (acc_norm) | 30.00 ± 1.00 | 29.01 | - |" in text
-    assert "| arc_easy (acc_norm) | 31.00 ± 2.00 | 55.85 | 1.50 |" in text
-    mean_error = math.sqrt(sum(number**2 for number in range(1, 9))) / 8
-    assert f"| average of the eight | 33.50 ± {mean_error:.2f} | 48.56 | - |" in text
-    assert text.endswith("said of a of b")
-    assert len(table.numbers) == 9 + 1
+# ---- the result that a table shows ----
 
 
 ACCURACIES = {
@@ -544,7 +536,17 @@ ACCURACIES = {
     ],
 )
 def test_the_metric_that_a_table_shows(task, results, expected):
-    assert tasks.choose_metrics({"results": {task: results}}) == {task: expected}
+    every_result = {"results": {task: results}, "group_subtasks": {}, "n-shot": {task: 3}}
+    assert tasks.choose_results(every_result) == [(task, 3, *expected)]
+
+
+@pytest.mark.parametrize(
+    ("shots", "expected"), [({"a": 1, "b": 1, "both": 1}, ["both"]), ({"a": 1, "b": 2}, ["a", "b"])]
+)
+def test_a_group_stands_for_tasks_with_one_number_of_shots(shots, expected):
+    results = {name: {"acc,none": 0.5} for name in ("both", "a", "b")}
+    every_result = {"results": results, "group_subtasks": {"both": ["a", "b"]}, "n-shot": shots}
+    assert [result.task for result in tasks.choose_results(every_result)] == expected
 
 
 def test_metrics_that_are_no_numbers_are_ignored():

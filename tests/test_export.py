@@ -23,7 +23,6 @@ import export
 import model.gpt
 import model_folder
 from data import tokenizer
-from huggingface import modeling_files
 from model import MODEL_NAMES, build
 
 # Every variant and every kind of branch occurs once; settings of independent parts share a case.
@@ -332,24 +331,15 @@ def test_a_folder_of_either_dtype_runs_in_bfloat16(reloaded, ids, name):
     theirs = torch.load(reloaded.folder / f"{name}.bfloat16.pt")
     ours = reloaded.cases[name.removesuffix("_bfloat16")].ours
     exact = copy.deepcopy(ours).bfloat16().float()
-    logits, loss = exact(ids[:, :-1], ids[:, 1:], return_logits=True)
+    _, loss = exact(ids[:, :-1], ids[:, 1:])
     loss.backward()
     gradients = [p.grad.flatten() for p in exact.parameters() if p.grad is not None]
-    check_relative_error(theirs["gradient"], torch.cat(gradients), 0.08)
-    check_relative_error(theirs["loss"], loss.detach(), 0.02)
     with torch.no_grad():
         logits = exact(ids)[0]
-        check_relative_error(theirs["logits"], logits, 0.04)
-        check_relative_error(theirs["cached"], logits, 0.04)
-        for name, texts in (
-            ("text_True", theirs["text_True"]),
-            ("text_False", theirs["text_False"]),
-            ("padded_text", theirs["padded_text"][1:, 4:]),  # the padded row, without its padding
-        ):
-            logits = exact(texts[:, :-1])[0][:, -6:]
-            chosen = logits.gather(-1, texts[:, -6:, None]).squeeze(-1)
-            # a token that rounding does not explain would lie further below the largest logit
-            assert (logits.amax(-1) - chosen).max() < 0.1 * logits.abs().max(), name
+    check_relative_error(theirs["gradient"], torch.cat(gradients), 0.08)
+    check_relative_error(theirs["loss"], loss.detach(), 0.02)
+    check_relative_error(theirs["logits"], logits, 0.04)
+    check_relative_error(theirs["cached"], logits, 0.04)
 
 
 @pytest.mark.parametrize("name", [*CASES, *(f"{name}_again" for name in EXAMINED_FURTHER)])
@@ -385,30 +375,6 @@ def test_a_copy_differs_from_its_file_in_the_import_of_option_alone(reloaded):
         "from .option import option",
         "from .option import check_ranges, option",
     }
-
-
-@pytest.fixture
-def user_folder(tmp_path, monkeypatch) -> Iterator[Path]:
-    """Return a folder whose files are found as if they were in model/."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    monkeypatch.setattr(model, "__path__", [*model.__path__, str(folder)])
-    monkeypatch.setattr(model, "MODEL_NAMES", [*MODEL_NAMES, "mine-gpt"])
-    yield folder
-    sys.modules.pop("model.mine-gpt", None)
-
-
-def write_variant(folder: Path, statement: str) -> None:
-    """Write an additive variant, mine-gpt.py, that has one more import."""
-    text = f"from .gpt import GPT\n{statement}\n\n\nclass Model(GPT):\n    pass\n"
-    (folder / "mine-gpt.py").write_text(text)
-
-
-def test_a_variant_with_an_option_of_its_own_can_be_exported(user_folder):
-    statement = "from configurator import option"
-    write_variant(user_folder, statement)
-    texts = modeling_files.collect_modeling_files(user_folder / "mine-gpt.py")
-    assert "\nfrom .option import option\n" in texts["stem.py"]
 
 
 @pytest.mark.parametrize(
@@ -472,7 +438,7 @@ def test_the_card_of_an_exported_folder_exported_again_says_nothing_of_training(
     )
     assert "It was trained neither" in text
     assert "steps" not in text
-    assert "[arXiv 2601.00417](https://arxiv.org/abs/2601.00417)" in text
+    assert "(arXiv 2601.00417)" in text
 
 
 def test_the_code_in_the_card_compiles(reloaded):
@@ -497,6 +463,20 @@ def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, m
 
 def test_an_empty_folder_is_written_to(noisy_run, tmp_path):
     assert (export_run(noisy_run, tmp_path) / "model.safetensors").is_file()
+
+
+def test_an_interrupted_export_leaves_no_weights(noisy_run, tmp_path, monkeypatch):
+    """Those of an earlier export would not belong to the new config.json."""
+    out = export_run(noisy_run, tmp_path / "out")
+
+    def press_ctrl_c(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training.checkpoint.save_tensors", press_ctrl_c)
+    result = call("export.py", noisy_run, out, "--overwrite")
+    assert (result.returncode, result.stderr) == (130, b"export.py: interrupted\n")
+    assert (out / "config.json").exists()
+    assert not (out / "model.safetensors").exists()
 
 
 def test_a_folder_is_written_over_with_overwrite_only(noisy_run, tmp_path):

@@ -34,19 +34,6 @@ def run(corpus, tmp_path_factory):
 
 
 def test_ctrl_c_while_text_is_written(run):
-    process = begin("sample.py", run, "--max_new_tokens=1000000", "--prompt=a", "--compile=False")
+    process = begin("sample.py", run, "--max_new_tokens=1000000", "--prompt=a")
     assert process.stdout.read(30)
     assert interrupted(process) == (130, ["sample.py: interrupted"])
-
-
-def test_ctrl_c_while_a_folder_is_exported_leaves_nothing(run, tmp_path):
-    """Between its first and last file: `git`, which names the commit, is one that presses
-    Ctrl+C.
-    """
-    (tmp_path / "git").write_text("#!/bin/sh\nkill -INT $PPID\nsleep 20\n")
-    (tmp_path / "git").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    process = begin("export.py", run, tmp_path / "out/model", env={"PATH": path})
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, b"export.py: interrupted\n")
-    assert list((tmp_path / "out").iterdir()) == []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import INPUTS, PAPER, TINY
 
-from model import build
+from model import MODEL_NAMES, build
 from model.block import Add
 from model.gpt import GPT, GPTConfig
 from training.residual_statistics import ObservedStream
@@ -32,6 +32,7 @@ CASES = [
     # attention over columns needs several of them
     *[("DDL-gpt-mha-rope-CC", options_name) for options_name in OPTIONS if options_name != "plain"],
 ]
+OTHER_STREAMS = [(model_name, "plain") for model_name in MODEL_NAMES if model_name not in PAPER]
 
 
 def build_rounded(model_name: str, options_name: str, dtype: torch.dtype) -> tuple[GPT, GPT]:
@@ -71,7 +72,7 @@ def relative_error(computed: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype_name", DTYPES)
-@pytest.mark.parametrize(("model_name", "options_name"), CASES)
+@pytest.mark.parametrize(("model_name", "options_name"), [*CASES, *OTHER_STREAMS])
 def test_forward_and_backward_are_near_float32(model_name, options_name, dtype_name):
     dtype = DTYPES[dtype_name]
     model, float32_model = build_rounded(model_name, options_name, dtype)

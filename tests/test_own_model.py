@@ -171,7 +171,7 @@ def test_other_mistakes_of_the_command(tmp_path):
     [
         ({"ddl_update": "delt"}, "ddl_update='delt': give one of"),
         ({"ddl_beta_init": "1/2"}, "give one of .'1/L'."),
-        ({"ddl_value_channels": 0}, "give a number at least 1"),
+        ({"ddl_value_channels": 0}, "give a number of at least 1"),
     ],
 )
 def test_the_package_checks_the_keys_of_its_stream(import_package, keys, message):

@@ -1,5 +1,7 @@
 """The paper's results: what results/published.csv holds, and what is shown beside a model."""
 
+import math
+
 import pytest
 from helpers import configure
 from models import PAPER
@@ -39,7 +41,7 @@ def test_every_published_average_is_that_of_its_row():
     for by_shots in published.read_results().values():
         for shots in ("0", "1"):
             values = {task: (by_shots[shots][task], None) for task in tasks.PAPER_METRICS}
-            average, _ = comparison.compute_average(values)["average"]
+            average, _ = comparison.compute_average(values)
             assert average == pytest.approx(by_shots[shots]["average"], abs=0.0101)
 
 
@@ -49,15 +51,18 @@ def test_every_published_average_is_that_of_its_row():
 @pytest.mark.parametrize("size", published.SIZES)
 @pytest.mark.parametrize("variant", PAPER)
 def test_a_run_of_the_papers_text_has_its_row_and_no_remark(variant, size):
-    beside = find(f"{published.CONFIG_NAMES[variant]}_{size}").beside
-    for shots in (0, 1, ""):
-        assert beside("run", shots) == (published.read_results()[variant, size][str(shots)], "")
+    paper = find(f"{published.CONFIG_NAMES[variant]}_{size}")
+    assert paper.results == published.read_results()[variant, size]
+    assert paper.remark("run") == ""
 
 
 def test_a_run_of_the_authors_code_has_a_remark():
-    _, remark = find("authors_ddl_dv4_small").beside("run", "")
-    assert remark.startswith(
-        "Settings of run that differ from the paper's (config/ddl_dv4_small.py): ddl_v_sigmoid"
+    assert (
+        find("authors_ddl_dv4_small")
+        .remark("run")
+        .startswith(
+            "Settings of run that differ from the paper's (config/ddl_dv4_small.py): ddl_v_sigmoid"
+        )
     )
 
 
@@ -75,10 +80,8 @@ def test_a_run_of_the_authors_code_has_a_remark():
         (["--block_size=512"], "block_size=512 (paper: 1024)"),
     ],
 )
-def test_a_setting_that_differs_is_named_under_the_row(options, difference):
-    row, remark = find("ddl_dv4_small", *options).beside("run", "")
-    assert row["val_loss"] == 2.83545
-    assert remark == (
+def test_a_setting_that_differs_is_named(options, difference):
+    assert find("ddl_dv4_small", *options).remark("run") == (
         f"Settings of run that differ from the paper's (config/ddl_dv4_small.py): {difference}."
     )
 
@@ -95,92 +98,87 @@ def test_a_setting_that_differs_is_named_under_the_row(options, difference):
     ],
 )
 def test_a_setting_that_the_paper_leaves_open_is_not_named(option):
-    assert find("gpt_small", option).beside("run", "")[1] == ""
+    assert find("gpt_small", option).remark("run") == ""
 
 
 def test_an_unfinished_run_is_named():
-    remark = find("gpt_small", step=50_000).beside("run", 0)[1]
+    remark = find("gpt_small", step=50_000).remark("run")
     assert remark.endswith(": trained for 50,000 of max_steps=100000.")
 
 
 def test_several_settings_are_named_in_one_line():
-    remark = find("ddl_july_small", "--warmup_steps=10").beside("run", 0)[1]
+    remark = find("ddl_july_small", "--warmup_steps=10").remark("run")
     for difference in ("warmup_steps=10 (paper: 2000)", "ddl_v_input=context (paper: residual)"):
         assert difference in remark
 
 
 def test_a_model_that_the_paper_does_not_have_has_no_row():
     other_size = find("ddl_dv4_small", "--num_hidden_layers=6")
-    assert other_size.beside("run", 0) == (
-        {},
-        "The paper reports no results for run (DDL-gpt-mha-rope with 6 layers and hidden_size=768).",
+    assert other_size.results == {}
+    assert other_size.remark("run") == (
+        "The paper reports no results for run (DDL-gpt-mha-rope with 6 layers and hidden_size=768)."
     )
-    assert find("mhc_small").beside("run", 0)[0] == {}
-
-
-def test_numbers_of_shots_that_the_paper_does_not_have():
-    assert find("gpt_small").beside("run", 5) == (
-        {},
-        "The paper reports no 5-shot results for run.",
-    )
+    assert find("mhc_small").results == {}
 
 
 def test_a_folder_that_does_not_say_how_it_was_trained():
     run, model = configure(["config/ddl_dv4_small.py", "--ddl_v_input=context"])
-    row, remark = published.find(run.model, model).beside("exported", 0)
-    assert row == published.read_results()[run.model, "small"]["0"]
-    assert remark == (
+    paper = published.find(run.model, model, {}, val_dataset="openwebtext")
+    assert paper.results == published.read_results()[run.model, "small"]
+    assert paper.remark("exported") == (
         "Settings of exported that differ from the paper's (config/ddl_dv4_small.py): "
-        "ddl_v_input=context (paper: residual), it is not known how it was trained."
+        "ddl_v_input=context (paper: residual), it is not known how it was trained, validated on "
+        "openwebtext (paper: fineweb_edu)."
     )
 
 
-def test_another_validation_corpus_is_named():
-    beside_validation = find("gpt_small").beside_validation
-    assert beside_validation("run", {"settings": {"corpus": CORPUS}})[1] == ""
-    other_corpus = {"settings": {"corpus": {**CORPUS, "sha256": "2"}}}
-    assert "validated on a corpus other than" in beside_validation("run", other_corpus)[1]
+# ---- the table of eval.py ----
 
 
-def test_another_validation_corpus_of_an_exported_folder_is_named():
-    run, model = configure(["config/gpt_small.py"])
-    record = {"settings": {"corpus": CORPUS}, "dataset": "openwebtext"}
-    row, remark = published.find(run.model, model).beside_validation("exported", record)
-    assert row["val_loss"] == 2.85426
-    assert "validated on openwebtext (paper: fineweb_edu)" in remark
+def make_record(shots: int, values: dict[str, tuple[float, float | None]], **changes) -> dict:
+    """Return a record of eval.py with results of tasks."""
+    shown = [
+        tasks.Result(task, shots, tasks.PAPER_METRICS.get(task, "acc"), *value)._asdict()
+        for task, value in values.items()
+    ]
+    settings = {"dtype": "float32", "limit": None}
+    return {"label": "a", "weights": "1", "settings": settings, "shown": shown, **changes}
 
 
-# ---- in the tables of eval.py ----
-
-
-def test_the_row_stands_below_the_models_own():
-    record = {
-        "weights": "digest",
-        "label": "a",
-        "n-shot": {},
-        "shots": 1,
-        "settings": {"dtype": "float32", "limit": None, "add_bos_token": False},
-        "shown": {"piqa": ("acc_norm", 66.0, 1.0)},
-    }
-    papers = {"digest": find("gpt_small", "--beta1=0.95")}
-
-    def show(record: dict) -> str:
-        text = comparison.format_markdown(comparison.make_tables([record], papers))
-        return " ".join(text.split())
-
-    text = show(record)
-    assert "| 66.00 ± 1.00 | 65.94 |" in text
-    assert text.endswith("beta1=0.95 (paper: 0.9).")
-    # the paper has no such task, so nothing is said of it
-    assert "paper" not in show({**record, "shown": {"lambada": ("acc", 1.0, 0.5)}})
+def test_one_table_has_the_papers_numbers_beside_those_of_the_model():
+    # 30, 31, ... with errors 1, 2, ...
+    values = {task: (30.0 + index, 1.0 + index) for index, task in enumerate(tasks.PAPER_METRICS)}
     validation = {
-        "weights": "digest",
         "label": "a",
-        "shots": None,
+        "weights": "1",
+        "settings": {"dtype": "float32", "limit": None},
         "dataset": "fineweb_edu",
-        "record": {"val_loss": 2.9, "val_perplexity": 18.2},
-        "settings": {"corpus": CORPUS, "dtype": "float32"},
+        "validation": {"val_loss": 2.9, "val_perplexity": 18.2},
     }
-    text = show(validation)
-    assert "| 2.9000 | 2.8543 |" in text
-    assert "| 18.2000 | 17.3616 |" in text
+    records = [
+        validation,
+        make_record(0, {"lambada": (1.0, 0.5), "arc_easy": (40.0, None)}),
+        make_record(1, values),
+        make_record(1, {"arc_easy": (1.5, None)}, label="b", weights="2"),
+    ]
+    papers = {"1": find("gpt_small", "--beta1=0.95"), "2": find("mhc_small")}
+    table = comparison.format_table(records, papers)
+    lines = [" ".join(line.split()) for line in table.splitlines()]
+    mean_error = math.sqrt(sum(number**2 for number in range(1, 9))) / 8
+    assert lines[0] == "| | shots | a | published | b |"
+    assert lines[2:5] == [
+        "| arc_easy (acc_norm) | 0 | 40.00 | 52.44 | - |",
+        "| lambada (acc) | 0 | 1.00 ± 0.50 | - | - |",
+        "| arc_challenge (acc_norm) | 1 | 30.00 ± 1.00 | 29.01 | - |",
+    ]
+    assert "| arc_easy (acc_norm) | 1 | 31.00 ± 2.00 | 55.85 | 1.50 |" in lines
+    assert f"| average (of the eight) | 1 | 33.50 ± {mean_error:.2f} | 48.56 | - |" in lines
+    assert "| loss (nats/token), fineweb_edu | - | 2.9000 | 2.8543 | - |" in lines
+    assert "| perplexity, fineweb_edu | - | 18.2000 | 17.3616 | - |" in lines
+    assert lines[-3] == "Computed in float32."
+    assert lines[-1].endswith("beta1=0.95 (paper: 0.9).")
+
+
+def test_nothing_is_said_of_the_paper_beside_other_tasks():
+    records = [make_record(0, {"lambada": (1.0, 0.5)})]
+    assert "paper" not in comparison.format_table(records, {"1": find("gpt_small", "--beta1=0.95")})

@@ -9,6 +9,7 @@ import naive
 import pytest
 import torch
 from export_helpers import released_weights
+from helpers import configure
 from models import PAPER, TINY, build_tiny
 from safetensors.torch import save_file
 
@@ -85,6 +86,14 @@ def test_both_releases_have_the_logits_of_their_weights(
     ids = torch.randint(0, 29, (7,))
     expected = naive_logits(model, model_name, ids.tolist())
     torch.testing.assert_close(loaded_model.double()(ids[None])[0][0], expected, **naive.EXACT)
+
+
+def test_a_folder_that_says_nothing_has_the_form_of_the_authors_code(tmp_path):
+    """The write value is 4 sigmoid(W x + b), a read of CC a pair, and the state float32."""
+    stated = vars(load(write_folder(tmp_path, released_weights(build_tiny(CC)))).config)
+    expected = vars(configure(["config/authors_ddl_dv4_cc_small.py"])[1])
+    for key in ("ddl_v_sigmoid", "ddl_v_sigmoid_scale", "ddl_v_bias", "ddl_cc_read", "state_dtype"):
+        assert stated[key] == expected[key], key
 
 
 @pytest.mark.parametrize("kernel_size", [2, 3])

@@ -52,19 +52,9 @@ def test_a_prompt_from_a_file_or_standard_input_and_a_checkpoint(run, sampled, t
     assert sample(checkpoint, f"--prompt={PROMPT}", *OPTIONS) == sampled
 
 
-def test_another_seed_gives_another_sample(run, sampled):
-    options = ("--max_new_tokens=20", "--seed=4", "--temperature=1.2")
-    assert sample(run, f"--prompt={PROMPT}", *options) != sampled
-
-
 def test_the_speed_is_on_stderr(run):
     result = call("sample.py", run, "--max_new_tokens=7", "--temperature=2")
     assert re.search(r"^[1-7] tokens in .* tokens/s\n$", result.stderr.decode(), re.MULTILINE)
-
-
-def test_several_samples_differ(run):
-    output = sample(run, "--num_samples=3", "--max_new_tokens=30")
-    assert len({text.strip() for text in output.split(SEPARATOR)}) == 3
 
 
 # ---- mistakes ----

@@ -25,7 +25,7 @@ from model.generation import Sampling
 from model.gpt import GPT, Stream
 from model_folder import load_model
 from serving import app as serving_app
-from serving.events import describe_statistics, generate_events, label_token
+from serving.completion import describe_statistics, generate_chunks, label_token
 from training.residual_statistics import ObservedStream
 
 DELTA = [model_name for model_name in MODEL_NAMES if model_name.startswith("DDL")]
@@ -141,11 +141,10 @@ def gates_of(tokens):
 def generate_tokens(
     model: GPT, prompt: list[int], count: int, tokenizer=TOKENIZER, **changes
 ) -> tuple[list[dict], list[dict]]:
-    """Return the events of a generation, and all tokens in them."""
+    """Return the chunks of a completion, and all tokens in them."""
     options = {"sampling": Sampling(), "seed": 1, "stop": [], "is_cancelled": lambda: False}
-    source = generate_events(model, tokenizer, prompt, count, **{**options, **changes})
-    events = list(source)
-    return events, [token for event in events for token in event.get("tokens", ())]
+    chunks = list(generate_chunks(model, tokenizer, prompt, count, **{**options, **changes}))
+    return chunks, [token for chunk in chunks for token in chunk["tokens"]]
 
 
 TWO_LAYERS = (DELTA[0], {"ddl_beta_single_linear": False})
@@ -157,7 +156,7 @@ TWO_LAYERS = (DELTA[0], {"ddl_beta_single_linear": False})
 def test_gates_are_those_of_an_uncached_pass(model_name, changes):
     model = build_random_model(model_name, **changes)
     prompt = [256, 3, 1, 4]
-    events, tokens = generate_tokens(model, prompt, 12)
+    chunks, tokens = generate_tokens(model, prompt, 12)
     ids = [token["id"] for token in tokens]
     assert ids[:4] == prompt
     assert len(ids) == 16
@@ -165,7 +164,8 @@ def test_gates_are_those_of_an_uncached_pass(model_name, changes):
     expected = uncached_gates(model, ids)
     assert expected.std() > 0.1
     torch.testing.assert_close(gates_of(tokens).double(), expected, rtol=0, atol=1e-6)
-    assert events[-1]["new_tokens"] == 12
+    usage = {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    assert chunks[-1]["usage"] == usage
 
 
 def test_past_block_size_each_gate_is_of_the_pass_that_made_the_tokens_logits():
@@ -212,13 +212,13 @@ def test_tokens_of_a_prompt_have_the_characters_that_they_complete():
 
 
 @pytest.mark.parametrize(
-    ("count", "is_cancelled", "end", "num_tokens"),
-    [(3, False, "reached max tokens", 4), (30, True, "the server is shutting down", 1)],
+    ("count", "is_cancelled", "reason", "num_tokens"),
+    [(3, False, "length", 4), (30, True, "abort", 1)],
 )
-def test_a_text_ends_after_max_new_tokens_or_with_the_server(count, is_cancelled, end, num_tokens):
+def test_a_text_ends_after_max_tokens_or_with_the_server(count, is_cancelled, reason, num_tokens):
     model = build(DELTA[0], **SMALL)
-    events, tokens = generate_tokens(model, [256], count, is_cancelled=lambda: is_cancelled)
-    assert events[-1]["end"] == end
+    chunks, tokens = generate_tokens(model, [256], count, is_cancelled=lambda: is_cancelled)
+    assert chunks[-1]["choices"][0]["finish_reason"] == reason
     assert len(tokens) == num_tokens
 
 
@@ -231,10 +231,10 @@ def constant_model() -> GPT:
 
 
 def test_a_text_ends_at_a_stop_string(constant_model):
-    events, tokens = generate_tokens(
+    chunks, tokens = generate_tokens(
         constant_model, [1], 30, sampling=Sampling(temperature=0), stop=["\0\0\0"]
     )
-    assert events[-1]["end"] == "stop string"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     assert "".join(token["text"] for token in tokens) == "\1"
 
 
@@ -245,11 +245,11 @@ def test_a_text_ends_at_end_of_text(constant_model):
         mergeable_ranks={bytes([value]): value + 1 for value in range(256)},
         special_tokens={"<|endoftext|>": 0},
     )
-    events, tokens = generate_tokens(
+    chunks, tokens = generate_tokens(
         constant_model, [1], 30, encoding, sampling=Sampling(temperature=0)
     )
-    assert events[-1]["end"] == "end of text"
-    assert events[-1]["new_tokens"] == 0
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["usage"]["completion_tokens"] == 0
     assert [token["id"] for token in tokens] == [1]
 
 
@@ -274,17 +274,23 @@ def ask(address: str, method: str = "GET", path: str = "/", body=None, **headers
         return Response(response.status, response.headers, response.read().decode())
 
 
-def generate(address, **body):
-    """Return the events of a generation, or the message that refuses it."""
-    response = ask(address, "POST", "/generate", body)
-    if response.status != 200:
-        return json.loads(response.body)["message"]
-    return [json.loads(line) for line in response.body.splitlines()]
+def complete(address, **body):
+    """Return a completion, or the message that refuses it."""
+    answer = json.loads(ask(address, "POST", "/v1/completions", body).body)
+    return answer if "choices" in answer else answer["error"]["message"]
 
 
-def text_of(events):
-    texts = [token["text"] for event in events for token in event.get("tokens", ())]
-    return "".join(texts) + events[-1].get("text", "")
+def stream(address, **body) -> list[dict]:
+    """Return the chunks of a completion that is streamed."""
+    response = ask(address, "POST", "/v1/completions", {**body, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, end, _ = response.body.split("\n\n")
+    assert end == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def text_of(completion: dict) -> str:
+    return completion["choices"][0]["text"]
 
 
 @pytest.fixture(scope="module")
@@ -327,8 +333,8 @@ def test_other_files_are_not_served(address, path):
 
 
 def test_the_model_is_described_with_the_defaults_of_the_command_line(address):
-    description = json.loads(ask(address, path="/model").body)
-    assert description["model"] == "DDL-gpt-mha-rope"
+    [description] = json.loads(ask(address, path="/v1/models").body)["data"]
+    assert description["id"] == "DDL-gpt-mha-rope"
     assert description["step"] == 6
     assert description["block_size"] == 16
     assert description["parameters"] == build("DDL-gpt-mha-rope", **SMALL).num_parameters()
@@ -348,49 +354,47 @@ def test_the_page_needs_nothing_from_elsewhere():
 
 
 def test_the_text_is_that_of_the_command_line(address, run):
-    settings = {
-        "max_new_tokens": 30,
-        "temperature": 1.3,
-        "top_k": 200,
-        "top_p": 0.95,
-        "seed": 11,
-    }
-    request = {**settings, "prompt": "def ü", "stop": ["z"]}
-    events = generate(address, **request)
+    settings = {"temperature": 1.3, "top_k": 200, "top_p": 0.95, "seed": 11}
+    request = {**settings, "max_tokens": 30, "prompt": "def ü", "stop": ["z"]}
+    completion = complete(address, **request)
     options = [f"--{key}={value}" for key, value in settings.items()]
-    printed = call("sample.py", run, "--prompt=def ü", "--stop=z", *options).stdout.decode()
-    assert text_of(events).removeprefix("<|endoftext|>") == printed.removesuffix("\n")
-    assert events[0] == {"seed": 11}
-    assert generate(address, **request)[:-1] == events[:-1]
+    options += ["--max_new_tokens=30", "--prompt=def ü", "--stop=z"]
+    printed = call("sample.py", run, *options).stdout.decode().removesuffix("\n")
+    assert f"def ü{text_of(completion)}" == printed
+    assert completion["seed"] == 11
+    assert completion["model"] == "DDL-gpt-mha-rope"
+    # a stream has the same text and tokens, in parts
+    chunks = stream(address, **request)
+    assert "".join(map(text_of, chunks)) == text_of(completion)
+    assert [token for chunk in chunks for token in chunk["tokens"]] == completion["tokens"]
+    assert "".join(token["text"] for token in chunks[0]["tokens"]) == "<|endoftext|>def ü"
+    assert chunks[-1]["usage"] == completion["usage"]
 
 
 def test_a_model_in_bfloat16_is_computed_in_it_in_every_thread(run):
     model, tokenizer, _ = load_model(run, torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16), serve_model(model, tokenizer) as address:
-        text = text_of(generate(address, prompt="def", max_new_tokens=30, seed=7, top_p=0.9))
+        text = text_of(complete(address, prompt="def", max_tokens=30, seed=7, top_p=0.9))
     options = ("--prompt=def", "--dtype=bfloat16", "--max_new_tokens=30", "--seed=7")
-    printed = call("sample.py", run, *options)
-    assert text.removeprefix("<|endoftext|>") == printed.stdout.decode().removesuffix("\n")
+    assert f"def{text}\n" == call("sample.py", run, *options).stdout.decode()
 
 
 def test_what_is_left_out_is_as_on_the_command_line(address):
-    first, second = (generate(address, prompt="a") for _ in range(2))
-    assert second[0]["seed"] == first[0]["seed"] + 1
-    assert first[0]["seed"] >= 5
-    assert first[-1]["new_tokens"] <= 25
-    again = generate(
-        address, prompt="a", seed=first[0]["seed"], temperature=0.9, stop=["qq"], top_p=0.9
-    )
-    assert again[:-1] == first[:-1]
+    first, second = (complete(address, prompt="a") for _ in range(2))
+    assert second["seed"] == first["seed"] + 1
+    assert first["seed"] >= 5
+    assert first["usage"]["completion_tokens"] <= 25
+    given = {"seed": first["seed"], "temperature": 0.9, "stop": "qq", "top_p": 0.9, "model": "any"}
+    assert complete(address, prompt="a", **given) == first
 
 
 MISTAKES = [
     ({"temperature": -1}, "temperature=-1.0: give a number at least 0"),
     ({"top_p": 1.5}, "top_p=1.5: give a number above 0 and at most 1"),
     ({"top_k": 0}, "top_k=0: give a number at least 1"),
-    ({"max_new_tokens": 2049}, "max_new_tokens: Input should be less than or equal to 2048"),
-    ({"max_new_tokens": "5"}, "max_new_tokens: Input should be a valid integer"),
-    ({"stop": [""]}, "stop.0: String should have at least 1 character"),
+    ({"max_tokens": 2049}, "max_tokens: Input should be less than or equal to 2048"),
+    ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
+    ({"stop": ""}, "stop: String should have at least 1 character"),
     ({"temprature": 1.0}, "temprature: Extra inputs are not permitted"),
     (
         {"prompt": "a<|im_start|>b"},
@@ -402,44 +406,53 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("body", "message"), MISTAKES)
 def test_a_mistake_is_answered_with_one_line(address, body, message):
-    answer = generate(address, **body)
+    answer = complete(address, **body)
     assert isinstance(answer, str)
     assert answer.startswith(message)
     assert "\n" not in answer
 
 
-def post(address: str, body=None, **headers) -> Response:
-    """Ask for a text."""
-    body = {"prompt": "a", "max_new_tokens": 1} if body is None else body
-    return ask(address, "POST", "/generate", body, **headers)
-
-
 @pytest.mark.parametrize(
-    ("host", "status"),
+    ("header", "bound_host", "expected"),
     [
-        ("localhost:8000", 200),
-        ("evil.example", 400),
-        ("127.0.0.1.evil.example", 400),
-        ("", 400),
+        ("localhost:8000", "127.0.0.1", True),
+        ("127.0.0.1:8000", "127.0.0.1", True),
+        ("[::1]:8000", "::1", True),
+        ("192.0.2.1", "0.0.0.0", True),
+        ("Box.example:80", "box.example", True),
+        (f"{socket.gethostname()}:8000", "0.0.0.0", True),
+        ("evil.example", "127.0.0.1", False),
+        ("127.0.0.1.evil.example", "127.0.0.1", False),
+        ("evil.example:8000", "0.0.0.0", False),
+        ("[::1", "::1", False),
+        ("", "127.0.0.1", False),
     ],
 )
-def test_only_the_names_of_this_server_are_answered(address, host, status):
-    assert post(address, host=host).status == status
-    assert ask(address, host=host).status == status
+def test_only_the_names_of_this_server_are_answered(header, bound_host, expected):
+    assert serving_app.is_own_host(header, bound_host) is expected
 
 
-def test_a_server_on_all_interfaces_has_the_names_of_its_machine():
-    names = serving_app.list_own_names("0.0.0.0")
-    assert socket.gethostname() in names
-    assert "0.0.0.0" not in names
-    assert serving_app.list_own_names("box.example")[-1] == "box.example"
+def test_a_foreign_host_is_refused(address):
+    for path in ("/", "/v1/models"):
+        response = ask(address, path=path, host="evil.example")
+        assert response.status == 403
+        assert "does not answer to the name 'evil.example'" in response.body
+    body = {"prompt": "a", "max_tokens": 1}
+    assert ask(address, "POST", "/v1/completions", body, host="evil.example").status == 403
+
+
+def test_a_server_on_an_ipv6_address(run):
+    with serve_run(run, "--host=::1") as (address, _):
+        assert address.startswith("http://[::1]:")
+        assert ask(address, path="/v1/models").status == 200
 
 
 def test_a_form_of_another_website_is_refused(address):
     """A browser sends JSON to another site only after a preflight, which is not answered."""
     body = json.dumps({"prompt": "a"})
-    assert post(address, body, **{"content-type": "text/plain"}).status == 400
-    assert ask(address, "OPTIONS", "/generate").status == 405
+    headers = {"content-type": "text/plain"}
+    assert ask(address, "POST", "/v1/completions", body, **headers).status == 400
+    assert ask(address, "OPTIONS", "/v1/completions").status == 405
 
 
 class Slow:
@@ -466,13 +479,12 @@ class Slow:
         raise AssertionError("the model is still computing")
 
     def begin(self):
-        """Return an open connection and its response, of which two lines have been read."""
+        """Return an open connection and its response, of which one event has been read."""
         connection = http.client.HTTPConnection(urlsplit(self.address).netloc, timeout=30)
-        body = json.dumps({"prompt": "a", "temperature": 0.0})
-        connection.request("POST", "/generate", body, {"content-type": "application/json"})
+        body = json.dumps({"prompt": "a", "temperature": 0.0, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         response = connection.getresponse()
-        assert json.loads(response.readline()) == {"seed": 0}
-        assert "tokens" in json.loads(response.readline())
+        assert response.readline().startswith(b'data: {"object": "text_completion"')
         return connection, response
 
 
@@ -490,43 +502,43 @@ def test_a_closed_connection_ends_the_computation(slow):
     connection.close()
     assert slow.wait_until_idle() < 2001
     assert type(slow.model.stream) is Stream
-    last = generate(slow.address, prompt="a", temperature=0, max_new_tokens=100)[-1]
-    assert last["new_tokens"] == 100
+    completion = complete(slow.address, prompt="a", temperature=0, max_tokens=100)
+    assert completion["usage"]["completion_tokens"] == 100
 
 
 def test_logits_that_are_not_finite_end_a_text_with_a_message():
     model = build_random_model("gpt-mha-rope")
     torch.nn.init.constant_(model.ln_f.weight, float("nan"))
     with serve_model(model, TOKENIZER) as address:
-        for _ in range(2):  # the server goes on
-            last = generate(address, prompt="a", max_new_tokens=3)[-1]
-            assert last == {
-                "message": "the logits of the model are not finite; it may have diverged"
-            }
+        message = "the logits of the model are not finite; it may have diverged"
+        # the server goes on
+        assert complete(address, prompt="a", max_tokens=3) == message
+        assert stream(address, prompt="a", max_tokens=3) == [{"error": {"message": message}}]
 
 
 def test_one_generation_at_a_time(slow, monkeypatch):
     monkeypatch.setattr(serving_app, "MAX_WAIT", 0.1)
     connection, response = slow.begin()
     for _ in range(2):
-        busy = post(slow.address, {"max_new_tokens": 3})
+        busy = ask(slow.address, "POST", "/v1/completions", {"max_tokens": 3})
         assert busy.status == 503
-        assert json.loads(busy.body)["message"].startswith("busy:")
-    assert "tokens" in json.loads(response.readline())  # the first goes on
+        assert json.loads(busy.body)["error"]["message"].startswith("busy:")
+    assert response.readline() == b"\n"
+    assert response.readline().startswith(b"data: ")  # the first goes on
     monkeypatch.setattr(serving_app, "MAX_WAIT", 10.0)
-    events = []
+    completions = []
 
     def wait_for_text():
-        events.extend(generate(slow.address, max_new_tokens=3))
+        completions.append(complete(slow.address, max_tokens=3))
 
     second = threading.Thread(target=wait_for_text)
     second.start()
     time.sleep(0.2)
-    assert events == []
+    assert completions == []
     response.close()
     connection.close()
     second.join(timeout=20)
-    assert "end" in events[-1]
+    assert completions[0]["choices"][0]["finish_reason"] == "length"
 
 
 def test_interrupting_the_server_ends_a_stream(run):
@@ -534,13 +546,17 @@ def test_interrupting_the_server_ends_a_stream(run):
         ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1]
         assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1  # a closed tab must not end the server
         connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-        connection.request("POST", "/generate", "{}", {"content-type": "application/json"})
+        body = json.dumps({"stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         response = connection.getresponse()
-        response.readline()
+        for _ in range(2):  # an event and an empty line
+            response.readline()
         process.send_signal(signal.SIGINT)
-        lines = response.read().splitlines()
+        events = response.read().decode().split("\n\n")
         _, errors = process.communicate(timeout=20)
-    assert json.loads(lines[-1])["end"] == "the server is shutting down"
+    assert events[-2] == "data: [DONE]"
+    last = json.loads(events[-3].removeprefix("data: "))
+    assert last["choices"][0]["finish_reason"] == "abort"
     assert process.returncode == 0
     assert errors == ""
 

@@ -507,7 +507,7 @@ def test_a_run_is_evaluated_on_its_validation_split(run):
     result = call("eval.py", run.folder, "--val", "--dtype=float32", "--device=cpu")
     assert result.returncode == 0, result.stderr.decode()
     [file] = (run.folder / "eval").glob("results_*.json")
-    record = json.loads(file.read_text())["record"]
+    record = json.loads(file.read_text())["validation"]
     last = run.read_last_record()
     assert record["val_loss"] == pytest.approx(last["val_loss"], rel=1e-5)
     assert record["val_accuracy"] == last["val_accuracy"]

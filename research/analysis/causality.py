@@ -18,9 +18,9 @@ import torch
 import configurator
 import model
 from configurator import argument, collect_options, option
-from evaluation import subjects
 from model.causality import find_leak, move_parameters
 from model.gpt import GPT
+from model_folder import describe
 
 # of the model of a file; everything else is the default of its stream
 TINY = {
@@ -91,7 +91,7 @@ def load_model(text: str) -> GPT:
     path, *key_values = text.split("+")
     if path.endswith(".py"):
         return build_from_file(Path(path), key_values)
-    loaded, _, _ = subjects.find(text).load("cpu")
+    loaded, _ = describe(text).load("cpu")
     return loaded
 
 

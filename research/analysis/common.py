@@ -1,5 +1,6 @@
 """What the analyses of trained models share: options, validation sequences, storing and drawing."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ from configurator import argument, option
 from data.loader import ValidationBatches
 from data.sequences import IGNORED_TARGET, SequenceLayout
 from data.shards import Corpus
-from evaluation import subjects
-from evaluation.subjects import Subject, open_corpus_of
 from model.gpt import GPT
+from model_folder import ModelFolder, describe, find_run_folder
 from research import plots
 from utils import processes
 from utils.provenance import collect_provenance, store_figures
@@ -97,36 +97,43 @@ def parse_optimizers(text: str) -> list[str]:
     return names
 
 
-def find_subjects(args: SimpleNamespace) -> list[Subject]:
-    """Return the subjects of args.runs.
+def find_folders(args: SimpleNamespace) -> list[ModelFolder]:
+    """Return the folders of args.runs.
 
     Raises:
         ValueError: there is no such run, or its corpus is missing
     """
-    found_subjects = [subjects.find(path) for path in args.runs]
-    for subject in found_subjects:
-        open_corpus_of(subject, args.dataset or "", option="--dataset")
-    return found_subjects
+    folders = [describe(path) for path in args.runs]
+    for folder in folders:
+        folder.open_corpus(args.dataset or "", option="--dataset")
+    return folders
+
+
+def find_common_folder(paths: list[str]) -> Path:
+    """Return the folder of a single run, or the folder that contains all runs."""
+    runs = {find_run_folder(Path(path)) for path in paths}
+    if len(runs) == 1:
+        return runs.pop()
+    return Path(os.path.commonpath([run.parent for run in runs]))
 
 
 def prepare_output_file(args: SimpleNamespace, name: str) -> Path:
     """Return the path of a command's JSON file, and create its folder."""
-    out = subjects.find_common_folder(args.runs) / f"{name}.json"
+    out = find_common_folder(args.runs) / f"{name}.json"
     if args.json:
         out = Path(args.json)
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 
 
-def describe_run(subject: Subject, model: GPT, model_name: str) -> dict:
+def describe_run(folder: ModelFolder, model: GPT) -> dict:
     """Return what every stored row says of its run: label, model, layers, step and seed."""
-    state = subject.state or {}
     return {
-        "label": subject.label,
-        "model": model_name,
+        "label": folder.label,
+        "model": folder.model,
         "layers": model.config.num_hidden_layers,
-        "step": state.get("step"),
-        "seed": state.get("run_config", {}).get("seed"),
+        "step": folder.state.get("step"),
+        "seed": folder.state.get("run_config", {}).get("seed"),
     }
 
 
@@ -251,21 +258,21 @@ def analyze_runs(
     rows = []
     # entered first, because a missing package should be noticed before anything is measured
     with plots.use_print_style():
-        found_subjects = find_subjects(args)
+        folders = find_folders(args)
         out = prepare_output_file(args, name)
-        for subject in found_subjects:
-            model, encoding, model_name = subject.load(device)
-            corpus = open_corpus_of(subject, args.dataset or "", option="--dataset")
+        for folder in folders:
+            model, encoding = folder.load(device)
+            corpus = folder.open_corpus(args.dataset or "", option="--dataset")
             batches = open_validation_batches(model, corpus)
             sequences = select_sequences(batches, args.windows)
-            progress = Progress(subject.label, len(sequences))
+            progress = Progress(folder.label, len(sequences))
             row = {
-                **describe_run(subject, model, model_name),
+                **describe_run(folder, model),
                 "sequences": len(sequences),
                 **measure(model, encoding, batches, sequences, args, progress),
             }
             rows.append(row)
-            print(f"{subject.label}: {summarize(row)}", flush=True)
+            print(f"{folder.label}: {summarize(row)}", flush=True)
             store_figures(out, {"rows": rows}, origin)
         print(format_table(rows))
         picture = out.with_suffix(".png")

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from configurator import option
 from data.loader import ValidationBatches
-from evaluation.subjects import Subject, open_corpus_of
 from model.block import Site, State, Stream
 from model.gpt import GPT
+from model_folder import ModelFolder
 from research import plots
 from research.analysis import common, edits, gates_page
 from research.analysis.parts import (
@@ -331,7 +331,7 @@ def measure(
 
 
 def measure_run(
-    subject: Subject, args: SimpleNamespace, device: torch.device, figures: Figures
+    folder: ModelFolder, args: SimpleNamespace, device: torch.device, figures: Figures
 ) -> dict:
     """Return the row of a run's statistics with the effects of its edits.
 
@@ -340,24 +340,24 @@ def measure_run(
     Raises:
         ValueError: args.edits names an edit that the model does not have
     """
-    corpus = open_corpus_of(subject, args.dataset or "", option="--dataset")
-    model, _, model_name = subject.load(device)
+    corpus = folder.open_corpus(args.dataset or "", option="--dataset")
+    model, _ = folder.load(device)
     batches = common.open_validation_batches(model, corpus)
     sequences = common.select_sequences(batches, args.windows)
-    row = figures.find(kind="statistics", weights=subject.identity, corpus=corpus.identity)
+    row = figures.find(kind="statistics", weights=folder.identity, corpus=corpus.identity)
     if row is None:
-        progress = common.Progress(subject.label, len(sequences))
+        progress = common.Progress(folder.label, len(sequences))
         measured = measure(model, batches, sequences, args.rows, device, progress)
         row = {
             "kind": "statistics",
-            "weights": subject.identity,
+            "weights": folder.identity,
             "corpus": corpus.identity,
-            **common.describe_run(subject, model, model_name),
+            **common.describe_run(folder, model),
             **measured,
         }
         figures.add(row)
         print(
-            f"{subject.label}: {len(measured['sites'])} sites over {measured['tokens']:,} tokens",
+            f"{folder.label}: {len(measured['sites'])} sites over {measured['tokens']:,} tokens",
             flush=True,
         )
     if args.edits == "none":
@@ -365,7 +365,7 @@ def measure_run(
     plan = edits.EditPlan(model, None if args.edits == "all" else args.edits.split(","))
     key = {
         "kind": "losses",
-        "weights": subject.identity,
+        "weights": folder.identity,
         "corpus": corpus.identity,
         "names": plan.names,
     }
@@ -377,7 +377,7 @@ def measure_run(
         plan,
         figures,
         key,
-        label=f"{subject.label}, edits",
+        label=f"{folder.label}, edits",
     )
     losses = [stored for stored in figures.rows if key.items() <= stored.items()]
     return {**row, "effects": edits.compute_effects(losses)}
@@ -399,11 +399,11 @@ def run(args: SimpleNamespace) -> None:
     plots.use_print_style()  # a missing package should be noticed before anything is measured
     device = processes.pick_device(args.device)
     out = common.prepare_output_file(args, "gates")
-    subjects = common.find_subjects(args)
+    folders = common.find_folders(args)
     if args.edits not in ("all", "none"):
         # a wrong name should be noticed before anything is measured
-        for subject in subjects:
-            model, _, _ = subject.load("cpu")
+        for folder in folders:
+            model, _ = folder.load("cpu")
             edits.EditPlan(model, args.edits.split(","))
     figures = Figures(
         out,
@@ -413,8 +413,8 @@ def run(args: SimpleNamespace) -> None:
         code=compute_digest(*CODE)[:12],
         notes={"summary": {}},
     )
-    rows = [measure_run(subject, args, device, figures) for subject in subjects]
-    groups = gates_page.group_runs(rows, subjects)
+    rows = [measure_run(folder, args, device, figures) for folder in folders]
+    groups = gates_page.group_runs(rows, folders)
     figures.notes["summary"] = {group.label: group.summarize() for group in groups}
     figures.store()
     pictures = []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from evaluation.subjects import Subject
+from model_folder import ModelFolder
 from research import compare, plots
 from research.compare import Estimate
 from research.runs import HIDDEN_SETTINGS
@@ -175,7 +175,7 @@ def judge(changes: dict[Key, Estimate | None]) -> dict[Key, Verdict]:
 # ---- groups ----
 
 
-def group_runs(rows: list[dict], subjects: list[Subject]) -> list[Group]:
+def group_runs(rows: list[dict], folders: list[ModelFolder]) -> list[Group]:
     """Group the rows by setting and step, in order of appearance.
 
     A run is a group by itself if its setting has a seed twice, or if its folder does not say its
@@ -183,16 +183,16 @@ def group_runs(rows: list[dict], subjects: list[Subject]) -> list[Group]:
     """
     rows_by_setting: dict[str, list[dict]] = {}
     counted_weights: set[str] = set()
-    for row, subject in zip(rows, subjects):
-        if subject.identity in counted_weights:
+    for row, folder in zip(rows, folders):
+        if folder.identity in counted_weights:
             print(
-                f"{subject.label}: another run has the same weights, which are counted once",
+                f"{folder.label}: another run has the same weights, which are counted once",
                 flush=True,
             )
             continue
-        counted_weights.add(subject.identity)
-        rows_by_setting.setdefault(describe_setting(subject), []).append(
-            {**row, "label": subject.label}
+        counted_weights.add(folder.identity)
+        rows_by_setting.setdefault(describe_setting(folder), []).append(
+            {**row, "label": folder.label}
         )
     row_lists = []
     for setting_rows in rows_by_setting.values():
@@ -210,11 +210,11 @@ def group_runs(rows: list[dict], subjects: list[Subject]) -> list[Group]:
     return groups
 
 
-def describe_setting(subject: Subject) -> str:
+def describe_setting(folder: ModelFolder) -> str:
     """Return what the runs of one group have in common, as text."""
-    if subject.state is None:
-        return subject.identity
-    state = subject.state
+    if not folder.state:
+        return folder.identity
+    state = folder.state
     ignored_keys = {*HIDDEN_SETTINGS, "model", "seed"}
     settings = {
         key: value

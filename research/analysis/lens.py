@@ -24,7 +24,7 @@ from model.gpt import GPT
 from model.precision import at_least_fp32
 from research import plots
 from research.analysis import common
-from serving.events import label_token
+from serving.completion import label_token
 from utils import files, tables
 
 if TYPE_CHECKING:

@@ -1,9 +1,8 @@
 """`bench.py decode`: measure the tokens per second of one-token decoding.
 
-Every model decodes without a cache (a forward pass over the whole text for each token), with the cache
-eagerly, and with a fixed step: compiled on a CPU, a CUDA graph on a GPU, where it is also measured with
-fused kernels. A turn decodes `--tokens` tokens after a context of `--context` tokens. Reading the context
-and sampling a token are not part of it.
+Every model decodes without a cache (a forward pass over the whole text for each token) and with the
+cache, on a GPU also with fused kernels. A turn decodes `--tokens` tokens after a context of
+`--context` tokens. Reading the context and sampling a token are not part of it.
 """
 
 from collections.abc import Callable, Iterator

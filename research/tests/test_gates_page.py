@@ -1,19 +1,18 @@
 """What the page of gates says of several runs: which form one group, which edits matter, how far runs differ."""
 
 import json
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import small_run
 from in_process import call
 
-from evaluation.subjects import Subject
 from research.analysis import gates_page
 
 # ---- groups ----
 
 
-def make_subject(identity: str, seed: int, step: int = 8, **changes) -> Subject:
+def make_subject(identity: str, seed: int, step: int = 8, **changes) -> SimpleNamespace:
     """Return a run of which only the description exists; changes: of its settings."""
     run_config = {
         "learning_rate": 1e-3,
@@ -28,10 +27,11 @@ def make_subject(identity: str, seed: int, step: int = 8, **changes) -> Subject:
         "run_config": run_config,
         "model_config": {"hidden_size": 8},
     }
-    return Subject(f"run {identity}, step {step}", Path(identity), state, identity)
+    label = f"run {identity}, step {step}"
+    return SimpleNamespace(label=label, state=state, identity=identity)
 
 
-def group_labels(*subjects: Subject) -> list[list[str]]:
+def group_labels(*subjects: SimpleNamespace) -> list[list[str]]:
     """Return the labels of the runs of each group."""
     rows = [
         {"label": "stored", "model": "m", "seed": subject.state["run_config"]["seed"]}

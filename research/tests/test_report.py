@@ -26,7 +26,7 @@ from report_helpers import (
     write_run,
 )
 
-from evaluation import comparison, published
+from evaluation import published, tasks
 from research import compare, paper, plots, tables
 from utils import tables as texts
 
@@ -222,11 +222,18 @@ def test_published_figures_stand_beside_models_of_the_paper_alone(sweep):
     assert points == [(50 * STEPS, 2.85426)]
 
 
+def make_result(task, shots, metric, value, standard_error) -> dict:
+    """Return a result as eval.py stores it."""
+    return tasks.Result(task, shots, metric, value, standard_error)._asdict()
+
+
 def test_accuracies_are_means_over_seeds_beside_the_published(sweep):
     def with_accuracy(run, value):
-        settings = {"dtype": "float32", "add_bos_token": False, "limit": None}
-        results = {"piqa": ["acc_norm", value, 1.5], "sciq": ["acc_norm", value + 5, 2.5]}
-        record = {"shots": 1, "settings": settings, "shown": results}
+        shown = [
+            make_result("piqa", 1, "acc_norm", value, 1.5),
+            make_result("sciq", 1, "acc_norm", value + 5, 2.5),
+        ]
+        record = {"settings": {"dtype": "float32", "limit": None}, "shown": shown}
         return replace(run, accuracy=[record], published=make_published(BASE))
 
     one, two, ddl, without = load(*sweep[BASE][:2], sweep[DDL][0], sweep[f"{DDL}-EC"][0])
@@ -250,9 +257,8 @@ def test_the_average_over_tasks_is_one_of_averages_of_runs(sweep):
     """A seed changes all tasks together, so that the average varies as much as each of them."""
 
     def with_accuracy(run, value):
-        results = {task: ["acc", value, 1.5] for task in comparison.PAPER_METRICS}
-        settings = {"dtype": "float32", "add_bos_token": False, "limit": None}
-        record = {"shots": 0, "settings": settings, "shown": results}
+        shown = [make_result(task, 0, "acc", value, 1.5) for task in tasks.PAPER_METRICS]
+        record = {"settings": {"dtype": "float32", "limit": None}, "shown": shown}
         return replace(run, accuracy=[record])
 
     runs = [with_accuracy(run, value) for run, value in zip(load(*sweep[BASE][:2]), (40.0, 42.0))]

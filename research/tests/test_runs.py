@@ -188,15 +188,14 @@ def test_stored_accuracy_is_that_of_the_runs_own_weights(tmp_path):
     sums = folder / "checkpoints/step_00000004" / checkpoint.CHECKSUMS
     record = {
         "weights": hashlib.sha256(sums.read_bytes()).hexdigest(),
-        "shots": 0,
-        "shown": {"piqa": ["acc", 61.5, 1.1]},
+        "shown": [{"task": "piqa", "value": 61.5}],
         "settings": {"dtype": "float32"},
     }
     out = folder / "eval"
     out.mkdir()
     (out / "results_own.json").write_text(json.dumps({**record, "folder": "x"}))
     (out / "results_other.json").write_text(json.dumps({**record, "weights": "other"}))
-    (out / "results_damaged.json").write_text('{"shots": [3')
+    (out / "results_damaged.json").write_text('{"shown": [3')
     [run] = load(folder)
     assert run.accuracy == [record]
     assert "results_damaged.json is left out" in run.notes[0]
@@ -211,7 +210,7 @@ def test_accuracy_is_read_from_all_evaluations_with_other_runs(tmp_path):
     dates["../eval_a_of_two_sweeps"] = "2026-01-04"
     for path, date in dates.items():
         (sweep / path).mkdir()
-        record = {"weights": weights, "shots": 0, "date": date}
+        record = {"weights": weights, "shown": [], "date": date}
         (sweep / path / "results_0-shot.json").write_text(json.dumps(record))
     [run] = load(folder)
     # the newest comes last

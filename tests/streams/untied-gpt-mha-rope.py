@@ -10,7 +10,5 @@ from .parameters import Rule, linear, normal
 class Model(GPT):
     def __init__(self, config):
         super().__init__(config)
-        self.lm_head = linear(
-            config.hidden_size, config.vocab_size, Rule(normal(0.02), decay=True, rounded=True)
-        )
+        self.lm_head = linear(config.hidden_size, config.vocab_size, Rule(normal(0.02), decay=True))
         self.init_weights()

@@ -1,10 +1,9 @@
-"""Generate text as events: each token with its text and the statistics of the residual stream."""
+"""Generate text in chunks: each token with its text and the statistics of the residual stream."""
 
 import contextlib
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -100,7 +99,7 @@ def describe_statistics(model: GPT) -> list[dict]:
     return descriptions
 
 
-# ---- events ----
+# ---- chunks of a completion ----
 
 
 def label_token(tokenizer: Tokenizer, token: int) -> str:
@@ -112,26 +111,13 @@ def label_token(tokenizer: Tokenizer, token: int) -> str:
         return f"bytes {token_bytes.hex(' ')}"
 
 
-def make_event(
-    tokenizer: Tokenizer,
-    tokens: list[int],
-    texts: list[str],
-    statistics: list[dict],
-    *,
-    prompt: bool,
-) -> dict:
-    """Return {"tokens"} of these tokens, each with the text that has become certain with it."""
+def make_chunk(text: str, finish_reason: str | None, tokens: list[dict], **more: object) -> dict:
+    """Return a part of a completion in the form of OpenAI's API, with the tokens as a key of ours."""
     return {
-        "tokens": [
-            {
-                "id": token,
-                "text": text,
-                "label": label_token(tokenizer, token),
-                "statistics": values,
-                "prompt": prompt,
-            }
-            for token, text, values in zip(tokens, texts, statistics, strict=True)
-        ]
+        "object": "text_completion",
+        "choices": [{"index": 0, "text": text, "finish_reason": finish_reason}],
+        "tokens": tokens,
+        **more,
     }
 
 
@@ -143,7 +129,7 @@ def split_text(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return texts
 
 
-def generate_events(
+def generate_chunks(
     model: GPT,
     tokenizer: Tokenizer,
     prompt: list[int],
@@ -154,12 +140,12 @@ def generate_events(
     stop: list[str],
     is_cancelled: Callable[[], bool],
 ) -> Generator[dict, None, None]:
-    """Yield {"seed"}, then {"tokens"} several times, and at last {"end", "text", "new_tokens", "seconds"}.
+    """Yield a chunk with the tokens of the prompt, one for each new token, and a last one.
 
     The statistics of a token are those of the forward pass that reads it. A generated token is only
-    read when the next one is sampled, so one more token is sampled than is sent.
+    read when the next one is sampled, so one more token is sampled than is sent. The last chunk has
+    the reason of the end, and text that was held back because a stop string might have begun in it.
     """
-    start = time.perf_counter()
     recorder = StatisticsRecorder()
     generation = Generation(
         model,
@@ -173,31 +159,53 @@ def generate_events(
     # the prompt may contain a stop string, which only ends the generated text
     text = Text(tokenizer, stop)
     num_new_tokens = 0
-    reason = "reached max tokens"
+    finish_reason = "length"
     unread = prompt  # the tokens that the next pass reads for the first time
     texts = split_text(tokenizer, prompt)
-    yield {"seed": seed}
     with model.through(recorder):
         for [token] in generation:
-            statistics = recorder.take_last(len(unread))
-            yield make_event(tokenizer, unread, texts, statistics, prompt=num_new_tokens == 0)
-            if text.stopped:
-                reason = "stop string"
-                break
-            if token is None:
-                reason = "end of text"
+            is_prompt = num_new_tokens == 0
+            tokens = [
+                {
+                    "id": unread_token,
+                    "text": unread_text,
+                    "label": label_token(tokenizer, unread_token),
+                    "statistics": statistics,
+                    "prompt": is_prompt,
+                }
+                for unread_token, unread_text, statistics in zip(
+                    unread, texts, recorder.take_last(len(unread)), strict=True
+                )
+            ]
+            yield make_chunk("" if is_prompt else texts[0], None, tokens, seed=seed)
+            if text.stopped or token is None:
+                finish_reason = "stop"
                 break
             # this token is the one that is sampled but not sent
             if num_new_tokens == max_new_tokens:
                 break
             if is_cancelled():
-                reason = "the server is shutting down"
+                finish_reason = "abort"
                 break
             num_new_tokens += 1
             unread = [token]
             texts = [text.add(token)]
-    seconds = time.perf_counter() - start
-    yield {"end": reason, "text": text.end(), "new_tokens": num_new_tokens, "seconds": seconds}
+    usage = {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": num_new_tokens,
+        "total_tokens": len(prompt) + num_new_tokens,
+    }
+    yield make_chunk(text.end(), finish_reason, [], seed=seed, usage=usage)
+
+
+def join_chunks(chunks: Iterable[dict]) -> dict:
+    """Return the whole completion."""
+    chunks = list(chunks)
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    tokens = [token for chunk in chunks for token in chunk["tokens"]]
+    last = chunks[-1]
+    choice = {**last["choices"][0], "text": text}
+    return {**last, "choices": [choice], "tokens": tokens}
 
 
 def iterate_under(
