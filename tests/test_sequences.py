@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from data.loader import TrainBatches, ValidationBatches
 from data.sequences import SequenceLayout
-from model.loss import MAX_LOGITS
 from training.validation import evaluate
 from utils.processes import World
 
@@ -182,13 +181,6 @@ def test_documents_without_labels_have_weight_0():
 # ---- evaluation ----
 
 
-class WorldWithoutSums(World):
-    """A rank of several whose sums over ranks are its own values."""
-
-    def sum(self, *values):
-        return list(values)
-
-
 class TableModel(torch.nn.Module):
     """A model whose logits are looked up by the current token."""
 
@@ -294,34 +286,3 @@ def test_documents_without_answers_do_not_count_as_wrong(documents, batch_size):
         contextlib.nullcontext(),
     )
     assert evaluation["exact_match"] == 7 / 8
-
-
-@pytest.mark.parametrize("batch_size", [1, 4, 9])
-# Logits that no answers are counted in are computed a second time, MAX_LOGITS at once.
-@pytest.mark.parametrize(
-    ("scored", "max_logits"), [(None, 1), (None, 2**27), (SCORED_RANGES, 2**27)]
-)
-def test_losses_of_sequences_add_up_over_ranks(
-    documents, batch_size, scored, max_logits, monkeypatch
-):
-    """The sum over ranks has the mean loss of each sequence, and NaN for one without targets."""
-    monkeypatch.setitem(MAX_LOGITS, "cpu", max_logits)
-    model = TableModel()
-    sequences = [0, 2, 3, 5, 8]
-    total = 0
-    for rank in range(2):
-        evaluation = evaluate(
-            model,
-            make_validation_batches(documents, scored),
-            sequences,
-            batch_size,
-            WorldWithoutSums(rank, 2, torch.device("cpu")),
-            contextlib.nullcontext(),
-            return_sequence_losses=True,
-        )
-        total = total + evaluation["losses"]
-    losses = [compute_losses(model, documents[sequence]) for sequence in sequences]
-    expected = [np.mean(sequence) if sequence else np.nan for sequence in losses]
-    assert total.dtype == np.float32
-    np.testing.assert_allclose(total, expected, rtol=1e-6)
-    assert np.isnan(total).tolist() == [False, False, True, False, False]
