@@ -8,8 +8,11 @@ Each is an iterable of rows, which are dicts of
 The library `datasets` reads the Hub, and its `IterableDataset` keeps the position at which an
 interrupted preparation goes on; `Rows` does so for local sources. Local files are read here:
 `datasets` gives all rows of JSON lines the types of the first ones, and so refuses files that differ
-in a column that is not used, and turns a text such as 2024-01-01 into a time. Importing it takes
-seconds.
+in a column that is not used, and turns a text such as 2024-01-01 into a time. Its errors name neither
+the file nor the row, and importing it takes seconds.
+
+A file that cannot be read as it was meant ends the preparation with an error that names the file and
+the row: no document is cut or lost without a word. The name of a file may be any bytes.
 """
 
 import csv
@@ -27,10 +30,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 
 from configurator import option
 from data import shards
+from utils import files
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -38,13 +42,18 @@ if TYPE_CHECKING:
 BATCH_CHARACTERS = 1_000_000
 PIECE_CHARACTERS = 8 << 20  # text files are tokenized in pieces of about this size
 ROWS = 256  # of a parquet file that are read at once
-COMPRESSED = (".gz", ".zst", ".bz2")  # what pyarrow decompresses
+# pyarrow's name of the compression of text files, by suffix
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 csv.field_size_limit(2**31 - 1)
 
 
 class SourceError(ValueError):
     """A source that cannot be read; the message names the file or the dataset."""
+
+
+class NoDocumentsError(SourceError):
+    """A file that is not text, or a table without the column; in a folder, it is skipped."""
 
 
 class Batch(NamedTuple):
@@ -112,7 +121,7 @@ class Documents:
             num_characters = 0
             for row in dataset:
                 text = row["text"]
-                if not isinstance(text, str) or not text:
+                if not has_text(text):
                     continue
                 batch.texts.append(text)
                 batch.starts.append(row.get("starts", True))
@@ -124,8 +133,10 @@ class Documents:
         except SourceError:
             raise
         except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec and pyarrow
+            reason = " ".join(str(error).split())
             raise SourceError(
-                f"{self.identity['source']} cannot be read: {error!r}"[:600]
+                f"{self.identity['source']} cannot be read ({type(error).__name__}: {reason:.400}); "
+                "if the Hub did not respond, run the same command again to resume"
             ) from error
         if batch.texts:
             yield batch
@@ -269,12 +280,12 @@ def from_files(
         shuffled: whether files are ordered by a hash of their names instead of by name
 
     Raises:
-        ValueError: a pattern has no files
+        ValueError: a pattern has no files, or a file in a folder is damaged
     """
     paths = {path for pattern in patterns for path in find_files(pattern, column, suffixes)}
     paths = sorted(paths)
     if shuffled:
-        paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
+        paths.sort(key=lambda path: hashlib.sha256(os.fsencode(path)).digest())
     parts = [functools.partial(read_file, path, column) for path in paths]
     return Documents(
         open=lambda: Rows(parts),
@@ -296,13 +307,15 @@ def find_files(pattern: str, column: str, suffixes: Iterable[str]) -> list[Path]
         below = list_folder(match)
         if suffixes:
             below = [path for path in below if {path.suffix, get_kind(path)} & set(suffixes)]
-        readable = [path for path in below if is_readable(path, column)]
-        if len(readable) < len(below):
+        skipped = [path for path in below if not has_documents(path, column)]
+        if skipped:
+            names = ", ".join(show_path(path.relative_to(match)) for path in skipped[:5])
             print(
-                f"{match}: {len(below) - len(readable):,} files are skipped, because they are not "
-                f"UTF-8 text or have no column {column}"
+                f"{show_path(match)}: {len(skipped):,} files are skipped, because they are not "
+                f"UTF-8 text or have no column {column}: {names}"
+                f"{', ...' if len(skipped) > 5 else ''}"
             )
-        paths += readable
+        paths += [path for path in below if path not in set(skipped)]
     if not paths:
         raise ValueError(
             f"--source={pattern}: there are no files of text; give existing files, glob patterns or "
@@ -312,36 +325,62 @@ def find_files(pattern: str, column: str, suffixes: Iterable[str]) -> list[Path]
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """Return the files below a folder, hidden ones omitted; each folder once, also if it is linked."""
+    """Return the files below a folder, hidden ones omitted; each folder once, also if it is linked.
+
+    Raises:
+        ValueError: it holds several splits of a dataset
+        OSError: it cannot be searched
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
     paths = []
     visited = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
         if os.path.realpath(parent) in visited:
             folders.clear()
             continue
         visited.add(os.path.realpath(parent))
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+        # sorted, because of two links to a folder the first is followed
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+        if "dataset_dict.json" in names:
+            raise ValueError(
+                f"{parent} holds the splits of a DatasetDict, {', '.join(folders)}; give the "
+                "folder of one of them"
+            )
+        if {"dataset_info.json", "state.json"} <= set(names):
+            # Dataset.save_to_disk wrote the folder, which can hold caches of other data sets, too
+            state = files.read_json(Path(parent, "state.json"))
+            names = [file["filename"] for file in state.get("_data_files", [])] or names
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
-    return [path for path in paths if path.is_file()]
+    return sorted(path for path in paths if path.is_file() or path.is_symlink())
 
 
 def hash_listing(paths: list[Path]) -> str:
     """Return the SHA-256 of the names and sizes of files."""
-    listing = "".join(f"{path}\t{path.stat().st_size}\n" for path in paths)
-    return hashlib.sha256(listing.encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(b"%s\t%d\n" % (os.fsencode(path), path.stat().st_size))
+    return digest.hexdigest()
+
+
+def show_path(path: Path) -> str:
+    """Return a path as text that can be printed: bytes that are not UTF-8 are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def get_kind(path: Path) -> str:
     """Return the suffix of a file in lower case, or of its content if it is compressed."""
     path = Path(path.name.lower())
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
-def is_readable(path: Path, column: str) -> bool:
+def has_documents(path: Path, column: str) -> bool:
     """Return whether a file begins with text, or is a table that has the column."""
     try:
         next(read_file(path, column), None)
-    except SourceError:
+    except NoDocumentsError:
         return False
     return True
 
@@ -350,29 +389,90 @@ def read_file(path: Path, column: str) -> Iterator[dict]:
     """Yield the texts of a file, which are None where a table has none.
 
     Raises:
-        SourceError: the file is damaged, is not text, or has no such column
+        NoDocumentsError: the file does not exist, does not begin with text, or has no such column
+        SourceError: it is damaged, or a row is not what its header promises
     """
+    read = READERS.get(get_kind(path))
+    num_rows = 0
+    num_without_text = 0
     try:
-        if get_kind(path) not in READERS:
+        if read is None:
             yield from read_text(path)
             return
-        for value in READERS[get_kind(path)](path, column):
-            if isinstance(value, str):
+        for value in read(path, column):
+            if has_text(value):
                 # JSON can hold half of a surrogate pair, but UTF-8 cannot
                 value = value.encode("utf-8", "replace").decode()
+            else:
+                num_without_text += 1
             yield {"text": value}
-    except KeyError as error:
-        raise SourceError(f"{path} has no column {column}; name one with --column") from error
-    except (ValueError, OSError, AttributeError, TypeError, RecursionError, csv.Error) as error:
-        reason = str(error).partition("\n")[0][:200]
-        raise SourceError(f"{path} is not text, or is damaged ({reason})") from error
+            num_rows += 1
+    except (ValueError, TypeError, OSError, RecursionError, csv.Error) as error:
+        error_type = SourceError
+        if isinstance(error, NoDocumentsError | FileNotFoundError):
+            error_type = NoDocumentsError
+        if num_rows == 0 and isinstance(error, UnicodeError | json.JSONDecodeError):
+            error_type = NoDocumentsError
+        location = str(path) if read is None else f"{path}, row {num_rows + 1:,}"
+        raise error_type(f"{location}: {explain(error)}") from error
+    if num_without_text:
+        print_once(
+            f"{show_path(path)}: {num_without_text:,} of {num_rows:,} rows have no text in column "
+            f"{column}"
+        )
+
+
+@functools.cache  # a tokenizer is trained on the same files
+def print_once(message: str) -> None:
+    """Print a message, unless it has been printed before."""
+    print(message)
+
+
+def explain(error: Exception) -> str:
+    """Say what is wrong with a row or a file, and what to do."""
+    if isinstance(error, SourceError | TypeError):
+        return str(error)
+    if isinstance(error, UnicodeError):
+        return "it is not UTF-8 text; convert it, for example with iconv, or unpack it"
+    reason = str(error).partition("\n")[0][:200]
+    return f"it is damaged ({reason}); repair or remove it"
+
+
+def has_text(value: object) -> bool:
+    """Return whether a value of a column of texts is one that is not empty.
+
+    Raises:
+        TypeError: it is something else
+    """
+    if not isinstance(value, str | None):
+        raise TypeError(
+            f"the column holds {type(value).__name__} instead of text; name another with --column"
+        )
+    return bool(value)
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
-    """Open a text file in UTF-8, with its line breaks as they are; decompress it if need be."""
-    is_compressed = path.suffix.lower() in COMPRESSED
-    file = pyarrow.input_stream(str(path)) if is_compressed else open(path, "rb")  # noqa: SIM115
-    return io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    """Open a text file, with its line breaks as they are; decompress it if need be.
+
+    Bytes that are not UTF-8 become surrogates, so that who reads a row finds them in this row;
+    otherwise they would be an error as soon as the buffer holds them, some rows before.
+    """
+    file = open(path, "rb")  # noqa: SIM115
+    if path.suffix.lower() in COMPRESSIONS:
+        file = pyarrow.CompressedInputStream(file, COMPRESSIONS[path.suffix.lower()])
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file with their line breaks.
+
+    Raises:
+        UnicodeError: a line is not UTF-8
+    """
+    with open_text(path) as file:
+        for line in file:
+            line.encode()  # a surrogate raises an error
+            yield line
 
 
 def read_text(path: Path) -> Iterator[dict]:
@@ -381,60 +481,95 @@ def read_text(path: Path) -> Iterator[dict]:
         starts = True
         while piece := file.read(PIECE_CHARACTERS):
             piece += file.readline(PIECE_CHARACTERS)
+            piece.encode()  # a surrogate raises an error
             if "\0" in piece:
-                raise ValueError("it has zero bytes")
+                raise NoDocumentsError("it has zero bytes, and so is not text; unpack or omit it")
             yield {"text": piece, "starts": starts}
             starts = False
 
 
+def check_column(column: str, columns: list[str]) -> None:
+    """Raise SourceError unless exactly one of the columns has this name."""
+    if column not in columns:
+        shown = ", ".join(columns)[:200] or "none at all"
+        raise NoDocumentsError(f"it has no column {column}, but {shown}; name one with --column")
+    if columns.count(column) > 1:
+        raise SourceError(f"it has {columns.count(column)} columns {column}; rename all but one")
+
+
+def check_uncompressed(path: Path) -> None:
+    """Raise SourceError if a table that is read at any position is compressed as a whole."""
+    if path.suffix.lower() in COMPRESSIONS:
+        raise SourceError(f"a {get_kind(path)} file cannot be read from {path.suffix}; unpack it")
+
+
 def read_parquet(path: Path, column: str) -> Iterator[object]:
     """Yield the values of a column of a parquet file."""
-    with parquet.ParquetFile(path) as file:
-        if column not in file.schema_arrow.names:
-            raise KeyError(column)
+    check_uncompressed(path)
+    with parquet.ParquetFile(pyarrow.OSFile(os.fsencode(path))) as file:
+        check_column(column, file.schema_arrow.names)
         for batch in file.iter_batches(ROWS, columns=[column]):
             yield from batch.column(0).to_pylist()
 
 
 def read_arrow(path: Path, column: str) -> Iterator[object]:
-    """Yield the values of a column of an .arrow file, as `Dataset.save_to_disk` writes it."""
-    import datasets
-
-    dataset = datasets.Dataset.from_file(str(path))
-    if column not in dataset.column_names:
-        raise KeyError(column)
-    for row in dataset.select_columns([column]):
-        yield row[column]
+    """Yield the values of a column of an Arrow file, or of a stream, as `datasets` writes it."""
+    check_uncompressed(path)
+    with pyarrow.memory_map(os.fsencode(path)) as file:
+        is_stream = file.read(6) != b"ARROW1"
+        file.seek(0)
+        reader = ipc.open_stream(file) if is_stream else ipc.open_file(file)
+        check_column(column, reader.schema.names)
+        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+        for batch in batches:
+            yield from batch.column(column).to_pylist()
 
 
 def read_json(path: Path, column: str) -> Iterator[object]:
     """Yield the values of a key of JSON lines, or of the objects of one array; the first has the key."""
-    with open_text(path) as file:
-        first_line = file.readline()
-        if first_line.lstrip().startswith("["):
-            rows = iter(json.loads(first_line + file.read()))
-        else:
-            lines = itertools.chain([first_line], file)
-            rows = (json.loads(line) for line in lines if line.strip())
-        for first_row in rows:
-            yield first_row[column]
-            break
-        for row in rows:
-            yield row.get(column)
+    for number, row in enumerate(parse_json(path)):
+        if not isinstance(row, dict):
+            error_type = SourceError if number else NoDocumentsError
+            raise error_type("it is not a JSON object; give one object for each document")
+        if number == 0:
+            check_column(column, list(row))
+        yield row.get(column)
+
+
+def parse_json(path: Path) -> Iterator[object]:
+    """Yield the values of JSON lines, or the items of one array."""
+    lines = (line for line in read_lines(path) if line.strip())
+    first_line = next(lines, "")
+    if first_line.lstrip().startswith("["):
+        yield from json.loads(first_line + "".join(lines))
+    elif first_line:
+        yield json.loads(first_line)
+        yield from map(json.loads, lines)
 
 
 def read_csv(path: Path, column: str) -> Iterator[str]:
     """Yield the values of a column of a .csv or .tsv file, whose first line names the columns."""
     delimiter = "\t" if get_kind(path) == ".tsv" else ","
-    with open_text(path) as file:
-        for row in csv.DictReader(file, delimiter=delimiter):
-            yield row[column]
+    # strict, because a quotation mark that nothing closes would swallow the rows after it
+    rows = csv.reader(read_lines(path), delimiter=delimiter, strict=True)
+    header = next(rows, [])
+    check_column(column, header)
+    index = header.index(column)
+    for row in rows:
+        if row and len(row) != len(header):
+            raise SourceError(
+                f"it has {len(row)} fields, but the header has {len(header)}; put texts with commas, "
+                "tabs or line breaks between quotation marks"
+            )
+        if row:
+            yield row[index]
 
 
 # by the suffix of the file, in lower case
 READERS = {
     ".parquet": read_parquet,
     ".arrow": read_arrow,
+    ".feather": read_arrow,
     ".jsonl": read_json,
     ".ndjson": read_json,
     ".json": read_json,

@@ -325,7 +325,7 @@ def test_mistakes_are_answered_in_one_line(tmp_path, name, arguments, message, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("ab ab ab")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "a.jsonl").write_text('{"text": null}\n{"text": 5}\n')
+    (tmp_path / "empty" / "a.jsonl").write_text('{"text": null}\n{"text": ""}\n')
     (tmp_path / "empty" / "empty.txt").touch()
     result = call(f"data/{name}/prepare.py", "--out=out", *arguments.split())
     assert message in one_line_error(result)

@@ -142,7 +142,7 @@ def interrupted(server, client, commit, tmp_path) -> Interrupted:
 
 
 def test_a_resumed_preparation_keeps_its_commit(server, commit, interrupted, undisturbed_files):
-    assert f"{NAME} cannot be read: " in interrupted.message
+    assert f"{NAME} cannot be read (HfHubHTTPError: Client error '404" in interrupted.message
     result = interrupted.prepare()
     assert result.code == 0, result.err
     assert read_files(interrupted.out) == undisturbed_files
