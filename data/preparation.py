@@ -10,7 +10,6 @@ a folder with the first file and without the second is not a complete corpus.
 import dataclasses
 import itertools
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -360,11 +359,9 @@ def write_shards(
     print(
         f"{name}: {args.workers} threads, {encoding.name} ({encoding.n_vocab:,} tokens)", flush=True
     )
-    start_time = time.monotonic()
-    tokens_before = progress.num_tokens
     progress_bar = tqdm(
         total=total,
-        initial=tokens_before,
+        initial=progress.num_tokens,
         unit="tok",
         unit_scale=True,
         smoothing=0.05,
@@ -396,10 +393,7 @@ def write_shards(
                     "next": {"state": reader.state, "num_used": reader.num_used},
                 }
                 progress.shards.append(record)
-                speed = (progress.num_tokens - tokens_before) / (time.monotonic() - start_time)
-                tqdm.write(
-                    f"{path.name}: {progress.num_tokens:,} of about {total:,} tokens, {speed:,.0f} per second"
-                )
+                tqdm.write(f"{path.name}: {progress.num_tokens:,} of about {total:,} tokens")
             progress.save(args.out)
     progress_bar.close()
 
