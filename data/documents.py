@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 BATCH_CHARACTERS = 1_000_000
 PIECE_CHARACTERS = 8 << 20  # text files are tokenized in pieces of about this size
+HUB_SECONDS = 30  # without an answer, after which a request has failed
+HUB_TRIES = 3  # of datasets to open or read a file; in each, huggingface_hub repeats requests
 ROWS = 256  # of a parquet file that are read at once
 # pyarrow's name of the compression of text files, by suffix
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -219,11 +221,12 @@ def from_options(
 
     def open_dataset() -> "IterableDataset":
         import datasets
-        import huggingface_hub
 
-        # both libraries would log each of their attempts
+        import_hub()
+        # it would log each of its attempts, 20 of which take ten minutes if the network is gone
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-        huggingface_hub.logging.set_verbosity(datasets.logging.CRITICAL)
+        datasets.config.STREAMING_OPEN_MAX_RETRIES = HUB_TRIES
+        datasets.config.STREAMING_READ_MAX_RETRIES = HUB_TRIES
         dataset = datasets.load_dataset(
             args.repository, name, split=split, revision=commit, streaming=True
         )
@@ -231,6 +234,15 @@ def from_options(
         return dataset if args.column == "text" else dataset.rename_column(args.column, "text")
 
     return Documents(open_dataset, identity, num_bytes)
+
+
+def import_hub() -> ModuleType:
+    """Return huggingface_hub, which would wait for some answers without end, and log each attempt."""
+    import huggingface_hub
+
+    huggingface_hub.get_session().timeout = HUB_SECONDS
+    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
+    return huggingface_hub
 
 
 def find_commit(out: Path, identity: dict) -> str | None:
@@ -248,10 +260,9 @@ def find_latest_commit(repository: str, revision: str | None) -> str:
     Raises:
         SourceError: there is no such dataset, or the Hub does not respond
     """
-    import huggingface_hub
-
     try:
-        return huggingface_hub.dataset_info(repository, revision=revision).sha
+        hub = import_hub()
+        return hub.dataset_info(repository, revision=revision, timeout=HUB_SECONDS).sha
     except Exception as error:  # of httpx and huggingface_hub
         raise SourceError(
             f"{repository} cannot be read from the Hugging Face Hub ({error!r:.300}); "
