@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow
 from pyarrow import ipc, parquet
@@ -240,9 +240,17 @@ def import_hub() -> ModuleType:
     """Return huggingface_hub, which would wait for some answers without end, and log each attempt."""
     import huggingface_hub
 
-    huggingface_hub.get_session().timeout = HUB_SECONDS
+    hooks = huggingface_hub.get_session().event_hooks["request"]
+    if limit_wait not in hooks:
+        hooks.append(limit_wait)
     huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
     return huggingface_hub
+
+
+def limit_wait(request: Any) -> None:
+    """Let a request of huggingface_hub that has no time limit fail after HUB_SECONDS."""
+    limits = request.extensions["timeout"]
+    request.extensions["timeout"] = {name: limits[name] or HUB_SECONDS for name in limits}
 
 
 def find_commit(out: Path, identity: dict) -> str | None:
@@ -261,8 +269,7 @@ def find_latest_commit(repository: str, revision: str | None) -> str:
         SourceError: there is no such dataset, or the Hub does not respond
     """
     try:
-        hub = import_hub()
-        return hub.dataset_info(repository, revision=revision, timeout=HUB_SECONDS).sha
+        return import_hub().dataset_info(repository, revision=revision).sha
     except Exception as error:  # of httpx and huggingface_hub
         raise SourceError(
             f"{repository} cannot be read from the Hugging Face Hub ({error!r:.300}); "
