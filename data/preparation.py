@@ -25,10 +25,8 @@ from data.token_reader import TokenReader
 from data.tokenizer import Tokenizer
 from utils import files, machine
 
-# values of --tokenizer; any other one names a tokenizer.json
-BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes")
-# the tokenizers of scripts that have no --tokenizer
-TASK_TOKENIZERS = ("characters", "ids")
+# values of --tokenizer, and that of shakespeare_char; any other one names a tokenizer.json
+BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes", "characters")
 TOKENIZER_HELP = (
     "GPT-2's tokenizer (gpt2), a byte-pair encoding trained on this corpus (bpe), one token per byte "
     "(bytes), or a tokenizer of your own: a folder with a tokenizer.json, the file itself, or a "
@@ -43,7 +41,7 @@ OWN_FILES = ("meta.json", "tokenizer.json", "preparation.json")
 
 def is_own_tokenizer(name: str) -> bool:
     """Return whether --tokenizer names a tokenizer.json."""
-    return name not in (*BUILT_IN_TOKENIZERS, *TASK_TOKENIZERS)
+    return name not in BUILT_IN_TOKENIZERS
 
 
 @dataclass(frozen=True)
@@ -248,12 +246,11 @@ def is_complete(out: Path, record: dict) -> bool:
 # ---- preparation ----
 
 
-def prepare(args: SimpleNamespace, name: str, plan: list[Stage], extra: dict | None = None) -> None:
+def prepare(args: SimpleNamespace, name: str, plan: list[Stage]) -> None:
     """Prepare the shards `<name>_<split>_<number>.bin` in args.out, or resume preparing them.
 
     Args:
         plan: consecutive stages with the same documents share them
-        extra: further entries of meta.json
 
     Raises:
         ValueError: the preparation cannot begin or continue; complete shards are kept
@@ -290,9 +287,7 @@ def prepare(args: SimpleNamespace, name: str, plan: list[Stage], extra: dict | N
         about = {
             key: origin[key] for key in ("source", "name", "revision", "commit") if origin.get(key)
         }
-        shards.write_meta(
-            out, progress.shards, tokenizer=encoding, about={**about, **(extra or {})}
-        )
+        shards.write_meta(out, progress.shards, tokenizer=encoding, about=about)
 
 
 def load_tokenizer(args: SimpleNamespace, plan: list[Stage], progress: Progress) -> Tokenizer:
@@ -309,8 +304,6 @@ def load_tokenizer(args: SimpleNamespace, plan: list[Stage], progress: Progress)
 
 def build_tokenizer(args: SimpleNamespace, plan: list[Stage]) -> Tokenizer:
     """Build the tokenizer that the options name."""
-    if args.tokenizer == "ids":
-        return tokenizer.IdTokenizer(args.vocab_size)
     if args.tokenizer == "bytes":
         return tokenizer.byte_tokenizer()
     if args.tokenizer == "gpt2":
@@ -401,7 +394,7 @@ def write_shards(
 def estimate_tokens(args: SimpleNamespace, plan: list[Stage]) -> int:
     """Return about how many tokens there will be, for the progress bar."""
     # a token of byte pairs has about four bytes
-    bytes_per_token = 1 if args.tokenizer in ("bytes", *TASK_TOKENIZERS) else 4
+    bytes_per_token = 1 if args.tokenizer in ("bytes", "characters") else 4
     sizes = {id(stage.documents): stage.documents.num_bytes for stage in plan}
     num_tokens = sum(sizes.values()) // bytes_per_token
     return min(num_tokens, args.max_tokens or num_tokens)
