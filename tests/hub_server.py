@@ -27,7 +27,7 @@ class Fault:
     """A fault in the answers to some requests."""
 
     # "status": answer with this status; "cut": send half of the body and end the connection;
-    # "short": send half of the body, with its length; "flip": flip one bit
+    # "short": send half of the body, with its length; "flip": flip one bit; "silent": answer late
     kind: str
 
     # a regular expression that is searched for in the path of a request
@@ -108,6 +108,8 @@ class Handler(BaseHTTPRequestHandler):
             fault = next(faults, None)
             self.kind = fault and fault.kind
             self.server.log.append((self.path, self.kind))
+        if self.kind == "silent":
+            time.sleep(10)
         if self.kind == "status":
             return self.answer(fault.status, {})
         for pattern, route in self.ROUTES:

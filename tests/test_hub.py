@@ -162,6 +162,7 @@ PERMANENT_ERRORS = {
     "no column": (["--column=body"], [], "body"),
     "no configuration": (["--sample=sample-350BT"], [], "'sample-350BT' not"),
     "no revision": (["--revision=v9"], [], "Revision Not Found for url"),
+    "no answer": ([], [Fault("silent", "/api/datasets/")], "ReadTimeout"),
     "no terms": ([], [Fault("status", "/resolve/", 403)], f"{NAME} cannot be read"),
 }
 
