@@ -47,6 +47,9 @@ ROWS = 256  # of a parquet file that are read at once
 # pyarrow's name of the compression of text files, by suffix
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
+# what readers and the libraries below them raise
+UNREADABLE = (ValueError, TypeError, OSError, RecursionError, csv.Error, pyarrow.ArrowException)
+
 csv.field_size_limit(2**31 - 1)
 
 
@@ -325,15 +328,20 @@ def find_files(pattern: str, column: str, suffixes: Iterable[str]) -> list[Path]
         below = list_folder(match)
         if suffixes:
             below = [path for path in below if {path.suffix, get_kind(path)} & set(suffixes)]
-        skipped = [path for path in below if not has_documents(path, column)]
+        skipped = []
+        for path in below:
+            if has_documents(path, column):
+                paths.append(path)
+            else:
+                skipped.append(files.show_path(path.relative_to(match)))
         if skipped:
-            names = ", ".join(show_path(path.relative_to(match)) for path in skipped[:5])
+            names = ", ".join(skipped[:5])
+            if len(skipped) > 5:
+                names = f"{names}, ..."
             print(
-                f"{show_path(match)}: {len(skipped):,} files are skipped, because they are not "
+                f"{files.show_path(match)}: {len(skipped):,} files are skipped, because they are not "
                 f"UTF-8 text or have no column {column}: {names}"
-                f"{', ...' if len(skipped) > 5 else ''}"
             )
-        paths += [path for path in below if path not in set(skipped)]
     if not paths:
         raise ValueError(
             f"--source={pattern}: there are no files of text; give existing files, glob patterns or "
@@ -383,11 +391,6 @@ def hash_listing(paths: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def show_path(path: Path) -> str:
-    """Return a path as text that can be printed: bytes that are not UTF-8 are escaped."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
 def get_kind(path: Path) -> str:
     """Return the suffix of a file in lower case, or of its content if it is compressed."""
     path = Path(path.name.lower())
@@ -425,7 +428,7 @@ def read_file(path: Path, column: str) -> Iterator[dict]:
                 num_without_text += 1
             yield {"text": value}
             num_rows += 1
-    except (ValueError, TypeError, OSError, RecursionError, csv.Error) as error:
+    except UNREADABLE as error:
         error_type = SourceError
         if isinstance(error, NoDocumentsError | FileNotFoundError):
             error_type = NoDocumentsError
@@ -435,7 +438,7 @@ def read_file(path: Path, column: str) -> Iterator[dict]:
         raise error_type(f"{location}: {explain(error)}") from error
     if num_without_text:
         print_once(
-            f"{show_path(path)}: {num_without_text:,} of {num_rows:,} rows have no text in column "
+            f"{files.show_path(path)}: {num_without_text:,} of {num_rows:,} rows have no text in column "
             f"{column}"
         )
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from configurator import option, read_command_line
 from data import shards, tokenizer
-from data.documents import Documents, show_path
+from data.documents import Documents
 from data.token_reader import TokenReader
 from data.tokenizer import Tokenizer
 from utils import files, machine
@@ -272,7 +272,7 @@ def prepare(args: SimpleNamespace, name: str, plan: list[Stage]) -> None:
             )
         has_ended = not any(progress.count_tokens_left(stage, args.max_tokens) for stage in plan)
         if has_ended and (out / "meta.json").exists():
-            print(f"{show_path(out)} is complete: {progress.num_tokens:,} tokens")
+            print(f"{files.show_path(out)} is complete: {progress.num_tokens:,} tokens")
             return
         encoding = load_tokenizer(args, plan, progress)
         write_shards(args, name, plan, progress, encoding)

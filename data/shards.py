@@ -356,17 +356,10 @@ def open_corpus(dataset: str) -> Corpus:
 
 def check_prepared(dataset: str, folder: Path, paths: dict[str, list[Path]], meta: dict) -> None:
     """Raise MissingCorpus if a corpus is not prepared, or not completely."""
-    progress = {} if meta else read_progress(folder)
-    if progress:
-        records = progress.get("shards", [])
-        num_tokens = sum(record["tokens"] for record in records)
-        if {record["split"] for record in records} != {"train", "val"}:
-            raise MissingCorpus(
-                f"{folder} is not prepared completely; rerun its prepare.py to resume"
-            )
+    if not meta and (folder / "preparation.json").exists():
         raise MissingCorpus(
-            f"{folder} is not prepared completely; rerun its prepare.py to resume, or, to finish it "
-            f"with its complete shards, add --max_tokens={num_tokens}"
+            f"{folder} is not prepared completely; rerun its prepare.py to resume, or to end sooner "
+            "with --max_tokens"
         )
     if all(paths.values()):
         return

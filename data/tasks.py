@@ -410,5 +410,5 @@ def main(doc: str, script: str, task_class: type[Task]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         files.write_json(out / "tokenizer.json", IdTokenizer(task.vocab_size).to_json())
         files.write_json(out / "meta.json", task.describe())
-    print(f"{out}: {task}, block_size {task.seq_len}, {task.vocab_size:,} ids")
+    print(f"{files.show_path(out)}: {task}, block_size {task.seq_len}, {task.vocab_size:,} ids")
     print(f"chance: {task.chance}; optimum: {task.optimum}")

@@ -446,7 +446,7 @@ def read_own(source: str, eot_text: str | None = None) -> Tokenizer:
     """
     path = Path(source).expanduser()
     if path.exists():
-        name = (path if path.is_dir() else path.parent).resolve().name
+        name = files.show_path((path if path.is_dir() else path.parent).resolve().name)
     else:
         path = download(source)
         name = source

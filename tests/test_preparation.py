@@ -382,7 +382,7 @@ def test_a_validation_source_that_ends_with_a_shard_is_not_written_again(tmp_pat
 def test_a_split_without_tokens_is_refused(tmp_path):
     with pytest.raises(ValueError, match="which leave nothing for training; give more text"):
         prepare(tmp_path, plan_two_sources(), "--max_tokens=500")
-    with pytest.raises(ValueError, match=r"prepare\.py to resume$"):
+    with pytest.raises(ValueError, match=r"rerun its prepare\.py to resume, or to end sooner"):
         open_corpus(str(tmp_path))
 
 
