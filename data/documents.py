@@ -15,6 +15,7 @@ A file that cannot be read as it was meant ends the preparation with an error th
 the row: no document is cut or lost without a word. The name of a file may be any bytes.
 """
 
+import contextlib
 import csv
 import functools
 import glob
@@ -311,7 +312,36 @@ def from_files(
     return Documents(
         open=lambda: Rows(parts),
         identity={"source": " ".join(patterns), "column": column, "sha256": hash_listing(paths)},
-        num_bytes=sum(path.stat().st_size for path in paths),
+        num_bytes=sum(estimate_bytes(path, column) for path in paths),
+    )
+
+
+def estimate_bytes(path: Path, column: str) -> int:
+    """Return about how many bytes of text a file has once it is decompressed."""
+    size = path.stat().st_size
+    if path.suffix.lower() == ".gz" and size >= 4:
+        with open(path, "rb") as file:
+            # the last four bytes are the size of the content
+            file.seek(-4, os.SEEK_END)
+            return int.from_bytes(file.read(), "little")
+    if path.suffix.lower() in COMPRESSIONS:
+        return 3 * size
+    if get_kind(path) == ".parquet":
+        # a damaged file is an error when it is read
+        with contextlib.suppress(*UNREADABLE):
+            return count_parquet_bytes(path, column)
+    return size
+
+
+def count_parquet_bytes(path: Path, column: str) -> int:
+    """Return the uncompressed size of a column of a parquet file."""
+    metadata = parquet.read_metadata(pyarrow.OSFile(os.fsencode(path)))
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return sum(
+        group.column(index).total_uncompressed_size
+        for group in groups
+        for index in range(group.num_columns)
+        if group.column(index).path_in_schema == column
     )
 
 

@@ -101,6 +101,20 @@ def test_reading_goes_on_from_every_state(tables, monkeypatch, characters):
         ]
 
 
+def test_the_size_of_compressed_text_is_estimated(tmp_path):
+    text = "".join(f"line {number}\n" for number in range(9000))
+    paths = [
+        write(tmp_path, "a.txt", text),
+        write(tmp_path, "b.txt.gz", gzip.compress(text.encode())),
+        tmp_path / "c.parquet",
+    ]
+    table = pa.table({"id": ["x" * 99] * 2, "text": [text, text[::-1]]})
+    pq.write_table(table, paths[2], use_dictionary=False)
+    sizes = [from_files([str(path)]).num_bytes for path in paths]
+    assert sizes[:2] == [len(text)] * 2
+    assert sizes[2] == pytest.approx(2 * len(text), rel=0.01)
+
+
 def test_texts_in_memory_are_documents():
     texts = [f"text {number}" for number in range(1300)]
     assert join(from_texts(texts, "numbers").read()) == texts
