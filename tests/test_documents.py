@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from in_process import call
 
-from data import documents
+from data import documents, readers
 from data.documents import Documents, SourceError, from_files, from_texts
 
 ROWS = ["one", None, "", "größe 漢字\r\n", "2024-01-01", "007", " last\n"]
@@ -89,7 +89,7 @@ def test_rows_of_every_kind_of_table_are_documents(tables):
 @pytest.mark.parametrize("characters", [1, 10, 10**6])
 def test_reading_goes_on_from_every_state(tables, monkeypatch, characters):
     monkeypatch.setattr(documents, "BATCH_CHARACTERS", characters)
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 7)
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 7)
     write(tables, "long.txt", "a line\n" * 9 + "x" * 30)
     source = from_files([str(tables)])
     batches = list(source.read())
