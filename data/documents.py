@@ -232,7 +232,7 @@ def import_hub() -> ModuleType:
 
 def limit_wait(request: Any) -> None:
     """Let a request of huggingface_hub that has no time limit fail after HUB_SECONDS."""
-    limits = request.extensions["timeout"]
+    limits = request.extensions.get("timeout", {})
     request.extensions["timeout"] = {name: limits[name] or HUB_SECONDS for name in limits}
 
 
