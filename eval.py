@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from configurator import argument, option, read_command_line
-from data.loader import ValidationBatches
-from data.sequences import SequenceLayout
+from data.loader import open_validation_batches
 from data.shards import Corpus
 from data.tokenizer import Tokenizer
 from data.tokenizer import read as read_tokenizer
@@ -110,8 +109,7 @@ def evaluate_validation(
 ) -> dict:
     """Return the record of the whole validation split: loss, perplexity and bits per byte."""
     block_size = model.config.block_size
-    layout = SequenceLayout.from_meta(corpus.meta)
-    batches = ValidationBatches(corpus.val, block_size, corpus.meta["vocab_size"], layout)
+    batches = open_validation_batches(corpus, block_size)
     with torch.no_grad():
         scores = validation.evaluate(
             model,
@@ -130,8 +128,7 @@ def evaluate_validation(
             **metrics.compute_validation_metrics(loss, corpus.bytes_per_token("val")),
             **{f"val_{key}": value for key, value in scores.items()},
         },
-        # sequences of a stream overlap by one token; those of documents do not, and may be padded
-        "tokens": batches.num_sequences * block_size if layout else len(batches.tokens) - 1,
+        "tokens": batches.num_targets,
     }
 
 

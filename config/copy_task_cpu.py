@@ -12,8 +12,6 @@ from utils import machine as _machine
 model = "DDL-gpt-mha-rope"
 dataset = "copy_task"
 device = "cpu"
-vocab_size = 257
-block_size = 64
 num_hidden_layers = 2
 num_attention_heads = 4
 head_dim = 32

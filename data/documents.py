@@ -6,45 +6,39 @@ Each is an iterable of rows, which are dicts of
     starts  whether the text begins a document; without it, every text does
 
 The library `datasets` reads the Hub, and its `IterableDataset` keeps the position at which an
-interrupted preparation goes on; `Rows` does so for local sources. Local files are read here:
-`datasets` gives all rows of JSON lines the types of the first ones, and so refuses files that differ
-in a column that is not used, and turns a text such as 2024-01-01 into a time. Importing it takes
-seconds.
+interrupted preparation goes on; `Rows` does so for local sources, of which data/readers.py reads the
+files. The name of a file may be any bytes.
 """
 
-import csv
 import functools
 import glob
 import hashlib
-import io
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
-
-import pyarrow
-from pyarrow import parquet
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from configurator import option
 from data import shards
+from data.readers import (
+    NoDocumentsError,
+    SourceError,
+    estimate_bytes,
+    get_kind,
+    has_text,
+    read_file,
+)
+from utils import files
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
 BATCH_CHARACTERS = 1_000_000
-PIECE_CHARACTERS = 8 << 20  # text files are tokenized in pieces of about this size
-ROWS = 256  # of a parquet file that are read at once
-COMPRESSED = (".gz", ".zst", ".bz2")  # what pyarrow decompresses
-
-csv.field_size_limit(2**31 - 1)
-
-
-class SourceError(ValueError):
-    """A source that cannot be read; the message names the file or the dataset."""
+HUB_SECONDS = 30  # without an answer, after which a request has failed
+HUB_TRIES = 3  # of datasets to open or read a file; in each, huggingface_hub repeats requests
 
 
 class Batch(NamedTuple):
@@ -112,7 +106,7 @@ class Documents:
             num_characters = 0
             for row in dataset:
                 text = row["text"]
-                if not isinstance(text, str) or not text:
+                if not has_text(text):
                     continue
                 batch.texts.append(text)
                 batch.starts.append(row.get("starts", True))
@@ -124,8 +118,10 @@ class Documents:
         except SourceError:
             raise
         except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec and pyarrow
+            reason = " ".join(str(error).split())
             raise SourceError(
-                f"{self.identity['source']} cannot be read: {error!r}"[:600]
+                f"{self.identity['source']} cannot be read ({type(error).__name__}: {reason:.400}); "
+                "if the Hub did not respond, run the same command again to resume"
             ) from error
         if batch.texts:
             yield batch
@@ -208,11 +204,12 @@ def from_options(
 
     def open_dataset() -> "IterableDataset":
         import datasets
-        import huggingface_hub
 
-        # both libraries would log each of their attempts
+        import_hub()
+        # it would log each of its attempts, 20 of which take ten minutes if the network is gone
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-        huggingface_hub.logging.set_verbosity(datasets.logging.CRITICAL)
+        datasets.config.STREAMING_OPEN_MAX_RETRIES = HUB_TRIES
+        datasets.config.STREAMING_READ_MAX_RETRIES = HUB_TRIES
         dataset = datasets.load_dataset(
             args.repository, name, split=split, revision=commit, streaming=True
         )
@@ -220,6 +217,23 @@ def from_options(
         return dataset if args.column == "text" else dataset.rename_column(args.column, "text")
 
     return Documents(open_dataset, identity, num_bytes)
+
+
+def import_hub() -> ModuleType:
+    """Return huggingface_hub, which would wait for some answers without end, and log each attempt."""
+    import huggingface_hub
+
+    hooks = huggingface_hub.get_session().event_hooks["request"]
+    if limit_wait not in hooks:
+        hooks.append(limit_wait)
+    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
+    return huggingface_hub
+
+
+def limit_wait(request: Any) -> None:
+    """Let a request of huggingface_hub that has no time limit fail after HUB_SECONDS."""
+    limits = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {name: limits[name] or HUB_SECONDS for name in limits}
 
 
 def find_commit(out: Path, identity: dict) -> str | None:
@@ -237,10 +251,8 @@ def find_latest_commit(repository: str, revision: str | None) -> str:
     Raises:
         SourceError: there is no such dataset, or the Hub does not respond
     """
-    import huggingface_hub
-
     try:
-        return huggingface_hub.dataset_info(repository, revision=revision).sha
+        return import_hub().dataset_info(repository, revision=revision).sha
     except Exception as error:  # of httpx and huggingface_hub
         raise SourceError(
             f"{repository} cannot be read from the Hugging Face Hub ({error!r:.300}); "
@@ -269,17 +281,17 @@ def from_files(
         shuffled: whether files are ordered by a hash of their names instead of by name
 
     Raises:
-        ValueError: a pattern has no files
+        ValueError: a pattern has no files, or a file in a folder is damaged
     """
     paths = {path for pattern in patterns for path in find_files(pattern, column, suffixes)}
     paths = sorted(paths)
     if shuffled:
-        paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
+        paths.sort(key=lambda path: hashlib.sha256(os.fsencode(path)).digest())
     parts = [functools.partial(read_file, path, column) for path in paths]
     return Documents(
         open=lambda: Rows(parts),
         identity={"source": " ".join(patterns), "column": column, "sha256": hash_listing(paths)},
-        num_bytes=sum(path.stat().st_size for path in paths),
+        num_bytes=sum(estimate_bytes(path, column) for path in paths),
     )
 
 
@@ -296,13 +308,20 @@ def find_files(pattern: str, column: str, suffixes: Iterable[str]) -> list[Path]
         below = list_folder(match)
         if suffixes:
             below = [path for path in below if {path.suffix, get_kind(path)} & set(suffixes)]
-        readable = [path for path in below if is_readable(path, column)]
-        if len(readable) < len(below):
+        skipped = []
+        for path in below:
+            if has_documents(path, column):
+                paths.append(path)
+            else:
+                skipped.append(files.show_path(path.relative_to(match)))
+        if skipped:
+            names = ", ".join(skipped[:5])
+            if len(skipped) > 5:
+                names = f"{names}, ..."
             print(
-                f"{match}: {len(below) - len(readable):,} files are skipped, because they are not "
-                f"UTF-8 text or have no column {column}"
+                f"{files.show_path(match)}: {len(skipped):,} files are skipped, because they are not "
+                f"UTF-8 text or have no column {column}: {names}"
             )
-        paths += readable
     if not paths:
         raise ValueError(
             f"--source={pattern}: there are no files of text; give existing files, glob patterns or "
@@ -312,132 +331,50 @@ def find_files(pattern: str, column: str, suffixes: Iterable[str]) -> list[Path]
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """Return the files below a folder, hidden ones omitted; each folder once, also if it is linked."""
+    """Return the files below a folder, hidden ones omitted; each folder once, also if it is linked.
+
+    Raises:
+        ValueError: it holds several splits of a dataset
+        OSError: it cannot be searched
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
     paths = []
     visited = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
         if os.path.realpath(parent) in visited:
             folders.clear()
             continue
         visited.add(os.path.realpath(parent))
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+        # sorted, because of two links to a folder the first is followed
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+        if "dataset_dict.json" in names:
+            raise ValueError(
+                f"{parent} holds the splits of a DatasetDict, {', '.join(folders)}; give the "
+                "folder of one of them"
+            )
+        if {"dataset_info.json", "state.json"} <= set(names):
+            # Dataset.save_to_disk wrote the folder, which can hold caches of other data sets, too
+            state = files.read_json(Path(parent, "state.json"))
+            names = [file["filename"] for file in state.get("_data_files", [])] or names
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
-    return [path for path in paths if path.is_file()]
+    return sorted(path for path in paths if path.is_file() or path.is_symlink())
 
 
 def hash_listing(paths: list[Path]) -> str:
     """Return the SHA-256 of the names and sizes of files."""
-    listing = "".join(f"{path}\t{path.stat().st_size}\n" for path in paths)
-    return hashlib.sha256(listing.encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(b"%s\t%d\n" % (os.fsencode(path), path.stat().st_size))
+    return digest.hexdigest()
 
 
-def get_kind(path: Path) -> str:
-    """Return the suffix of a file in lower case, or of its content if it is compressed."""
-    path = Path(path.name.lower())
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-
-
-def is_readable(path: Path, column: str) -> bool:
+def has_documents(path: Path, column: str) -> bool:
     """Return whether a file begins with text, or is a table that has the column."""
     try:
         next(read_file(path, column), None)
-    except SourceError:
+    except NoDocumentsError:
         return False
     return True
-
-
-def read_file(path: Path, column: str) -> Iterator[dict]:
-    """Yield the texts of a file, which are None where a table has none.
-
-    Raises:
-        SourceError: the file is damaged, is not text, or has no such column
-    """
-    try:
-        if get_kind(path) not in READERS:
-            yield from read_text(path)
-            return
-        for value in READERS[get_kind(path)](path, column):
-            if isinstance(value, str):
-                # JSON can hold half of a surrogate pair, but UTF-8 cannot
-                value = value.encode("utf-8", "replace").decode()
-            yield {"text": value}
-    except KeyError as error:
-        raise SourceError(f"{path} has no column {column}; name one with --column") from error
-    except (ValueError, OSError, AttributeError, TypeError, RecursionError, csv.Error) as error:
-        reason = str(error).partition("\n")[0][:200]
-        raise SourceError(f"{path} is not text, or is damaged ({reason})") from error
-
-
-def open_text(path: Path) -> io.TextIOWrapper:
-    """Open a text file in UTF-8, with its line breaks as they are; decompress it if need be."""
-    is_compressed = path.suffix.lower() in COMPRESSED
-    file = pyarrow.input_stream(str(path)) if is_compressed else open(path, "rb")  # noqa: SIM115
-    return io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-
-
-def read_text(path: Path) -> Iterator[dict]:
-    """Yield the pieces of a text file, which end with a line break if there is one."""
-    with open_text(path) as file:
-        starts = True
-        while piece := file.read(PIECE_CHARACTERS):
-            piece += file.readline(PIECE_CHARACTERS)
-            if "\0" in piece:
-                raise ValueError("it has zero bytes")
-            yield {"text": piece, "starts": starts}
-            starts = False
-
-
-def read_parquet(path: Path, column: str) -> Iterator[object]:
-    """Yield the values of a column of a parquet file."""
-    with parquet.ParquetFile(path) as file:
-        if column not in file.schema_arrow.names:
-            raise KeyError(column)
-        for batch in file.iter_batches(ROWS, columns=[column]):
-            yield from batch.column(0).to_pylist()
-
-
-def read_arrow(path: Path, column: str) -> Iterator[object]:
-    """Yield the values of a column of an .arrow file, as `Dataset.save_to_disk` writes it."""
-    import datasets
-
-    dataset = datasets.Dataset.from_file(str(path))
-    if column not in dataset.column_names:
-        raise KeyError(column)
-    for row in dataset.select_columns([column]):
-        yield row[column]
-
-
-def read_json(path: Path, column: str) -> Iterator[object]:
-    """Yield the values of a key of JSON lines, or of the objects of one array; the first has the key."""
-    with open_text(path) as file:
-        first_line = file.readline()
-        if first_line.lstrip().startswith("["):
-            rows = iter(json.loads(first_line + file.read()))
-        else:
-            lines = itertools.chain([first_line], file)
-            rows = (json.loads(line) for line in lines if line.strip())
-        for first_row in rows:
-            yield first_row[column]
-            break
-        for row in rows:
-            yield row.get(column)
-
-
-def read_csv(path: Path, column: str) -> Iterator[str]:
-    """Yield the values of a column of a .csv or .tsv file, whose first line names the columns."""
-    delimiter = "\t" if get_kind(path) == ".tsv" else ","
-    with open_text(path) as file:
-        for row in csv.DictReader(file, delimiter=delimiter):
-            yield row[column]
-
-
-# by the suffix of the file, in lower case
-READERS = {
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
-    ".jsonl": read_json,
-    ".ndjson": read_json,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".tsv": read_csv,
-}

@@ -7,8 +7,12 @@ s * global_batch_size + i in the run, whichever rank computes it.
 
 Documents are joined without a boundary in attention: a token attends to earlier documents of its
 sequence, as in nanoGPT and llm.c.
+
+The sequences of a synthetic task are drawn instead of read: sequence i of the batch of step s is
+number s * global_batch_size + i of its training split.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +21,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from data.sequences import IGNORED_TARGET, SequenceLayout
-from data.shards import DamagedShard
+from data import tasks
+from data.shards import Corpus, DamagedShard
+from data.tasks import IGNORED_TARGET, Task
 
 Request = TypeVar("Request")
 Tensors = tuple[torch.Tensor, ...]
@@ -131,52 +136,28 @@ class Batches:
 
     Args:
         shards: token ids, 1-D each
-        layout: for a corpus whose documents all have one length; each is one sequence
 
     Raises:
-        ValueError: seq_len is not the length of the documents, or the split is too short
+        ValueError: the split is too short
     """
 
     split: str
+    min_sequences: int
 
-    def __init__(
-        self,
-        shards: list[np.ndarray],
-        seq_len: int,
-        vocab_size: int = 2**16,
-        layout: SequenceLayout | None = None,
-    ):
+    def __init__(self, shards: list[np.ndarray], seq_len: int, vocab_size: int = 2**16):
         self.tokens = JoinedShards(shards, vocab_size)
         self.seq_len = seq_len
-        self.layout = layout
-        if layout is None:
-            # the last target of a sequence is the first id of the next one
-            self.overlap = 1
-            self.stride = seq_len
-        else:
-            self.overlap = 0
-            self.stride = layout.window_tokens
-            if seq_len != layout.seq_len:
-                raise ValueError(
-                    f"block_size={seq_len}, but the sequences of this corpus have "
-                    f"{layout.window_tokens} tokens each, targets included; give "
-                    f"--block_size={layout.seq_len}"
-                )
-        self.num_full_sequences = (len(self.tokens) - self.overlap) // self.stride
-        # a shorter validation split is one short sequence
-        may_be_short = layout is None and self.split == "validation"
-        if self.num_full_sequences < 1 and not may_be_short:
+        # the last target of a sequence is the first id of the next one
+        self.num_full_sequences = (len(self.tokens) - 1) // seq_len
+        if self.num_full_sequences < self.min_sequences:
             raise ValueError(
                 f"the {self.split} split has {len(self.tokens)} tokens, but block_size={seq_len} "
-                f"needs {self.stride + self.overlap} or more; give a smaller block_size, or "
-                "prepare more text"
+                f"needs {seq_len + 1} or more; give a smaller block_size, or prepare more text"
             )
 
     def read(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and targets of the sequences at these positions, int64 (batch, seq_len) each."""
-        tokens = self.tokens.read(starts, self.stride + self.overlap)
-        if self.layout is not None:
-            return self.layout.ids_and_targets(tokens)
+        tokens = self.tokens.read(starts, self.seq_len + 1)
         ids = torch.from_numpy(tokens[:, :-1].astype(np.int64))
         targets = torch.from_numpy(tokens[:, 1:].astype(np.int64))
         return ids, targets
@@ -186,6 +167,7 @@ class TrainBatches(Batches):
     """Random sequences of the training split."""
 
     split = "training"
+    min_sequences = 1
 
     def __init__(
         self,
@@ -194,20 +176,22 @@ class TrainBatches(Batches):
         global_batch_size: int,
         seed: int,
         vocab_size: int = 2**16,
-        layout: SequenceLayout | None = None,
     ):
-        super().__init__(shards, seq_len, vocab_size, layout)
+        super().__init__(shards, seq_len, vocab_size)
         self.global_batch_size = global_batch_size
         self.seed = seed
-        if layout is None:
-            # One sequence fewer than fit at offset 0, so that an epoch has the same number of
-            # sequences at every offset.
-            self.num_sequences = max(self.num_full_sequences - 1, 1)
-        else:
-            self.num_sequences = self.num_full_sequences
+        # One sequence fewer than fit at offset 0, so that an epoch has the same number of sequences
+        # at every offset.
+        self.num_sequences = max(self.num_full_sequences - 1, 1)
         # tokens that an epoch does not visit
-        self.num_dropped_tokens = len(self.tokens) - self.overlap - self.num_sequences * self.stride
-        self.max_offset = self.num_dropped_tokens if layout is None else 0
+        self.num_dropped_tokens = len(self.tokens) - 1 - self.num_sequences * seq_len
+
+    def describe_epoch(self) -> str:
+        """Say how many sequences an epoch has."""
+        return (
+            f"1 epoch = {self.num_sequences:,} sequences ({self.num_dropped_tokens:,} of "
+            f"{len(self.tokens):,} tokens dropped, different ones each epoch)"
+        )
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """Return the positions of the first tokens of sequences, by their number in the run.
@@ -224,10 +208,10 @@ class TrainBatches(Batches):
             is_in_epoch = epochs == epoch
             rng = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             # each epoch has its own offset, so that it cuts the text at other positions
-            offset = rng.integers(0, self.max_offset + 1)
+            offset = rng.integers(0, self.num_dropped_tokens + 1)
             [key] = np.random.SeedSequence([self.seed, epoch, 1]).generate_state(1, np.uint64)
             order = keyed_permutation(indices[is_in_epoch], self.num_sequences, int(key))
-            starts[is_in_epoch] = offset + order * self.stride
+            starts[is_in_epoch] = offset + order * self.seq_len
         return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,24 +223,6 @@ class TrainBatches(Batches):
         begin = step * self.global_batch_size + first
         return self.read(self.starts(np.arange(begin, begin + count)))
 
-    def loss_weights(self, step: int, micro_batch_size: int) -> torch.Tensor | None:
-        """Return how much the loss of each micro-batch counts in the batch of a step.
-
-        The weight is the number of targets of the micro-batch over the mean number, so that the
-        mean of loss times weight is the mean over all targets of the batch; all weights are 0 if it
-        has none. A model's auxiliary loss, which has no targets, is weighted like the rest.
-
-        Returns:
-            float32 (global_batch_size / micro_batch_size,); None if all sequences of the corpus have
-            the same number of targets, as they have if these are the next tokens
-        """
-        if self.layout is None or self.layout.same_num_targets:
-            return None
-        _, targets = self.get(step, 0, self.global_batch_size)
-        is_target = targets != IGNORED_TARGET
-        counts = is_target.view(-1, micro_batch_size * self.seq_len).sum(1)
-        return (counts / counts.double().mean().clamp_min(1e-9)).float()
-
 
 class ValidationBatches(Batches):
     """The validation split in order.
@@ -266,30 +232,22 @@ class ValidationBatches(Batches):
     """
 
     split = "validation"
+    # a short split is one short sequence
+    min_sequences = 0
 
-    def __init__(
-        self,
-        shards: list[np.ndarray],
-        seq_len: int,
-        vocab_size: int = 2**16,
-        layout: SequenceLayout | None = None,
-    ):
-        super().__init__(shards, seq_len, vocab_size, layout)
-        num_tokens = len(self.tokens)
-        if num_tokens < 2:
+    # positions whose answers are counted, bool (seq_len,); None for text
+    scored: torch.Tensor | None = None
+
+    def __init__(self, shards: list[np.ndarray], seq_len: int, vocab_size: int = 2**16):
+        super().__init__(shards, seq_len, vocab_size)
+        self.num_targets = len(self.tokens) - 1
+        if self.num_targets < 1:
             raise ValueError(
-                f"the validation split has {num_tokens} tokens, but needs 2 or more; prepare more "
-                "text"
+                f"the validation split has {len(self.tokens)} tokens, but needs 2 or more; prepare "
+                "more text"
             )
-        if layout is None:
-            # rounded up
-            self.num_sequences = -(-(num_tokens - 1) // seq_len)
-        else:
-            self.num_sequences = self.num_full_sequences
-        # positions whose answers are counted, bool (seq_len,); None for a corpus without answers
-        self.scored = None
-        if layout is not None and layout.scored:
-            self.scored = layout.mask(layout.scored)
+        # rounded up
+        self.num_sequences = -(-self.num_targets // seq_len)
 
     def spread(self, count: int | None = None, part: str = "all") -> list[int]:
         """Return the indices of `count` sequences, or of all, evenly spread over the split.
@@ -313,11 +271,129 @@ class ValidationBatches(Batches):
         """
         # an empty sequence starts past the end
         starts = np.full(batch_size, len(self.tokens))
-        starts[: len(sequences)] = np.array(sequences, dtype=np.int64) * self.stride
+        starts[: len(sequences)] = np.array(sequences, dtype=np.int64) * self.seq_len
         ids, targets = self.read(starts)
-        num_targets = torch.from_numpy(len(self.tokens) - 1 - starts)
+        num_targets = torch.from_numpy(self.num_targets - starts)
         is_past_end = torch.arange(self.seq_len) >= num_targets[:, None]
         return ids.masked_fill_(is_past_end, 0), targets.masked_fill_(is_past_end, IGNORED_TARGET)
+
+
+# ---- synthetic tasks ----
+
+
+class TaskSequences:
+    """The sequences of one split of a task, which are drawn when they are read.
+
+    Of TrainBatches and ValidationBatches it replaces what reads shards.
+    """
+
+    def __init__(self, task: Task, seed: int, split: str):
+        self.seq_len = task.seq_len
+
+        # sequences that are read together are drawn together
+        @functools.lru_cache(maxsize=8)
+        def draw_block(number: int) -> tuple[np.ndarray, np.ndarray]:
+            return task.draw_block(seed, split, number)
+
+        self.draw_block = draw_block
+
+    def read(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and targets of sequences by number, int64 (batch, seq_len) each."""
+        ids = np.empty((len(numbers), self.seq_len), dtype=np.int64)
+        targets = np.empty_like(ids)
+        blocks, rows = np.divmod(numbers, tasks.BLOCK)
+        for block in np.unique(blocks).tolist():
+            is_in_block = blocks == block
+            block_ids, block_targets = self.draw_block(block)
+            ids[is_in_block] = block_ids[rows[is_in_block]]
+            targets[is_in_block] = block_targets[rows[is_in_block]]
+        return torch.from_numpy(ids), torch.from_numpy(targets)
+
+
+class TaskTrainBatches(TaskSequences, TrainBatches):
+    """Training sequences of a task, each of which is drawn once."""
+
+    num_sequences = None  # without end
+
+    def __init__(self, task: Task, global_batch_size: int, seed: int):
+        TaskSequences.__init__(self, task, seed, "train")
+        self.global_batch_size = global_batch_size
+
+    def describe_epoch(self) -> str:
+        return "the sequences of every step are new"
+
+    def starts(self, numbers: np.ndarray) -> np.ndarray:
+        return numbers
+
+
+class TaskValidationBatches(TaskSequences, ValidationBatches):
+    """Validation sequences of a task, which are the same in all runs."""
+
+    num_sequences = tasks.VAL_SEQUENCES
+    num_full_sequences = num_sequences
+
+    def __init__(self, task: Task):
+        TaskSequences.__init__(self, task, 0, "val")
+        self.num_targets = self.num_sequences * self.seq_len
+        self.scored = torch.arange(self.seq_len) >= task.first_answer
+
+    def get(self, sequences: list[int], batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.zeros(batch_size, self.seq_len, dtype=torch.int64)
+        targets = torch.full_like(ids, IGNORED_TARGET)
+        count = len(sequences)
+        ids[:count], targets[:count] = self.read(np.array(sequences, dtype=np.int64))
+        return ids, targets
+
+
+# ---- the splits of a corpus ----
+
+
+def open_train_batches(
+    corpus: Corpus, seq_len: int, global_batch_size: int, seed: int
+) -> TrainBatches:
+    """Return the training batches of a corpus.
+
+    Raises:
+        ValueError: the split has less than a batch, or the sequences of a task have another length
+    """
+    if corpus.is_task:
+        return TaskTrainBatches(find_task(corpus, seq_len), global_batch_size, seed)
+    batches = TrainBatches(
+        corpus.train, seq_len, global_batch_size, seed, vocab_size=corpus.meta["vocab_size"]
+    )
+    # an epoch is shuffled as a whole, so a batch must fit into one
+    if batches.num_sequences < global_batch_size:
+        raise ValueError(
+            f"global_batch_size={global_batch_size}, but the training split of {corpus.path} has "
+            f"{batches.num_sequences} sequences of block_size={seq_len}; give a smaller batch, or "
+            "more text"
+        )
+    return batches
+
+
+def open_validation_batches(corpus: Corpus, seq_len: int) -> ValidationBatches:
+    """Return the validation sequences of a corpus.
+
+    Raises:
+        ValueError: the split has no target, or the sequences of a task have another length
+    """
+    if corpus.is_task:
+        return TaskValidationBatches(find_task(corpus, seq_len))
+    return ValidationBatches(corpus.val, seq_len, vocab_size=corpus.meta["vocab_size"])
+
+
+def find_task(corpus: Corpus, seq_len: int) -> Task:
+    """Return the task of a corpus, whose sequences must have this length."""
+    task = tasks.from_meta(corpus.meta)
+    if seq_len != task.seq_len:
+        raise ValueError(
+            f"block_size={seq_len}, but the sequences of {corpus.path} have {task.seq_len} "
+            f"positions; give --block_size={task.seq_len}"
+        )
+    return task
+
+
+# ---- reading ahead ----
 
 
 def prefetched(

@@ -10,7 +10,6 @@ a folder with the first file and without the second is not a complete corpus.
 import dataclasses
 import itertools
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +25,8 @@ from data.token_reader import TokenReader
 from data.tokenizer import Tokenizer
 from utils import files, machine
 
-# values of --tokenizer; any other one names a tokenizer.json
-BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes")
-# the tokenizers of scripts that have no --tokenizer
-TASK_TOKENIZERS = ("characters", "ids")
+# values of --tokenizer, and that of shakespeare_char; any other one names a tokenizer.json
+BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes", "characters")
 TOKENIZER_HELP = (
     "GPT-2's tokenizer (gpt2), a byte-pair encoding trained on this corpus (bpe), one token per byte "
     "(bytes), or a tokenizer of your own: a folder with a tokenizer.json, the file itself, or a "
@@ -44,7 +41,7 @@ OWN_FILES = ("meta.json", "tokenizer.json", "preparation.json")
 
 def is_own_tokenizer(name: str) -> bool:
     """Return whether --tokenizer names a tokenizer.json."""
-    return name not in (*BUILT_IN_TOKENIZERS, *TASK_TOKENIZERS)
+    return name not in BUILT_IN_TOKENIZERS
 
 
 @dataclass(frozen=True)
@@ -249,12 +246,11 @@ def is_complete(out: Path, record: dict) -> bool:
 # ---- preparation ----
 
 
-def prepare(args: SimpleNamespace, name: str, plan: list[Stage], extra: dict | None = None) -> None:
+def prepare(args: SimpleNamespace, name: str, plan: list[Stage]) -> None:
     """Prepare the shards `<name>_<split>_<number>.bin` in args.out, or resume preparing them.
 
     Args:
         plan: consecutive stages with the same documents share them
-        extra: further entries of meta.json
 
     Raises:
         ValueError: the preparation cannot begin or continue; complete shards are kept
@@ -276,7 +272,7 @@ def prepare(args: SimpleNamespace, name: str, plan: list[Stage], extra: dict | N
             )
         has_ended = not any(progress.count_tokens_left(stage, args.max_tokens) for stage in plan)
         if has_ended and (out / "meta.json").exists():
-            print(f"{out} is complete: {progress.num_tokens:,} tokens")
+            print(f"{files.show_path(out)} is complete: {progress.num_tokens:,} tokens")
             return
         encoding = load_tokenizer(args, plan, progress)
         write_shards(args, name, plan, progress, encoding)
@@ -291,9 +287,7 @@ def prepare(args: SimpleNamespace, name: str, plan: list[Stage], extra: dict | N
         about = {
             key: origin[key] for key in ("source", "name", "revision", "commit") if origin.get(key)
         }
-        shards.write_meta(
-            out, progress.shards, tokenizer=encoding, about={**about, **(extra or {})}
-        )
+        shards.write_meta(out, progress.shards, tokenizer=encoding, about=about)
 
 
 def load_tokenizer(args: SimpleNamespace, plan: list[Stage], progress: Progress) -> Tokenizer:
@@ -310,8 +304,6 @@ def load_tokenizer(args: SimpleNamespace, plan: list[Stage], progress: Progress)
 
 def build_tokenizer(args: SimpleNamespace, plan: list[Stage]) -> Tokenizer:
     """Build the tokenizer that the options name."""
-    if args.tokenizer == "ids":
-        return tokenizer.IdTokenizer(args.vocab_size)
     if args.tokenizer == "bytes":
         return tokenizer.byte_tokenizer()
     if args.tokenizer == "gpt2":
@@ -360,11 +352,9 @@ def write_shards(
     print(
         f"{name}: {args.workers} threads, {encoding.name} ({encoding.n_vocab:,} tokens)", flush=True
     )
-    start_time = time.monotonic()
-    tokens_before = progress.num_tokens
     progress_bar = tqdm(
         total=total,
-        initial=tokens_before,
+        initial=progress.num_tokens,
         unit="tok",
         unit_scale=True,
         smoothing=0.05,
@@ -396,10 +386,7 @@ def write_shards(
                     "next": {"state": reader.state, "num_used": reader.num_used},
                 }
                 progress.shards.append(record)
-                speed = (progress.num_tokens - tokens_before) / (time.monotonic() - start_time)
-                tqdm.write(
-                    f"{path.name}: {progress.num_tokens:,} of about {total:,} tokens, {speed:,.0f} per second"
-                )
+                tqdm.write(f"{path.name}: {progress.num_tokens:,} of about {total:,} tokens")
             progress.save(args.out)
     progress_bar.close()
 
@@ -407,7 +394,7 @@ def write_shards(
 def estimate_tokens(args: SimpleNamespace, plan: list[Stage]) -> int:
     """Return about how many tokens there will be, for the progress bar."""
     # a token of byte pairs has about four bytes
-    bytes_per_token = 1 if args.tokenizer in ("bytes", *TASK_TOKENIZERS) else 4
+    bytes_per_token = 1 if args.tokenizer in ("bytes", "characters") else 4
     sizes = {id(stage.documents): stage.documents.num_bytes for stage in plan}
     num_tokens = sum(sizes.values()) // bytes_per_token
     return min(num_tokens, args.max_tokens or num_tokens)

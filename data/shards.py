@@ -211,8 +211,7 @@ def write_meta(
 
     Args:
         records: of each shard its file, split, tokens, sha256, documents and bytes
-        about: further entries: where the documents come from, the SHA-256 of a tokenizer of your
-            own, and the keys of data/sequences.py
+        about: further entries: where the documents come from
     """
     meta = {
         "tokenizer": tokenizer.name,
@@ -225,18 +224,15 @@ def write_meta(
     if shard_format != UINT16_FORMAT:
         meta["dtype"] = shard_format.dtype.name
     meta.update(about)
-    summed_keys = ["documents", "bytes", "tokens"]
-    if meta["tokenizer"] == "ids":
-        # the ids of a synthetic task stand for no bytes
-        summed_keys.remove("bytes")
     for split in ("val", "train"):
         split_records = [record for record in records if record["split"] == split]
-        sums = {key: sum(record[key] for record in split_records) for key in summed_keys}
+        sums = {
+            key: sum(record[key] for record in split_records)
+            for key in ("documents", "bytes", "tokens")
+        }
         meta[split] = sums
         summary = ", ".join(f"{value:,} {key}" for key, value in sums.items())
-        if "bytes" in sums:
-            summary = f"{summary} ({sums['bytes'] / sums['tokens']:.2f} bytes per token)"
-        print(f"{split}: {summary}")
+        print(f"{split}: {summary} ({sums['bytes'] / sums['tokens']:.2f} bytes per token)")
     listed_keys = ("file", "split", "tokens", "sha256")
     meta["shards"] = [{key: record[key] for key in listed_keys} for record in records]
     files.write_json(folder / "meta.json", meta)
@@ -251,9 +247,14 @@ class Corpus:
     # the content of meta.json
     meta: dict
 
-    # memory-mapped token ids of the shards of each split, by name
+    # memory-mapped token ids of the shards of each split, by name; a synthetic task has none
     train: list[np.ndarray]
     val: list[np.ndarray]
+
+    @property
+    def is_task(self) -> bool:
+        """Whether meta.json describes a synthetic task (data/tasks.py)."""
+        return "task" in self.meta
 
     @property
     def identity(self) -> dict:
@@ -261,6 +262,8 @@ class Corpus:
 
         If meta.json has no digests, the first and last tokens of every shard take their place.
         """
+        if self.is_task:
+            return self.meta
         about = {key: value for key, value in self.meta.items() if key != "shards"}
         for split, split_shards in (("train", self.train), ("val", self.val)):
             num_tokens = sum(len(shard) for shard in split_shards)
@@ -328,6 +331,13 @@ def open_corpus(dataset: str) -> Corpus:
     folder = find_folder(dataset)
     paths = {split: find_shards(folder, split) for split in ("train", "val")}
     meta = read_meta(folder)
+    if "task" in meta:
+        return Corpus(path=folder, meta=meta, train=[], val=[])
+    if "window_tokens" in meta:
+        raise ValueError(
+            f"{folder} holds a packed corpus or a synthetic task of an earlier version; prepare it "
+            "again with another --out"
+        )
     check_prepared(dataset, folder, paths, meta)
     meta = meta or GPT2_META
     if type(meta.get("vocab_size")) is not int:
@@ -346,17 +356,10 @@ def open_corpus(dataset: str) -> Corpus:
 
 def check_prepared(dataset: str, folder: Path, paths: dict[str, list[Path]], meta: dict) -> None:
     """Raise MissingCorpus if a corpus is not prepared, or not completely."""
-    progress = {} if meta else read_progress(folder)
-    if progress:
-        records = progress.get("shards", [])
-        num_tokens = sum(record["tokens"] for record in records)
-        if {record["split"] for record in records} != {"train", "val"}:
-            raise MissingCorpus(
-                f"{folder} is not prepared completely; rerun its prepare.py to resume"
-            )
+    if not meta and (folder / "preparation.json").exists():
         raise MissingCorpus(
-            f"{folder} is not prepared completely; rerun its prepare.py to resume, or, to finish it "
-            f"with its complete shards, add --max_tokens={num_tokens}"
+            f"{folder} is not prepared completely; rerun its prepare.py to resume, or to end sooner "
+            "with --max_tokens"
         )
     if all(paths.values()):
         return

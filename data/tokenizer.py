@@ -17,7 +17,6 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +27,6 @@ import numpy as np
 import tiktoken
 import tiktoken.load
 
-from data.shards import MAX_UINT16_VOCAB
 from utils import errors, files
 
 END_OF_TEXT = "<|endoftext|>"
@@ -448,7 +446,7 @@ def read_own(source: str, eot_text: str | None = None) -> Tokenizer:
     """
     path = Path(source).expanduser()
     if path.exists():
-        name = (path if path.is_dir() else path.parent).resolve().name
+        name = files.show_path((path if path.is_dir() else path.parent).resolve().name)
     else:
         path = download(source)
         name = source
@@ -499,54 +497,21 @@ def read_library(
 # ---- ids of synthetic tasks ----
 
 
-@dataclass(frozen=True)
 class IdTokenizer(Tokenizer):
-    """The ids of a synthetic task, 0 to n_vocab - 2, and end-of-text.
-
-    Their text is numbers that are separated by blanks.
-    """
-
-    n_vocab: int
+    """The ids of a synthetic task, which are not text: nothing can be encoded or decoded."""
 
     name = "ids"
+    # no id ends or begins a sequence
+    eot_token = -1
 
-    @property
-    def eot_token(self) -> int:
-        return self.n_vocab - 1
+    def __init__(self, n_vocab: int):
+        self.n_vocab = n_vocab
 
     def encode(self, text: str, *, allowed_special: str | Set[str] = frozenset()) -> list[int]:
-        """Return the ids of numbers; end-of-text is written by its name.
-
-        Raises:
-            ValueError: a word is neither, or there is no such id
-        """
-        ids = []
-        for word in text.split():
-            if word == END_OF_TEXT:
-                ids.append(self.eot_token)
-            elif word.isascii() and word.isdecimal() and int(word) < self.eot_token:
-                ids.append(int(word))
-            else:
-                raise ValueError(
-                    f"{word[:40]!r} is not a token, because the tokens of this model are ids; give "
-                    f"numbers from 0 to {self.n_vocab - 2}, separated by spaces"
-                )
-        return ids
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of texts that a prepare.py wrote, uint32 each, unchecked."""
-        return [np.array(text.split(), dtype=np.uint32) for text in texts]
-
-    def decode(self, ids: list[int]) -> str:
-        return b"".join(map(self.decode_single_token_bytes, ids)).decode().strip()
+        raise ValueError("the tokens of this model are the ids of a synthetic task, not text")
 
     def decode_single_token_bytes(self, token: int) -> bytes:
-        # with the blank before it, so that tokens can be joined
-        word = END_OF_TEXT if token == self.eot_token else str(token)
-        return f" {word}".encode()
-
-    def bytes_by_token(self) -> np.ndarray:
-        return np.zeros(self.n_vocab, dtype=np.int64)
+        return b""
 
     def to_json(self) -> dict:
         return {"name": "ids", "vocab_size": self.n_vocab}
@@ -572,10 +537,7 @@ def from_json(description: dict) -> Tokenizer:
             description["name"], description["tokenizer_json"], description["eot_text"]
         )
     if description["name"] == "ids":
-        vocab_size = description["vocab_size"]
-        if type(vocab_size) is not int or not 2 <= vocab_size <= MAX_UINT16_VOCAB:
-            raise ValueError(f"vocab_size is {vocab_size!r}, not 2 to {MAX_UINT16_VOCAB}")
-        return IdTokenizer(vocab_size)
+        return IdTokenizer(int(description["vocab_size"]))
     tokens = [base64.b64decode(token) for token in description["tokens"]]
     has_bos = "bos_token" in description
     return BytePairTokenizer(description["name"], description["pattern"], tokens, has_bos)

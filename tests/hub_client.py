@@ -20,6 +20,7 @@ from data import documents, tokenizer
 for kind in ("READ", "OPEN", "READ_SERVER_UNAVAILABLE"):
     setattr(datasets.config, f"STREAMING_{kind}_RETRY_INTERVAL", 0.1)
 documents.BATCH_CHARACTERS = 3000
+documents.HUB_SECONDS = 2
 tokenizer.gpt2_tokenizer = tokenizer.byte_tokenizer
 
 for line in sys.stdin:

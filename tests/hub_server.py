@@ -2,7 +2,7 @@
 
     with HubServer() as hub:
         hub.commit("org/name", {"README.md": b"...", "train/0.parquet": b"..."})
-        hub.faults = [Fault("status", status=503, seconds=2)]
+        hub.faults = [Fault("status", status=503, times=2)]
         ...  # start a process with HF_ENDPOINT=hub.url
 
 As on the hub, requests of Parquet files and shards are redirected to another host.
@@ -26,8 +26,7 @@ LARGE = (".parquet", ".bin")
 class Fault:
     """A fault in the answers to some requests."""
 
-    # "status": answer with this status; "cut": send half of the body and end the connection;
-    # "short": send half of the body, with its length; "flip": flip one bit
+    # "status": answer with this status; "silent": answer late
     kind: str
 
     # a regular expression that is searched for in the path of a request
@@ -38,23 +37,18 @@ class Fault:
     # how many of these requests are answered correctly before the first fault
     skip: int = 0
 
-    # after how many faults, and how many seconds after the first one, it ends
+    # after how many faults it ends
     times: int = sys.maxsize
-    seconds: float = sys.maxsize
 
-    # requests of the path so far, and the time of the first fault
+    # requests of the path so far
     num_requests: int = 0
-    start_time: float | None = None
 
     def applies(self, path: str) -> bool:
         """Return whether the fault befalls a request, and count the request."""
         if not re.search(self.path, path):
             return False
         self.num_requests += 1
-        if not self.skip < self.num_requests <= self.skip + self.times:
-            return False
-        self.start_time = self.start_time or time.monotonic()
-        return time.monotonic() - self.start_time <= self.seconds
+        return self.skip < self.num_requests <= self.skip + self.times
 
 
 class HubServer(ThreadingHTTPServer):
@@ -108,6 +102,8 @@ class Handler(BaseHTTPRequestHandler):
             fault = next(faults, None)
             self.kind = fault and fault.kind
             self.server.log.append((self.path, self.kind))
+        if self.kind == "silent":
+            time.sleep(10)
         if self.kind == "status":
             return self.answer(fault.status, {})
         for pattern, route in self.ROUTES:
@@ -200,7 +196,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_content(self, content: bytes, headers: dict) -> None:
-        """Send a file or the range of it that was asked for, with the fault if there is one."""
+        """Send a file or the range of it that was asked for."""
         headers = dict(headers)
         status = 200
         first = 0
@@ -211,12 +207,4 @@ class Handler(BaseHTTPRequestHandler):
             if byte_range[2]:
                 last = min(int(byte_range[2]), last)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-        body = bytearray(content[first : last + 1])
-        if self.kind == "flip":
-            body[len(body) // 2] ^= 1
-        if self.kind == "cut":
-            headers["Content-Length"] = len(body)
-            self.close_connection = True
-        if self.kind in ("cut", "short"):
-            body = body[: len(body) // 2]
-        self.send(status, body, headers)
+        self.send(status, content[first : last + 1], headers)

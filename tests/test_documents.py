@@ -1,16 +1,21 @@
 """Test the reading of documents: kinds of files, folders, resuming, mistakes."""
 
+import bz2
 import gzip
+import hashlib
 import json
 import os
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from in_process import call
 
-from data import documents
+from data import documents, readers
 from data.documents import Documents, SourceError, from_files, from_texts
 
 ROWS = ["one", None, "", "größe 漢字\r\n", "2024-01-01", "007", " last\n"]
@@ -51,7 +56,10 @@ def write_tables(folder) -> None:
     content = "\n".join(lines)
     write(folder, "a.jsonl", content)
     write(folder, "b.ndjson", "\ufeff" + content + "\r\n")
-    write(folder, "c.jsonl.gz", gzip.compress(content.encode()))
+    # two members, as programs write that append to a .gz file
+    write(folder, "c.jsonl.gz", gzip.compress(b"") + gzip.compress(content.encode()))
+    halves = content.encode()[:40], content.encode()[40:]
+    write(folder, "c.jsonl.bz2", b"".join(map(bz2.compress, halves)))
     write(folder, "d.jsonl.zst", pa.compress(content.encode(), "zstd", asbytes=True))
     write(folder, "e.json", json.dumps([{"text": text} for text in ROWS], indent=1))
     for name, separator in (("f.csv", ","), ("g.tsv", "\t")):
@@ -59,6 +67,9 @@ def write_tables(folder) -> None:
         write(folder, name, "\n".join([f"id{separator}text", *rows]))
     pq.write_table(pa.table({"text": ROWS, "id": range(7)}), folder / "h.parquet", row_group_size=3)
     pq.write_table(pa.table({"text": pa.array(ROWS, pa.large_string())}), folder / "i.parquet")
+    pyarrow.feather.write_feather(pa.table({"id": range(7), "text": ROWS}), folder / "j.feather")
+    with pa.ipc.new_file(folder / "k.arrow", pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.table({"text": ROWS}), max_chunksize=3)
     datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(folder / "saved")
 
 
@@ -70,7 +81,7 @@ def tables(tmp_path):
 
 def test_rows_of_every_kind_of_table_are_documents(tables):
     names = sorted(path.name for path in tables.iterdir())
-    assert len(names) == 10
+    assert len(names) == 13
     for name in names:
         assert read(tables / name) == TEXTS, name
 
@@ -78,16 +89,30 @@ def test_rows_of_every_kind_of_table_are_documents(tables):
 @pytest.mark.parametrize("characters", [1, 10, 10**6])
 def test_reading_goes_on_from_every_state(tables, monkeypatch, characters):
     monkeypatch.setattr(documents, "BATCH_CHARACTERS", characters)
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 7)
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 7)
     write(tables, "long.txt", "a line\n" * 9 + "x" * 30)
     source = from_files([str(tables)])
     batches = list(source.read())
-    assert join(batches) == TEXTS * 9 + [(tables / "long.txt").read_text()] + TEXTS
+    assert join(batches) == TEXTS * 12 + [(tables / "long.txt").read_text()] + TEXTS
     for number, batch in enumerate(batches):
         state = json.loads(json.dumps(batch.state))
         assert [later[1:] for later in source.read(state)] == [
             later[1:] for later in batches[number:]
         ]
+
+
+def test_the_size_of_compressed_text_is_estimated(tmp_path):
+    text = "".join(f"line {number}\n" for number in range(9000))
+    paths = [
+        write(tmp_path, "a.txt", text),
+        write(tmp_path, "b.txt.gz", gzip.compress(text.encode())),
+        tmp_path / "c.parquet",
+    ]
+    table = pa.table({"id": ["x" * 99] * 2, "text": [text, text[::-1]]})
+    pq.write_table(table, paths[2], use_dictionary=False)
+    sizes = [from_files([str(path)]).num_bytes for path in paths]
+    assert sizes[:2] == [len(text)] * 2
+    assert sizes[2] == pytest.approx(2 * len(text), rel=0.01)
 
 
 def test_texts_in_memory_are_documents():
@@ -118,11 +143,15 @@ def test_of_folders_hidden_files_and_files_without_text_are_skipped(tmp_path, ca
     write(tmp_path / "in", "utf16.txt", "text".encode("utf-16"))
     write(tmp_path / "in", "package.json", json.dumps({"name": "x"}, indent=1))
     write(tmp_path / "in", "other.csv", "id;body\n1;x\n")
+    (tmp_path / "in" / "broken link").symlink_to(tmp_path / "nothing")
     write(tmp_path / "linked", "4.txt", "linked")
     (tmp_path / "in" / "link").symlink_to(tmp_path / "linked")
     (tmp_path / "linked" / "cycle").symlink_to(tmp_path / "in")
     assert read(tmp_path / "in") == ["a/1.py", "a/sub [1]/3.txt", "b/2.md", "linked"]
-    assert "5 files are skipped" in capsys.readouterr().out
+    skipped = "broken link, other.csv, package.json, picture.png, utf16.txt, ..."
+    assert capsys.readouterr().out.endswith(
+        f"6 files are skipped, because they are not UTF-8 text or have no column text: {skipped}\n"
+    )
     assert read(tmp_path / "in", suffixes=[".py", ".md"]) == ["a/1.py", "b/2.md"]
     assert read(tmp_path / "in/*/*.md", tmp_path / "in/b/2.md") == ["b/2.md"]
 
@@ -144,35 +173,157 @@ def test_the_order_does_not_depend_on_the_listing(tmp_path, monkeypatch):
     assert expected[0] != expected[1]
 
 
+def test_files_whose_names_are_not_utf_8_are_read(tmp_path, capsys):
+    folder = tmp_path / os.fsdecode(b"gr\xfc\xdfe")
+    for name in (b"caf\xe9.txt", b"b\xff.jsonl.gz", b"c\xfe.parquet", b"d\xfd.arrow"):
+        path = folder / os.fsdecode(name)
+        row = {"text": [repr(name)]}
+        write(folder, path.name, gzip.compress(json.dumps({"text": repr(name)}).encode()))
+        if path.suffix == ".txt":
+            path.write_text(repr(name))
+        elif path.suffix == ".parquet":
+            pq.write_table(pa.table(row), tmp_path / "table")
+            (tmp_path / "table").rename(path)
+        elif path.suffix == ".arrow":
+            pyarrow.feather.write_feather(pa.table(row), tmp_path / "table")
+            (tmp_path / "table").rename(path)
+    write(folder, os.fsdecode(b"picture \xe0.png"), b"\xff")
+    result = call(
+        "data/text/prepare.py",
+        "--tokenizer=bytes",
+        "--val_tokens=9",
+        f"--source={folder}",
+        f"--out={folder / 'out'}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert rb"1 files are skipped" in result.stdout
+    assert rb"picture \xe0.png" in result.stdout
+    shards = sorted((folder / "out").glob("*.bin"), reverse=True)
+    tokens = np.concatenate([np.fromfile(shard, "<u2", offset=1024) for shard in shards])
+    texts = "".join(chr(token) for token in tokens).split(chr(256))[1:]
+    paths = [path for path in os.scandir(os.fsencode(folder)) if path.is_file()]
+    paths = sorted(path.path for path in paths if b".png" not in path.name)
+    paths.sort(key=lambda path: hashlib.sha256(path).digest())
+    assert texts == [repr(os.path.basename(path)) for path in paths]
+
+
+def test_a_saved_dataset_is_read_without_its_caches(tmp_path):
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path / "saved")
+    saved = datasets.load_from_disk(tmp_path / "saved")
+    saved.map(lambda row: {"text": row["text"].upper()})
+    assert list((tmp_path / "saved").glob("cache-*.arrow"))
+    assert read(tmp_path) == ["one", "two"]
+
+
+def test_the_splits_of_a_saved_dataset_are_not_mixed(tmp_path):
+    split = datasets.Dataset.from_dict({"text": ["one"]})
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved holds the splits of a DatasetDict, test, train; "):
+        read(tmp_path)
+    assert read(tmp_path / "saved" / "train") == ["one"]
+
+
+def test_a_folder_that_cannot_be_searched_is_an_error(tmp_path, monkeypatch):
+    write(tmp_path, "a/1.txt", "one")
+    write(tmp_path, "b/2.txt", "two")
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "b":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="/b'"):
+        read(tmp_path)
+
+
+def test_rows_without_text_are_counted(tmp_path, capsys):
+    path = write(tmp_path, "a.jsonl", '{"text": "one"}\n{"text": ""}\n{"body": "two"}\n')
+    assert read(path) == read(path) == ["one"]
+    assert capsys.readouterr().out == f"{path}: 2 of 3 rows have no text in column text\n"
+
+
+def parquet_bytes(values) -> bytes:
+    file = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": values}), file)
+    return file.getvalue().to_pybytes()
+
+
+def stream_bytes(values) -> bytes:
+    file = pa.BufferOutputStream()
+    with pa.ipc.new_stream(file, pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.table({"text": values}), max_chunksize=1)
+    return file.getvalue().to_pybytes()
+
+
+LINE = b'{"text": "one"}\n'
+UTF8 = "it is not UTF-8 text; convert it, for example with iconv, or unpack it"
+# name of a file: its content, and what is wrong with it
 BROKEN = {
-    "typo.txt": (None, "there are no files of text"),
-    "a.jsonl": ('{"text": "one"}\n{"text": "tw', "a.jsonl is not text, or is damaged (Unterm"),
-    "deep.jsonl": ('{"text": "x"}\n' + "[" * 100_000, "is damaged (maximum recursion"),
-    "body.jsonl": ('{"body": "one"}', "body.jsonl has no column text; name one with --column"),
-    "body.csv": ("id,body\n1,x\n", "has no column text"),
-    "a.parquet": ("PAR1", "a.parquet is not text, or is damaged"),
-    "a.txt": (b"text\xff", "a.txt is not text, or is damaged ('utf-8' codec"),
-    "utf16.txt": ("text".encode("utf-16"), "is not text"),
-    "a.txt.gz": (gzip.compress(b"text" * 99)[:-9], "a.txt.gz is not text, or is damaged"),
+    "torn.jsonl": (LINE + b'{"text": "tw', ", row 2: it is damaged (Unterminated string"),
+    "deep.jsonl": (LINE + b"[" * 100_000, ", row 2: it is damaged (maximum recursion"),
+    "body.jsonl": (b'{"body": "one"}', ", row 1: it has no column text, but body; name one with"),
+    "latin.jsonl": (LINE * 300 + b'{"text": "\xe9"}\n' + LINE, f", row 301: {UTF8}"),
+    "list.jsonl": (LINE + b'\n["two"]', ", row 2: it is not a JSON object; give one object for"),
+    "type.jsonl": (LINE + b'{"text": 5}', ", row 2: the column holds int instead of text"),
+    "type.json": (b'[{"text": "x"}, {"text": {}}]', ", row 2: the column holds dict instead of"),
+    "body.csv": (b"id,body\n1,x\n", ", row 1: it has no column text, but id, body; name one"),
+    "separator.csv": (b"id;text\n1;x\n", ", row 1: it has no column text, but id;text; name one"),
+    "twice.csv": (b"text,text\nx,y\n", ", row 1: it has 2 columns text; rename all but one"),
+    "more.csv": (b"id,text\n1,x\n2,x, and y\n", ", row 2: it has 3 fields, but the header has 2"),
+    "more.tsv": (b"id\ttext\n1\tx\ty\n", ", row 1: it has 3 fields, but the header has 2"),
+    "fewer.csv": (b'id,text\n1,"x"\n2\n', ", row 2: it has 1 fields, but the header has 2"),
+    "open.csv": (b'id,text\n1,x\n2,"y\n3,z\n', ", row 2: it is damaged (unexpected end of data)"),
+    "quotes.csv": (b'id,text\n1,"x" y\n', ", row 1: it is damaged (',' expected after '\"')"),
+    "latin.csv": (b"id,text\n1,x\n2,\xe9\n", f", row 2: {UTF8}"),
+    "utf16.csv": ("id,text\n1,x\n".encode("utf-16"), f", row 1: {UTF8}"),
+    "torn.parquet": (parquet_bytes(["one"])[:-9], ", row 1: it is damaged ("),
+    "bytes.parquet": (parquet_bytes([b"one"]), ", row 1: the column holds bytes instead of text"),
+    "a.parquet.gz": (
+        gzip.compress(parquet_bytes(["x"])),
+        "file cannot be read from .gz; unpack it",
+    ),
+    "torn.arrow": (stream_bytes(["one", "two"])[:-20], ", row 2: it is damaged ("),
+    "latin.txt": (b"caf\xe9", f": {UTF8}"),
+    "utf16.txt": ("text".encode("utf-16"), f": {UTF8}"),
+    "torn.txt.gz": (gzip.compress(b"text" * 99)[:-9], ": it is damaged (Truncated compressed"),
+    "member.txt.gz": (gzip.compress(b"x") + gzip.compress(b"y")[:9], ": it is damaged (Truncated"),
+    "archive.tar.gz": (
+        gzip.compress(b"a.txt\0text"),
+        ": it has zero bytes, and so is not text; un",
+    ),
+    "archive.zip": (b"PK\3\4\xff", f": {UTF8}"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     content, message = BROKEN[name]
-    if content is not None:
-        write(tmp_path, name, content)
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
-        read(tmp_path / name)
+    path = write(tmp_path, name, content)
+    with pytest.raises(SourceError, match=r"^[^\n]+$") as error:
+        read(path)
+    assert str(error.value).startswith(str(path))
     assert message in str(error.value)
-    assert str(tmp_path / name) in str(error.value)
+
+
+# tables of other columns and files that are not text are skipped, damaged tables are not
+@pytest.mark.parametrize("name", ["torn.jsonl", "more.csv", "torn.parquet", "torn.txt.gz"])
+def test_a_damaged_file_in_a_folder_is_not_skipped(tmp_path, name):
+    write(tmp_path, name, BROKEN[name][0])
+    write(tmp_path, "a.txt", "text")
+    with pytest.raises(SourceError, match=name):
+        read(tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"typo\.txt: there are no files of text; give existing"):
+        read(tmp_path / "typo.txt")
 
 
 def test_an_unexpected_error_of_a_library_names_the_source():
     def fail():
         raise RuntimeError("out of luck")
 
-    with pytest.raises(
-        SourceError, match=r"org/name cannot be read: RuntimeError\('out of luck'\)"
-    ):
+    with pytest.raises(SourceError, match=r"org/name cannot be read \(RuntimeError: out of luck\)"):
         list(Documents(fail, {"source": "org/name"}, 0).read())

@@ -22,10 +22,9 @@ import tiktoken
 from helpers import ODD_TEXTS, ROOT, encode_shard, one_line_error, small_run
 from in_process import call
 
-import model_folder
 from data import tokenizer
 from data.shards import GPT2_META
-from training import checkpoint, metrics
+from training import checkpoint
 
 DOCUMENTS = [
     path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))
@@ -143,7 +142,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> Path:
-    """Return a folder for tiktoken's cache, in which nothing that was downloaded lies."""
+    """Return an empty folder for tiktoken's cache."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -193,20 +192,6 @@ def test_a_checkpoint_holds_the_tokenizer(prepared_run, description):
     assert json.loads((latest / "tokenizer.json").read_text()) == description
 
 
-@pytest.fixture(scope="module")
-def exported(prepared_run, cache, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("exports") / "exported"
-    with offline(cache, has_package=False):
-        run_script("export.py", prepared_run.folder, folder)
-    return folder
-
-
-def test_an_export_holds_the_tokenizer(exported, oracle):
-    _, encoding, _ = model_folder.load_model(exported, "cpu")
-    assert tokenizer.same_tokens(encoding, tokenizer.gpt2_tokenizer())
-    check_same_ids(encoding, oracle)
-
-
 SAMPLE_OPTIONS = ("--prompt=def größe", "--max_new_tokens=5", "--temperature=0")
 
 
@@ -214,32 +199,6 @@ def test_a_run_is_sampled_without_the_package(prepared_run, cache):
     with offline(cache, has_package=False):
         output = run_script("sample.py", prepared_run.folder, *SAMPLE_OPTIONS)
     assert output.count("def größe") == 1
-
-
-def test_an_export_is_sampled_without_the_package(exported, cache):
-    with offline(cache, has_package=False):
-        output = run_script("sample.py", exported, *SAMPLE_OPTIONS)
-    assert output.count("def größe") == 1
-
-
-def read_val_loss(run: PreparedRun) -> float:
-    records = metrics.read(run.folder / "metrics.jsonl")
-    [val_loss] = [record["val_loss"] for record in records if "val_loss" in record]
-    return val_loss
-
-
-def test_a_run_is_evaluated_without_the_package(prepared_run, cache, tmp_path):
-    with offline(cache, has_package=False):
-        output = run_script("eval.py", prepared_run.folder, "--val", f"--out={tmp_path}")
-    assert f"val_loss {read_val_loss(prepared_run):.4f}" in output
-
-
-def test_an_export_is_evaluated_without_the_package(prepared_run, exported, cache, tmp_path):
-    with offline(cache, has_package=False):
-        output = run_script(
-            "eval.py", exported, f"--val={prepared_run.corpus}", f"--out={tmp_path}"
-        )
-    assert f"val_loss {read_val_loss(prepared_run):.4f}" in output
 
 
 @pytest.fixture
@@ -258,14 +217,6 @@ def test_training_on_shards_of_llm_c_needs_the_package(shards_of_llm_c, cache, t
     with offline(cache, has_package=False):
         assert ADVICE in one_line_error(call("train.py", *arguments))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_on_shards_of_llm_c_does_not_need_the_package(shards_of_llm_c, cache, tmp_path):
-    """Its checkpoints hold the tokenizer."""
-    with offline(cache):
-        run_script("train.py", *small_run(shards_of_llm_c, tmp_path / "run", **KEYS))
-    with offline(cache, has_package=False):
-        run_script("sample.py", tmp_path / "run", "--max_new_tokens=3")
 
 
 def test_a_preparation_without_the_package_says_where_to_get_it(cache, tmp_path):

@@ -142,7 +142,7 @@ def interrupted(server, client, commit, tmp_path) -> Interrupted:
 
 
 def test_a_resumed_preparation_keeps_its_commit(server, commit, interrupted, undisturbed_files):
-    assert f"{NAME} cannot be read: " in interrupted.message
+    assert f"{NAME} cannot be read (HfHubHTTPError: Client error '404" in interrupted.message
     result = interrupted.prepare()
     assert result.code == 0, result.err
     assert read_files(interrupted.out) == undisturbed_files
@@ -162,6 +162,7 @@ PERMANENT_ERRORS = {
     "no column": (["--column=body"], [], "body"),
     "no configuration": (["--sample=sample-350BT"], [], "'sample-350BT' not"),
     "no revision": (["--revision=v9"], [], "Revision Not Found for url"),
+    "no answer": ([], [Fault("silent", "/api/datasets/")], "ReadTimeout"),
     "no terms": ([], [Fault("status", "/resolve/", 403)], f"{NAME} cannot be read"),
 }
 

@@ -200,10 +200,6 @@ def read_tokens(corpus) -> list[int]:
     return np.concatenate(corpus.val + corpus.train).tolist()
 
 
-def read_contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
 class PreparedCorpus(NamedTuple):
     corpus: Corpus
     tokenizer_folder: Path
@@ -235,32 +231,6 @@ def test_a_corpus_holds_and_names_its_tokenizer(prepared):
     assert prepared.encoding.name == f"hf:{prepared.tokenizer_folder.name}"
     assert tokenizer.read(corpus.path).to_json() == prepared.encoding.to_json()
     assert "dtype" not in corpus.meta  # uint16
-
-
-def test_a_killed_preparation_resumes_with_the_same_bytes(
-    folders, documents, tmp_path, monkeypatch
-):
-    folder = tmp_path / "tokenizer"
-    shutil.copytree(folders["unigram"], folder)
-    assert prepare(documents, folder, tmp_path / "uninterrupted").returncode == 0
-    out = tmp_path / "out"
-
-    save = preparation.Progress.save
-
-    def fail_at_shard_4(progress, out):
-        save(progress, out)
-        if len(progress.shards) == 5:
-            raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(preparation.Progress, "save", fail_at_shard_4)
-        with pytest.raises(MemoryError):
-            prepare(documents, folder, out)
-    assert not (out / "meta.json").exists()
-    assert prepare(documents, folder, out, "--workers=1", "--max_tokens=4000").returncode == 0
-    assert sum(map(len, open_corpus(str(out)).train)) == 3500
-    assert prepare(documents, folder, out).returncode == 0
-    assert read_contents(out) == read_contents(tmp_path / "uninterrupted")
 
 
 # ---- a vocabulary above 65536 ----

@@ -62,11 +62,11 @@ def _small_batches(monkeypatch):
     monkeypatch.setattr(documents, "BATCH_CHARACTERS", 300)
 
 
-def prepare(out: Path, plan, *options: str, name="x", extra=None) -> Corpus:
+def prepare(out: Path, plan, *options: str) -> Corpus:
     """Prepare a corpus of bytes in shards of 300 tokens, unless options say otherwise."""
     arguments = ["--tokenizer=bytes", "--workers=2", "--shard_tokens=300", *options]
     args = read_options("", out, PreparationOptions, argv=arguments)
-    preparation.prepare(args, name, plan, extra)
+    preparation.prepare(args, "x", plan)
     return open_corpus(str(out))
 
 
@@ -184,14 +184,13 @@ def test_meta_counts_documents_bytes_and_tokens(folder, tmp_path):
         }
 
 
-def test_meta_names_tokenizer_source_and_extra_entries(folder, tmp_path):
-    corpus = prepare(tmp_path / "out", plan_files(folder), extra={"note": "for you"})
+def test_meta_names_tokenizer_and_source(folder, tmp_path):
+    corpus = prepare(tmp_path / "out", plan_files(folder))
     expected = {
         "tokenizer": "bytes",
         "vocab_size": 257,
         "eot_token": 256,
         "source": str(folder),
-        "note": "for you",
     }
     assert expected.items() <= corpus.meta.items()
 
@@ -383,7 +382,7 @@ def test_a_validation_source_that_ends_with_a_shard_is_not_written_again(tmp_pat
 def test_a_split_without_tokens_is_refused(tmp_path):
     with pytest.raises(ValueError, match="which leave nothing for training; give more text"):
         prepare(tmp_path, plan_two_sources(), "--max_tokens=500")
-    with pytest.raises(ValueError, match=r"prepare\.py to resume$"):
+    with pytest.raises(ValueError, match=r"rerun its prepare\.py to resume, or to end sooner"):
         open_corpus(str(tmp_path))
 
 

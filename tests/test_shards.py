@@ -208,6 +208,12 @@ def test_a_meta_without_a_key_is_refused(tmp_path):
     assert_refused(tmp_path, r"meta\.json has no vocab_size; add it")
 
 
+def test_a_corpus_of_documents_of_one_length_is_of_an_earlier_version(tmp_path):
+    write_shards(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps({**META, "window_tokens": 4}))
+    assert_refused(tmp_path, "holds a packed corpus or a synthetic task of an earlier version")
+
+
 def test_a_corpus_with_the_shards_of_its_meta_is_opened(tmp_path):
     write_meta(write_shards(tmp_path))
     assert_corpus(shards.open_corpus(str(tmp_path)), tmp_path)

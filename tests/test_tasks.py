@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,141 +17,108 @@ from helpers import ROOT, configure, one_line_error, small_run
 from in_process import call
 
 from data import tasks
-from data.copy_task.prepare import Copies
-from data.loader import ValidationBatches
-from data.recall.prepare import Recall
-from data.registers.prepare import Registers
-from data.sequences import SequenceLayout
-from data.shards import Corpus, open_corpus
+from data.loader import TaskTrainBatches, TaskValidationBatches, open_validation_batches
+from data.shards import open_corpus
+from data.tasks import Copy, Recall, Registers, Task
 from training import metrics
 from training.batches import open_data
 from training.validation import evaluate
 from utils.processes import World
 
 
+def solve_copy(ids: list[int], task: Copy) -> list[int]:
+    """Return the symbols that come next, in the second half alone if only answers are trained on."""
+    first_half = ids[1 : task.half + 1]
+    return ([-1] * task.half if task.trained == "answers" else first_half) + first_half
+
+
 def solve_recall(ids: list[int], task: Recall) -> list[int]:
-    """Return the value of every key that is repeated, 0 elsewhere."""
+    """Return the value of every key that is repeated, -1 elsewhere."""
     context = ids[: 2 * task.pairs]
     value_of = {key: context[i + 1] for i, key in enumerate(context) if i % 2 == 0}
-    return [0] * len(context) + [value_of.get(token, 0) for token in ids[2 * task.pairs :]]
+    return [-1] * len(context) + [value_of.get(token, -1) for token in ids[2 * task.pairs :]]
 
 
 def solve_registers(ids: list[int], task: Registers) -> list[int]:
-    """Return what the register that the question names holds at the end, 0 before the question.
+    """Return what the register that the question names holds at the end, -1 before the question.
 
-    With trained="swaps", the last token of a swap has what its first register holds after it.
+    With trained="operations", the last token of an operation has what its first register holds.
     Tokens are replaced by words first, and the operations that they name are done in turn.
     """
-    values = [f"value {number}" for number in range(1, task.values + 1)]
-    registers = [f"register {number}" for number in range(1, task.registers + 1)]
-    words = ["", *values, *registers, "set", "swap", "ask"]
+    values = [f"value {number}" for number in range(task.values)]
+    registers = [f"register {number}" for number in range(task.registers)]
+    words = [*values, *registers, "set", "swap", "ask"]
     *operations, question, queried_register = (words[token] for token in ids)
     holds = {}
     answers = []
     for operation, register, argument in zip(*[iter(operations)] * 3, strict=True):
-        answers += [0, 0, 0]
         if operation == "set":
             holds[register] = argument
         else:
             assert operation == "swap"
             assert register != argument
             holds[register], holds[argument] = holds[argument], holds[register]
-            if task.trained == "swaps":
-                answers[-1] = words.index(holds[register])
+        answers += [-1, -1, -1]
+        if task.trained == "operations":
+            answers[-1] = words.index(holds[register])
     assert question == "ask"
-    return [*answers, 0, words.index(holds[queried_register])]
+    return [*answers, -1, words.index(holds[queried_register])]
 
 
-RECALL = Recall(7, 61, 30)
-REGISTERS = Registers(3, 7, 5, 0.4)
-SOLVED = [
-    (RECALL, solve_recall),
-    (REGISTERS, solve_registers),
-    (Recall(2, 8, 8), solve_recall),
-    (Registers(2, 9, 300, 1.0), solve_registers),
-    (Registers(4, 6, 5, 1.0, "swaps"), solve_registers),
+class Case(NamedTuple):
+    """A task, and what is known of its sequences."""
+
+    task: Task
+    solve: Callable[[list[int], Task], list[int]]
+    num_targets: int
+    num_answers: int
+
+    # the ids among which a model guesses at the positions with targets
+    guesses: Callable[[list[int]], list[int]]
+
+
+CASES = [
+    Case(Copy(5), solve_copy, 10, 5, lambda ids: range(1, 17)),
+    Case(Copy(4, 9, "answers"), solve_copy, 4, 4, lambda ids: range(1, 10)),
+    Case(Recall(7, 61, 30), solve_recall, 7, 7, lambda ids: ids[1:14:2]),
+    Case(Recall(2, 8, 8), solve_recall, 2, 2, lambda ids: ids[1:4:2]),
+    Case(Registers(3, 7, 5, 0.4), solve_registers, 1, 1, lambda ids: range(5)),
+    Case(Registers(2, 9, 300, 1.0), solve_registers, 1, 1, lambda ids: range(300)),
+    Case(
+        Registers(4, 6, 5, 0.5, trained="operations"), solve_registers, 11, 1, lambda ids: range(5)
+    ),
 ]
 
 
-class PreparedTask(NamedTuple):
-    task: tasks.Task
-    corpus: Corpus
-    val: np.ndarray  # documents (count, window_tokens)
-    train: np.ndarray
+@pytest.fixture(params=CASES, ids=lambda case: str(case.task))
+def case(request) -> Case:
+    return request.param
 
 
-def prepare(out: Path, task: tasks.Task, *options: str) -> PreparedTask:
-    """Run the preparation script of a task, and read the corpus that it writes."""
-    keys = [f"--{key}={value}" for key, value in vars(task).items()]
-    result = call(f"data/{task.name}/prepare.py", f"--out={out}", *keys, *options)
-    assert result.returncode == 0, result.stderr.decode()
-    corpus = open_corpus(str(out))
-    window_tokens = corpus.meta["window_tokens"]
-    return PreparedTask(
-        task,
-        corpus,
-        val=np.concatenate(corpus.val).reshape(-1, window_tokens),
-        train=np.concatenate(corpus.train).reshape(-1, window_tokens),
-    )
+def draw_split(task: Task, split: str, count: int = 512, seed: int = 0) -> list[tuple[int, ...]]:
+    """Return the ids of the first sequences of a split."""
+    blocks = [task.draw_block(seed, split, number)[0] for number in range(-(-count // tasks.BLOCK))]
+    return [tuple(ids) for ids in np.concatenate(blocks)[:count].tolist()]
 
 
-class SolvedTask(NamedTuple):
-    prepared: PreparedTask
-    solve: Callable[[list[int], tasks.Task], list[int]]
+@pytest.mark.parametrize("split", tasks.SPLITS)
+def test_every_target_is_the_answer(case, split):
+    ids, targets = case.task.draw_block(3, split, 2)
+    assert ids.shape == targets.shape == (tasks.BLOCK, case.task.seq_len)
+    assert 0 <= ids.min() <= ids.max() < case.task.vocab_size
+    for sequence_ids, sequence_targets in zip(ids.tolist(), targets.tolist()):
+        assert sequence_targets == case.solve(sequence_ids, case.task)
 
 
-@pytest.fixture(scope="module", params=SOLVED, ids=lambda solved: str(solved[0]))
-def solved_task(request, tmp_path_factory) -> SolvedTask:
-    task, solve = request.param
-    out = tmp_path_factory.mktemp("task")
-    prepared = prepare(out, task, "--sequences=60", "--val_sequences=30", "--shard_tokens=777")
-    return SolvedTask(prepared, solve)
+def test_every_sequence_has_as_many_targets_and_answers(case):
+    """Otherwise micro-batches would have to be weighted."""
+    _, targets = case.task.draw_block(0, "train", 0)
+    assert ((targets != -1).sum(1) == case.num_targets).all()
+    answers = targets[:, case.task.first_answer :]
+    assert ((answers != -1).sum(1) == case.num_answers).all()
 
 
-def test_every_label_is_the_answer(solved_task):
-    prepared, solve = solved_task
-    half = prepared.corpus.meta["window_tokens"] // 2
-    for document in [*prepared.val.tolist(), *prepared.train.tolist()]:
-        assert document[half + 1 :] == solve(document[1:half], prepared.task)
-
-
-def test_every_document_begins_with_end_of_text_and_no_label(solved_task):
-    prepared, _ = solved_task
-    task = prepared.task
-    meta = prepared.corpus.meta
-    half = meta["window_tokens"] // 2
-    assert meta["eot_token"] == task.vocab_size - 1
-    assert half == task.positions + 1
-    assert (len(prepared.val), len(prepared.train)) == (30, 60)
-    documents = np.concatenate([prepared.val, prepared.train])
-    assert (documents[:, 0] == meta["eot_token"]).all()
-    assert (documents[:, half] == 0).all()
-
-
-def test_meta_names_the_difficulty_and_counts_tokens_and_no_bytes(solved_task):
-    prepared, _ = solved_task
-    corpus = prepared.corpus
-    num_tokens = 60 * corpus.meta["window_tokens"]
-    assert corpus.meta["train"] == {"documents": 60, "tokens": num_tokens}
-    assert corpus.bytes_per_token("val") is None  # ids stand for no bytes
-    assert corpus.meta["difficulty"] == vars(prepared.task)
-
-
-def test_every_sequence_trains_and_scores_as_many_positions(solved_task):
-    prepared, _ = solved_task
-    task = prepared.task
-    num_trained = {
-        "recall": lambda: task.pairs,
-        "registers": lambda: 7 if task.trained == "swaps" else 1,  # six swaps and the question
-    }[task.name]()
-    num_scored = 1 if task.name == "registers" else num_trained
-    layout = SequenceLayout.from_meta(prepared.corpus.meta)
-    _, targets = layout.ids_and_targets(prepared.train)
-    assert (targets != -1).sum(1).eq(num_trained).all()
-    assert ((targets != -1) & layout.mask(layout.scored)).sum(1).eq(num_scored).all()
-
-
-def draw(task: tasks.Task, count=20_000, seed=0) -> tuple[np.ndarray, np.ndarray]:
+def draw(task: Task, count=20_000, seed=0) -> tuple[np.ndarray, np.ndarray]:
     return task.draw(np.random.default_rng(seed), count)
 
 
@@ -214,28 +182,28 @@ def test_queries_of_recall_have_slots_of_the_power_law(drawn_recall):
         assert_frequencies(np.bincount(slots, minlength=12), probabilities)
 
 
-def test_labels_of_registers_are_equally_likely():
-    _, labels = draw(Registers())
-    assert_frequencies(np.bincount(labels[:, -1])[1:])
+def test_answers_of_registers_are_equally_likely():
+    _, targets = draw(Registers())
+    assert_frequencies(np.bincount(targets[:, -1], minlength=8))
 
 
 def test_every_register_is_set_first():
     ids, _ = draw(Registers(3, 2, 5), 500)
-    assert (ids[:, 0:9:3] == 9).all()  # 1 to 5 are values, 6 to 8 registers, 9 is `set`
-    assert (np.sort(ids[:, 1:9:3], axis=1) == [6, 7, 8]).all()
-    assert_frequencies(np.bincount(ids[:, 1], minlength=9)[6:])
+    assert (ids[:, 0:9:3] == 8).all()  # 0 to 4 are values, 5 to 7 registers, 8 is `set`
+    assert (np.sort(ids[:, 1:9:3], axis=1) == [5, 6, 7]).all()
+    assert_frequencies(np.bincount(ids[:, 1], minlength=8)[5:])
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
 def test_swaps_have_the_given_probability(probability):
     ids, _ = draw(Registers(3, 2, 5, probability))
-    swaps = (ids[:, 9:15:3] == 10).sum()
+    swaps = (ids[:, 9:15:3] == 9).sum()
     assert_frequencies(np.array([swaps, 40_000 - swaps]), np.array([probability, 1 - probability]))
 
 
 def test_the_partners_of_a_swap_are_equally_likely():
     ids, _ = draw(Registers(3, 1, 5, 1.0))
-    pairs = 3 * (ids[:, 10] - 6) + ids[:, 11] - 6
+    pairs = 3 * (ids[:, 10] - 5) + ids[:, 11] - 5
     counts = np.bincount(pairs, minlength=9)
     assert_frequencies(np.delete(counts, [0, 4, 8]))  # no register is swapped with itself
     assert counts[[0, 4, 8]].sum() == 0
@@ -244,120 +212,129 @@ def test_the_partners_of_a_swap_are_equally_likely():
 def test_registers_without_swaps_are_as_easy_as_the_docstring_says():
     """Answer with the last value that was assigned to the register by its name."""
     task = Registers()
-    ids, labels = draw(task, 4000)
+    ids, targets = draw(task, 4000)
+    set_id = task.values + task.registers
     answers = np.zeros(len(ids), dtype=np.int64)
-    for position in range(0, task.positions - 2, 3):
-        names_asked = (ids[:, position] == task.set_id) & (ids[:, position + 1] == ids[:, -1])
+    for position in range(0, task.seq_len - 2, 3):
+        names_asked = (ids[:, position] == set_id) & (ids[:, position + 1] == ids[:, -1])
         answers[names_asked] = ids[names_asked, position + 2]
-    assert (answers == labels[:, -1]).mean() == pytest.approx(0.50, abs=0.02)
+    assert (answers == targets[:, -1]).mean() == pytest.approx(0.50, abs=0.02)
 
 
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory) -> PreparedTask:
-    out = tmp_path_factory.mktemp("copies")
-    return prepare(out, Copies(5), "--sequences=600", "--val_sequences=70", "--shard_tokens=1000")
-
-
-def test_second_halves_repeat_the_first_after_end_of_text(copies):
-    documents = np.concatenate([copies.val, copies.train])
-    assert (documents[:, 0] == copies.corpus.meta["eot_token"]).all()
-    assert (documents[:, 1:6] == documents[:, 6:]).all()
-    assert (len(copies.val), len(copies.train)) == (70, 600)
-    assert copies.corpus.meta["train"]["tokens"] == 600 * 11
-
-
-def test_copies_are_drawn_from_16_symbols(copies):
-    documents = np.concatenate([copies.val, copies.train])
-    assert set(documents[:, 1:].ravel().tolist()) == set(b"abcdefghijklmnop")
-    assert len(np.unique(documents, axis=0)) > 660  # of a million
-    assert_frequencies(np.bincount(copies.train[:, 1:6].ravel())[ord("a") :])
-
-
-def test_meta_describes_the_copy_task(copies):
-    expected = {
-        "window_tokens": 11,
-        "scored": [[5, 10]],
-        "chance": {"loss": np.log(16), "accuracy": 1 / 16},
-        "optimum": {"loss": np.log(16) / 2, "accuracy": 1.0},
-    }
-    assert expected.items() <= copies.corpus.meta.items()
-
-
-@pytest.fixture(scope="module")
-def copies_of_answers(tmp_path_factory) -> PreparedTask:
-    """Prepare the copy task with targets in the second half alone."""
-    out = tmp_path_factory.mktemp("answers") / "out"
-    return prepare(out, Copies(5, trained="answers"), "--sequences=600", "--val_sequences=70")
-
-
-def test_answers_alone_are_trained(copies_of_answers):
-    corpus = copies_of_answers.corpus
-    layout = SequenceLayout.from_meta(corpus.meta)
-    ids, targets = ValidationBatches(corpus.val, 10, 257, layout).get([0, 69], 2)
-    documents = copies_of_answers.val[[0, 69]]
-    assert targets[:, :5].eq(-1).all()
-    assert (targets[:, 5:].numpy() == documents[:, 6:]).all()
-    assert (ids.numpy() == documents[:, :-1]).all()
-    assert corpus.meta["optimum"] == {"loss": 0.0, "accuracy": 1.0}
-
-
-def test_the_copy_task_with_other_targets_is_another_preparation(tmp_path):
-    """The shards would be the same, but a model learns something else from them."""
-    prepare(tmp_path, Copies(5, trained="answers"), "--sequences=600", "--val_sequences=70")
-    result = call(
-        "data/copy_task/prepare.py",
-        f"--out={tmp_path}",
-        "--half=5",
-        "--sequences=600",
-        "--val_sequences=70",
-    )
-    assert "holds a corpus that was prepared with other options" in one_line_error(result)
+def test_symbols_to_copy_are_equally_likely():
+    ids, _ = draw(Copy(3), 4000)
+    assert (ids[:, 0] == 0).all()
+    assert_frequencies(np.bincount(ids[:, 1:4].ravel(), minlength=17)[1:])
 
 
 # ---- seeds and splits ----
 
-DRAWN_TASKS = [RECALL, REGISTERS, Copies(5)]
 
-
-def read_texts(task, count: int, seed: int, split: str) -> list:
-    batches = tasks.generate(task, count, seed, split).read()
-    return [text for batch in batches for text in batch.texts]
-
-
-@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
-def test_sequences_are_different_and_a_function_of_the_seed(task):
-    texts = read_texts(task, 600, 0, "train")
-    assert texts == read_texts(task, 600, 0, "train")
-    assert len(set(texts)) == 600
-
-
-@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
-@pytest.mark.parametrize(("seed", "split"), [(1, "train"), (0, "val")])
-def test_another_seed_or_split_has_other_sequences(task, seed, split):
-    texts = set(read_texts(task, 600, seed, split))
-    assert not texts & set(read_texts(task, 600, 0, "train"))
-
-
-@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
-def test_parts_of_the_sequences_are_those_of_all(task):
-    texts = read_texts(task, 600, 0, "train")
-    assert read_texts(task, 300, 0, "train") == texts[:300]
+@pytest.mark.parametrize("task", [Recall(7, 61, 30), Registers(3, 7, 5), Copy(8)], ids=str)
+def test_sequences_are_different_and_a_function_of_seed_and_split(task):
+    sequences = draw_split(task, "train")
+    assert sequences == draw_split(task, "train")
+    assert len(set(sequences)) == 512
+    assert not set(sequences) & set(draw_split(task, "train", seed=1))
+    assert not set(sequences) & set(draw_split(task, "val"))
 
 
 def test_no_validation_sequence_is_in_training_where_there_are_few():
-    task = Copies(3, 4)
-    count = 4**3
-    val, train = (set(read_texts(task, 3000, 0, split)) for split in ("val", "train"))
+    task = Copy(3, 4)
+    val, train = (set(draw_split(task, split, 3000)) for split in ("val", "train"))
     assert not train & val
-    assert len(train | val) == count
-    assert len(val) == pytest.approx(count / 8, rel=0.5)
+    assert len(train | val) == 4**3
+    assert len(val) == pytest.approx(4**3 / 8, rel=0.5)
 
 
-# ---- chance and optimum ----
+# ---- batches ----
 
 
-class UniformModel(torch.nn.Module):
-    """A model for which the ids that `candidates` returns for a position are equally likely."""
+def test_a_batch_holds_consecutive_sequences_whatever_its_parts():
+    task = Copy(3)
+    batches = TaskTrainBatches(task, global_batch_size=100, seed=4)
+    expected = draw_split(task, "train", 600, seed=4)
+    ids = torch.cat([batches.get(step, 0, 100)[0] for step in range(6)])
+    assert [tuple(sequence) for sequence in ids.tolist()] == expected
+    for step, first, count in ((0, 0, 7), (2, 40, 60), (5, 99, 1)):
+        ids, targets = batches.get(step, first, count)
+        begin = 100 * step + first
+        assert [tuple(sequence) for sequence in ids.tolist()] == expected[begin : begin + count]
+        assert targets.tolist() == [solve_copy(sequence, task) for sequence in ids.tolist()]
+
+
+def test_a_validation_batch_is_filled_up_with_padding():
+    task = Recall(3, 12, 6)
+    batches = TaskValidationBatches(task)
+    ids, targets = batches.get([700, 2], 3)
+    sequences = draw_split(task, "val", 1000)
+    assert [tuple(sequence) for sequence in ids.tolist()] == [
+        sequences[700],
+        sequences[2],
+        (0,) * 12,
+    ]
+    assert targets[:2].tolist() == [solve_recall(sequence, task) for sequence in ids[:2].tolist()]
+    assert targets[2].eq(-1).all()
+    assert batches.spread() == list(range(1000))
+
+
+# ---- scores ----
+
+
+class TableModel(torch.nn.Module):
+    """A model whose logits are looked up by the current token."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+    def forward(self, ids, targets, return_logits=False):
+        logits = self.table[ids]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits if return_logits else None, loss
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9])
+def test_losses_are_means_over_targets_and_answers_are_counted(batch_size):
+    """Sequences have different numbers of targets, number 3 has no answer, and number 5 no target."""
+    generator = np.random.default_rng(0)
+    ids = torch.from_numpy(generator.integers(0, 4, (9, 5)))
+    targets = torch.from_numpy(generator.integers(-1, 4, (9, 5)))
+    targets[3, 2:] = -1
+    targets[5] = -1
+
+    def get(sequences, size):
+        rows = [*sequences, *[5] * (size - len(sequences))]  # number 5 serves as padding
+        return ids[rows], targets[rows]
+
+    model = TableModel()
+    scores = evaluate(
+        model,
+        SimpleNamespace(get=get, scored=torch.arange(5) >= 2),
+        list(range(9)),
+        batch_size,
+        World(0, 1, torch.device("cpu")),
+        contextlib.nullcontext(),
+    )
+    losses = []
+    answers = []
+    for row_ids, row_targets in zip(ids.tolist(), targets.tolist()):
+        table = model.table[row_ids].double()
+        log_probabilities = table.log_softmax(1)
+        losses += [-log_probabilities[i, t].item() for i, t in enumerate(row_targets) if t >= 0]
+        is_right = [
+            table[i].argmax().item() == t for i, t in enumerate(row_targets) if t >= 0 and i >= 2
+        ]
+        if is_right:
+            answers.append(is_right)
+    assert scores["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert scores["accuracy"] == pytest.approx(np.mean(np.concatenate(answers)))
+    assert scores["exact_match"] == pytest.approx(np.mean([all(row) for row in answers]))
+    assert len(answers) == 7
+
+
+class Guesser(torch.nn.Module):
+    """A model for which the ids that `candidates` returns for each position are equally likely."""
 
     def __init__(self, vocab_size, candidates):
         super().__init__()
@@ -367,25 +344,16 @@ class UniformModel(torch.nn.Module):
     def forward(self, ids, targets, return_logits=False):
         logits = torch.full((*ids.shape, self.vocab_size), -60.0)
         for row, sequence in enumerate(ids.tolist()):
-            for position, candidate_ids in enumerate(self.candidates(sequence[1:]), 1):
-                logits[row, position, candidate_ids] = 0.0
+            for position, candidates in enumerate(self.candidates(sequence)):
+                logits[row, position, list(candidates)] = 0.0
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits if return_logits else None, loss
 
 
-# the candidates of a model that does not solve the task
-BLIND_CANDIDATES = {
-    "recall": lambda ids: [ids[1:14:2]] * len(ids),  # the values of the sequence
-    "registers": lambda ids: [[1, 2, 3, 4, 5]] * len(ids),  # the values
-}
-
-
-def evaluate_candidates(prepared: PreparedTask, candidates) -> dict:
-    task = prepared.task
-    layout = SequenceLayout.from_meta(prepared.corpus.meta)
+def evaluate_candidates(task: Task, candidates) -> dict:
     return evaluate(
-        UniformModel(task.vocab_size, candidates),
-        ValidationBatches(prepared.corpus.val, task.positions + 1, task.vocab_size, layout),
+        Guesser(task.vocab_size, candidates),
+        TaskValidationBatches(task),
         list(range(40)),
         8,
         World(0, 1, torch.device("cpu")),
@@ -393,73 +361,86 @@ def evaluate_candidates(prepared: PreparedTask, candidates) -> dict:
     )
 
 
-@pytest.mark.parametrize(("task", "solve"), SOLVED[:2], ids=BLIND_CANDIDATES)
-def test_the_optimum_is_that_of_meta_json(tmp_path, task, solve):
-    prepared = prepare(tmp_path, task, "--sequences=10", "--val_sequences=40")
-    scores = evaluate_candidates(prepared, lambda ids: [[answer] for answer in solve(ids, task)])
-    optimum = prepared.corpus.meta["optimum"]
-    assert scores.pop("loss") == pytest.approx(optimum["loss"], abs=1e-6)
-    assert scores == {"accuracy": 1.0, "exact_match": 1.0}
+def test_the_optimum_is_reached_by_who_knows_the_answers(case):
+    def know(ids: list[int]) -> list[list[int]]:
+        candidates = [[max(answer, 0)] for answer in case.solve(ids, case.task)]
+        if isinstance(case.task, Copy):
+            # the first half cannot be predicted
+            candidates[: case.task.half] = [range(1, case.task.symbols + 1)] * case.task.half
+        return candidates
+
+    scores = evaluate_candidates(case.task, know)
+    assert scores.pop("loss") == pytest.approx(case.task.optimum.loss, abs=1e-6)
+    assert scores == {"accuracy": case.task.optimum.accuracy, "exact_match": 1.0}
 
 
-@pytest.mark.parametrize("task", [RECALL, REGISTERS], ids=BLIND_CANDIDATES)
-def test_chance_is_that_of_meta_json(tmp_path, task):
-    candidates = BLIND_CANDIDATES[task.name]
-    prepared = prepare(tmp_path, task, "--sequences=10", "--val_sequences=40")
-    chance = prepared.corpus.meta["chance"]
-    loss = evaluate_candidates(prepared, candidates)["loss"]
-    assert loss == pytest.approx(chance["loss"], rel=1e-5)
-    num_candidates = len(candidates([1] * task.positions)[-1])
-    assert chance["accuracy"] == pytest.approx(1 / num_candidates)
+def test_chance_is_reached_by_who_guesses(case):
+    scores = evaluate_candidates(case.task, lambda ids: [case.guesses(ids)] * len(ids))
+    assert scores["loss"] == pytest.approx(case.task.chance.loss, rel=1e-5)
+    num_guesses = len(case.guesses([1] * case.task.seq_len))
+    assert case.task.chance.accuracy == pytest.approx(1 / num_guesses)
 
 
-# ---- mistakes ----
+# ---- the scripts ----
 
-BOUNDS = {
-    "recall": "pairs=1 positions=7 symbols=2 sequences=0 val_sequences=0 seed=-1",
-    "copy_task": "half=0 symbols=65 shard_tokens=0",
-    "registers": "registers=1 operations=-1 values=1 swap_probability=-1.0",
-}
+
+def prepare(out: Path, name: str, *options: str) -> Path:
+    """Run the script of a task, and return the folder that it writes."""
+    result = call(f"data/{name}/prepare.py", f"--out={out}", *options)
+    assert result.returncode == 0, result.stderr.decode()
+    return out
+
+
+def test_meta_json_describes_the_task(tmp_path):
+    corpus = open_corpus(str(prepare(tmp_path, "recall", "--pairs=3", "--symbols=8")))
+    assert corpus.meta == {
+        "task": "recall",
+        "difficulty": {"pairs": 3, "positions": 48, "symbols": 8},
+        "tokenizer": "ids",
+        "vocab_size": 9,
+        "block_size": 48,
+        "chance": {"loss": pytest.approx(np.log(3)), "accuracy": pytest.approx(1 / 3)},
+        "optimum": {"loss": 0.0, "accuracy": 1.0},
+    }
+    assert corpus.identity == corpus.meta
+    assert corpus.bytes_per_token("val") is None  # ids stand for no bytes
+    batches = open_validation_batches(corpus, 48)
+    ids, _ = batches.get([0], 1)
+    assert tuple(ids[0].tolist()) == draw_split(Recall(3, 48, 8), "val", 1)[0]
+
+
 MISTAKES = [
-    *(
-        (name, f"--{option}", f"{option}: give")
-        for name, options in BOUNDS.items()
-        for option in options.split()
-    ),
+    *(("recall", option, "give") for option in ("--pairs=1", "--positions=7", "--symbols=2")),
+    *(("copy_task", option, "give") for option in ("--half=0", "--symbols=1")),
+    *(("registers", option, "give") for option in ("--registers=1", "--operations=-1")),
+    *(("registers", option, "give") for option in ("--values=1", "--swap_probability=-1.0")),
+    ("registers", "--trained=swaps", "trained='swaps': give 'question' or"),
     ("recall", "--pairs=17", "--positions=48 is too few for 17 pairs and their queries; give 68"),
     ("recall", "--symbols=14", "--symbols=14 is too few for 8 pairs of a key and a value; give 16"),
     ("recall", "--symbols=33", "--symbols=33 is odd"),
     ("recall", "--tokenizer=bytes", "unknown key --tokenizer"),
+    ("copy_task", "--half=1 --symbols=2", "has too few different sequences for both splits"),
 ]
 
 
-def assert_refused(task: str, options: str, message: str, out: Path) -> None:
-    """Assert that preparing a task ends in one line, and that nothing is written."""
-    line = one_line_error(call(f"data/{task}/prepare.py", *options.split(), f"--out={out}"))
+@pytest.mark.parametrize(("name", "options", "message"), MISTAKES)
+def test_mistakes_end_in_one_line_with_nothing_written(
+    tmp_path, monkeypatch, name, options, message
+):
+    monkeypatch.setattr(tasks, "MAX_DRAWS", 20)
+    if "few different" in message:
+        monkeypatch.setattr(tasks, "VAL_DIVISOR", 2**40)
+    out = tmp_path / "out"
+    line = one_line_error(call(f"data/{name}/prepare.py", *options.split(), f"--out={out}"))
     assert message in line
     assert not out.exists()
 
 
-def test_too_few_tokens_are_answered_with_options_that_the_script_has(tmp_path):
-    options = ["--max_tokens=500", "--sequences=300", "--val_sequences=300", f"--out={tmp_path}"]
-    line = one_line_error(call("data/recall/prepare.py", *options))
-    assert "leave nothing for training; give more text, or other numbers of tokens" in line
-
-
-@pytest.mark.parametrize(("task", "options", "message"), MISTAKES)
-def test_mistakes_end_in_one_line_with_nothing_written(
-    tmp_path, monkeypatch, task, options, message
-):
-    monkeypatch.setattr(tasks, "MAX_DRAWS", 20)
-    assert_refused(task, options, message, tmp_path / "out")
-
-
-def test_too_few_sequences_for_both_splits_are_refused(tmp_path, monkeypatch):
-    """With this VAL_DIVISOR, hardly any sequence belongs to the validation split."""
-    monkeypatch.setattr(tasks, "MAX_DRAWS", 20)
-    monkeypatch.setattr(tasks, "VAL_DIVISOR", 2**40)
-    message = "there are too few different sequences for both splits; give a larger half"
-    assert_refused("copy_task", "--half=1 --symbols=2", message, tmp_path / "out")
+def test_the_shards_of_another_corpus_are_kept(tmp_path):
+    (tmp_path / "x_train_0.bin").touch()
+    line = one_line_error(call("data/recall/prepare.py", f"--out={tmp_path}"))
+    assert f"{tmp_path} holds the shards of another corpus; give another --out" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["x_train_0.bin"]
 
 
 # ---- a run on a task ----
@@ -478,16 +459,17 @@ class TaskRun(NamedTuple):
 def run(tmp_path_factory) -> TaskRun:
     """Train six steps on recall."""
     folder = tmp_path_factory.mktemp("recall")
-    prepare(folder / "data", Recall(3, 15, 20), "--sequences=200", "--val_sequences=20")
-    result = call("train.py", *small_run(folder / "data", folder / "run", eval_full=True))
+    corpus = prepare(folder / "data", "recall", "--pairs=3", "--positions=16", "--symbols=20")
+    result = call("train.py", *small_run(corpus, folder / "run", eval_full=True))
     assert result.returncode == 0, result.stderr.decode()
-    return TaskRun(folder / "run", folder / "data", result.stdout)
+    return TaskRun(folder / "run", corpus, result.stdout)
 
 
 def test_a_run_is_scored_without_bits_per_byte(run):
     last = run.read_last_record()
-    assert last["val_sequences"] == 20
+    assert last["val_sequences"] == 1000
     assert 0 <= last["val_exact_match"] <= last["val_accuracy"] < 1
+    assert b"the sequences of every step are new" in run.output
     assert b"bits per byte" not in run.output
     assert "val_bits_per_byte" not in last
 
@@ -501,6 +483,12 @@ def test_a_resumed_run_takes_its_sizes_from_the_run(run, tmp_path):
     assert result.returncode == 0, result.stderr.decode()
     resumed = metrics.read(out / "metrics.jsonl")[-1]
     assert resumed["val_loss"] == run.read_last_record()["val_loss"]
+
+
+def test_a_run_is_described_without_training(run):
+    result = call("train.py", *small_run(run.corpus, run.folder / "other"), "--dry_run")
+    assert result.returncode == 0, result.stderr.decode()
+    assert b"epochs" not in result.stdout
 
 
 def test_a_run_is_evaluated_on_its_validation_split(run):
@@ -529,53 +517,24 @@ def test_a_run_on_ids_is_not_exported(run, tmp_path):
     assert not (tmp_path / "exported").exists()
 
 
-SAMPLE_OPTIONS = ("--temperature=0", "--max_new_tokens=1", "--device=cpu")
+def test_a_run_on_ids_is_not_sampled(run):
+    options = ("--prompt=3 14", "--max_new_tokens=1", "--device=cpu")
+    line = one_line_error(call("sample.py", run.folder, *options))
+    assert "the tokens of this model are the ids of a synthetic task, not text" in line
 
 
-def test_samples_are_numbers(run):
-    result = call("sample.py", run.folder, "--prompt=3 14 5 17 3", *SAMPLE_OPTIONS)
-    assert result.returncode == 0, result.stderr.decode()
-    tokens = result.stdout.decode().split()
-    assert tokens[:5] == ["3", "14", "5", "17", "3"]
-    assert all(token.isdecimal() or token == "<|endoftext|>" for token in tokens)
-
-
-@pytest.mark.parametrize("prompt", ["def", "3 21", "-1"])
-def test_a_prompt_that_is_no_token_is_refused(run, prompt):
-    line = one_line_error(call("sample.py", run.folder, f"--prompt={prompt}", *SAMPLE_OPTIONS))
-    assert (
-        "is not a token, because the tokens of this model are ids; give numbers from 0 to 20"
-        in line
-    )
-
-
-DIFFICULTIES = {
-    "recall": "--positions=50",
-    "registers": "--operations=3",
-}
-
-
-@pytest.fixture(scope="module", params=DIFFICULTIES.items(), ids=DIFFICULTIES)
-def difficult_corpus(request, tmp_path_factory) -> tuple[str, Path]:
-    """Prepare a task with another difficulty; return the task's config file and the corpus."""
-    name, option = request.param
-    folder = tmp_path_factory.mktemp(name)
-    result = call(f"data/{name}/prepare.py", f"--out={folder}", option, "--sequences=300")
-    assert result.returncode == 0, result.stderr.decode()
-    return str(ROOT / "config" / f"{name}_cpu.py"), folder
-
-
-def test_the_config_fits_every_difficulty(difficult_corpus):
-    config_file, corpus = difficult_corpus
+@pytest.mark.parametrize(
+    "option", ["recall --positions=50", "registers --operations=3", "copy_task"]
+)
+def test_the_config_fits_every_difficulty(tmp_path, option):
+    name, *options = option.split()
+    corpus = prepare(tmp_path, name, *options)
+    config_file = str(ROOT / "config" / f"{name}_cpu.py")
     config, model_config = configure([config_file, f"--dataset={corpus}"])
     open_data(config, model_config)
     meta = open_corpus(str(corpus)).meta
-    assert model_config.block_size == meta["window_tokens"] // 2
+    assert model_config.block_size == meta["block_size"]
     assert model_config.vocab_size == -(-meta["vocab_size"] // 64) * 64
-
-
-def test_another_block_size_than_that_of_the_documents_is_refused(difficult_corpus):
-    config_file, corpus = difficult_corpus
     config, model_config = configure([config_file, f"--dataset={corpus}", "--block_size=99"])
     with pytest.raises(ValueError, match="block_size=99, but the sequences"):
         open_data(config, model_config)

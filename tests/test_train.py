@@ -4,12 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT, SMALL, configure, one_line_error, run_script, small_run
-from in_process import call, train_in_processes
+from in_process import call
 from training_runs import (
     CONSTANT_RATE,
     change_saved_state,
@@ -33,7 +31,6 @@ import model_folder
 import train
 from data import shards
 from data.loader import TrainBatches, ValidationBatches
-from data.sequences import SequenceLayout
 from model import build, cost
 from model.gpt import GPTConfig
 from training import checkpoint, distributed, metrics, settings, setup, stopping
@@ -496,37 +493,6 @@ class SuccessorModel(torch.nn.Module):
         return logits if return_logits else None, loss
 
 
-def evaluate_documents(layout: SequenceLayout, sequences: list[int], micro_batch_size: int) -> dict:
-    documents = [
-        [1, 2, 3, 4, 5],
-        [9, 9, 9, 10, 11],
-        [1, 2, 3, 4, 9],
-        [1, 2, 9, 4, 5],
-        [7, 8, 9, 10, 11],
-    ]
-    return evaluate(
-        SuccessorModel(),
-        ValidationBatches([np.array(documents).ravel()], 4, layout=layout),
-        sequences,
-        micro_batch_size,
-        World(0, 1, torch.device("cpu")),
-        contextlib.nullcontext(),
-    )
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
-def test_answers_are_counted_from_their_position_on(micro_batch_size):
-    layout = SequenceLayout(5, scored=((2, 4),))
-    scores = evaluate_documents(layout, [0, 1, 2, 3, 4], micro_batch_size)
-    # of the last two targets of each document, 2, 2, 1, 1 and 2 are one more than the id before
-    assert scores["accuracy"] == 8 / 10
-    assert scores["exact_match"] == 3 / 5
-
-
-def test_documents_without_answers_have_no_accuracy():
-    assert "accuracy" not in evaluate_documents(SequenceLayout(5), [0, 1], 2)
-
-
 class RankAlone(World):
     """One of several ranks, whose all-reduce returns its own values."""
 
@@ -551,157 +517,6 @@ def test_ranks_evaluate_in_the_same_number_of_passes(micro_batch_size):
         assert math.isfinite(scores["loss"])
         models.append(model)
     assert len({model.num_passes for model in models}) == 1
-
-
-# ---- corpora with labels ----
-
-
-@pytest.fixture(scope="module")
-def copy_task(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("copy_task")
-    result = call(
-        "data/copy_task/prepare.py",
-        "--half=4",
-        "--sequences=300",
-        "--val_sequences=20",
-        f"--out={folder}",
-    )
-    assert result.returncode == 0
-    return folder
-
-
-def test_the_copy_task_trains_and_is_scored(copy_task, tmp_path):
-    settings = {"block_size": 8, "max_steps": 2, "warmup_steps": 0, "eval_full": True}
-    run_train(*small_run(copy_task, tmp_path, **settings))
-    last = metrics.read(tmp_path / "metrics.jsonl")[-1]
-    assert last["val_sequences"] == 20
-    assert last["val_exact_match"] <= last["val_accuracy"] < 0.5
-
-
-def write_labeled_corpus(folder: Path, has_label: Callable[[int], np.ndarray]) -> Path:
-    """Write documents of 17 ids below 12 and as many labels; label 0 counts for nothing.
-
-    Args:
-        has_label: returns for a training document's number which of its positions have a label,
-            bool (17,)
-    """
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for split, count in (("train", 64), ("val", 6)):
-        documents = generator.integers(1, 12, (count, 34))
-        for i, document in enumerate(documents):
-            labeled = has_label(i) if split == "train" else np.arange(17) > 8
-            document[17:][~labeled] = 0
-        shards.write_shard(folder / f"x_{split}_000000.bin", documents.ravel())
-    meta = {
-        "tokenizer": "ids",
-        "vocab_size": 12,
-        "eot_token": 11,
-        "window_tokens": 34,
-        "labels": True,
-    }
-    (folder / "meta.json").write_text(json.dumps(meta))
-    (folder / "tokenizer.json").write_text(json.dumps({"name": "ids", "vocab_size": 12}))
-    return folder
-
-
-LABELED = {"block_size": 17, "global_batch_size": 8, "grad_clip": 0.0, "eval_interval": 9}
-
-
-class RecordedRun(NamedTuple):
-    losses: list[float]
-    grad_norms: list[float]
-    val_losses: list[float]
-
-
-def read_run(run: Path) -> RecordedRun:
-    records = metrics.read(run / "metrics.jsonl")
-    return RecordedRun(
-        losses=[record["loss"] for record in records if "loss" in record],
-        grad_norms=[record["grad_norm"] for record in records if "grad_norm" in record],
-        val_losses=[record["val_loss"] for record in records if "val_loss" in record],
-    )
-
-
-@pytest.fixture(scope="module")
-def unevenly_labeled_corpus(tmp_path_factory) -> Path:
-    """Write documents with 17, 5, 1 and no labels; some micro-batches have one or none."""
-    first_label = (0, 12, 16, 17)
-    return write_labeled_corpus(
-        tmp_path_factory.mktemp("labeled") / "corpus",
-        lambda i: np.arange(17) >= first_label[i % 4],
-    )
-
-
-@pytest.fixture(scope="module")
-def run_in_one_pass(unevenly_labeled_corpus, tmp_path_factory) -> RecordedRun:
-    """Train with the whole batch in one micro-batch of one process."""
-    out = tmp_path_factory.mktemp("labeled") / "run"
-    arguments = small_run(unevenly_labeled_corpus, out, **LABELED, max_steps=4, micro_batch_size=8)
-    run_train(*arguments)
-    run = read_run(out)
-    assert len(set(run.losses)) == len(run.losses) == 4
-    return run
-
-
-def assert_same_course(run: RecordedRun, expected: RecordedRun) -> None:
-    assert run.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=1e-5)
-    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
-    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
-    assert run.val_losses == pytest.approx(expected.val_losses, rel=1e-4)
-
-
-def test_micro_batches_do_not_change_what_is_minimized(
-    unevenly_labeled_corpus, run_in_one_pass, tmp_path
-):
-    arguments = small_run(
-        unevenly_labeled_corpus, tmp_path, **LABELED, max_steps=4, micro_batch_size=1
-    )
-    run_train(*arguments)
-    assert_same_course(read_run(tmp_path), run_in_one_pass)
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_processes_do_not_change_what_is_minimized(
-    unevenly_labeled_corpus, run_in_one_pass, tmp_path, engine
-):
-    arguments = small_run(
-        unevenly_labeled_corpus,
-        tmp_path / "run",
-        **LABELED,
-        max_steps=4,
-        micro_batch_size=2,
-        engine=engine,
-    )
-    train_in_processes(2, arguments, tmp_path / "log")
-    assert_same_course(read_run(tmp_path / "run"), run_in_one_pass)
-
-
-def test_the_loss_of_a_step_is_the_mean_over_its_labels(unevenly_labeled_corpus, run_in_one_pass):
-    torch.manual_seed(0)
-    model = build("DDL-gpt-mha-rope", **{**SMALL, "block_size": 17})
-    train_shards = shards.open_corpus(str(unevenly_labeled_corpus)).train
-    batches = TrainBatches(train_shards, 17, 8, 0, layout=SequenceLayout(34, True))
-    ids, targets = batches.get(0, 0, 8)
-    loss = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten(), ignore_index=-1)
-    loss.backward()
-    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
-    assert run_in_one_pass.losses[0] == pytest.approx(loss.item(), rel=1e-5)
-    assert run_in_one_pass.grad_norms[0] == pytest.approx(norm.item(), rel=1e-5)
-
-
-@pytest.fixture
-def corpus_with_one_label(tmp_path) -> Path:
-    """Write a corpus in which one training document has labels."""
-    return write_labeled_corpus(tmp_path / "corpus", lambda i: np.full(17, i == 5))
-
-
-def test_a_batch_without_labels_adds_nothing(corpus_with_one_label, tmp_path):
-    # eight steps are an epoch
-    run_train(*small_run(corpus_with_one_label, tmp_path / "run", **LABELED, max_steps=8))
-    run = read_run(tmp_path / "run")
-    assert [loss > 0 for loss in run.losses].count(True) == 1
-    assert [norm > 0 for norm in run.grad_norms] == [loss > 0 for loss in run.losses]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space")

@@ -1,14 +1,18 @@
 """The data of a run: its corpus, its batches, and the micro-batches that a rank trains on."""
 
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from data import tokenizer
-from data.loader import TrainBatches, ValidationBatches, prefetched
-from data.sequences import SequenceLayout
+from data.loader import (
+    TrainBatches,
+    ValidationBatches,
+    open_train_batches,
+    open_validation_batches,
+    prefetched,
+)
 from data.shards import Corpus, open_corpus
 from data.tokenizer import Tokenizer
 from model.gpt import GPTConfig
@@ -46,25 +50,9 @@ def open_data(config: TrainConfig, model_config: GPTConfig) -> Data:
             f"{encoding.n_vocab} tokens; rerun prepare.py"
         )
 
-    # a corpus whose documents all have one length is read document by document
     seq_len = model_config.block_size
-    layout = SequenceLayout.from_meta(corpus.meta)
-    train_batches = TrainBatches(
-        corpus.train,
-        seq_len,
-        config.global_batch_size,
-        config.seed,
-        vocab_size=vocab_size,
-        layout=layout,
-    )
-    # an epoch is shuffled as a whole, so a batch must fit into one
-    if train_batches.num_sequences < config.global_batch_size:
-        raise ValueError(
-            f"global_batch_size={config.global_batch_size}, but the training split of "
-            f"{corpus.path} has {train_batches.num_sequences} sequences of block_size={seq_len}; give a "
-            "smaller batch, or more text"
-        )
-    val_batches = ValidationBatches(corpus.val, seq_len, vocab_size=vocab_size, layout=layout)
+    train_batches = open_train_batches(corpus, seq_len, config.global_batch_size, config.seed)
+    val_batches = open_validation_batches(corpus, seq_len)
     if config.eval_part != "all" and val_batches.num_sequences < 2:
         raise ValueError(
             f"eval_part={config.eval_part}: the validation split of {corpus.path} has fewer than "
@@ -78,7 +66,6 @@ class MicroBatch(NamedTuple):
 
     ids: torch.Tensor  # int64 (B, T)
     targets: torch.Tensor  # int64 (B, T), -1 where there is none
-    loss_weight: torch.Tensor | None = None  # float32 (); None: all micro-batches weigh the same
 
 
 def micro_batches(
@@ -97,18 +84,9 @@ def micro_batches(
         for first_sequence in first_sequences
     )
 
-    # cached: all micro-batches of a step need its weights, and computing them reads all targets
-    @functools.lru_cache(1)
-    def loss_weights(step_index: int) -> torch.Tensor | None:
-        return batches.loss_weights(step_index, size)
-
     def read(request: tuple[int, int]) -> tuple[torch.Tensor, ...]:
         step_index, first_sequence = request
-        ids, targets = batches.get(step_index, first_sequence, size)
-        weights = loss_weights(step_index)
-        if weights is None:
-            return ids, targets
-        return ids, targets, weights[first_sequence // size]
+        return batches.get(step_index, first_sequence, size)
 
     for tensors in prefetched(read, requests, world.device):
         yield MicroBatch(*tensors)

@@ -76,7 +76,7 @@ def describe_run(config: TrainConfig, model: GPT, data: Data | None) -> str:
         f"{config.max_steps:,} steps x {config.global_batch_size} sequences x "
         f"{model.config.block_size} tokens = {num_tokens:,} tokens"
     )
-    if data is not None:
+    if data is not None and data.train.num_sequences is not None:
         tokens = f"{tokens}, {num_sequences / data.train.num_sequences:.2f} epochs"
     # float32: the weights and two moments of AdamW (one of Muon), and with ema_half_life the averages
     saved_bytes = 12 * num_parameters if config.ema_half_life is None else 16 * num_parameters

@@ -11,7 +11,6 @@ from typing import NamedTuple, TextIO
 import configurator
 import model_folder
 from configurator import collect_options
-from data.sequences import SequenceLayout
 from data.shards import find_folder, make_location_absolute, read_meta
 from model import MODEL_NAMES, make_config, model_class
 from model.gpt import GPTConfig
@@ -240,13 +239,12 @@ def read_init_settings(folder: str) -> dict[str, object]:
 def corpus_defaults(given: dict[str, object]) -> dict[str, object]:
     """Return the defaults that follow from the corpus of a new run.
 
-    block_size: the length of the corpus's documents, if they all have one length.
+    block_size: the length of the sequences of a synthetic task.
     vocab_size: that of the corpus, rounded up to a multiple of 64 for the GPU.
     """
     # meta.json alone: the shards are opened later, and may not have been prepared yet
     meta = read_meta(find_folder(given.get("dataset", TrainConfig.dataset)))
-    layout = SequenceLayout.from_meta(meta)
-    defaults = {} if layout is None else {"block_size": layout.seq_len}
+    defaults = {"block_size": meta["block_size"]} if "block_size" in meta else {}
     if type(meta.get("vocab_size")) is int:
         defaults["vocab_size"] = (meta["vocab_size"] + 63) // 64 * 64
     return defaults

@@ -49,6 +49,11 @@ def write_text(path: Path, text: str, is_shared: bool = False) -> None:
         os.fsync(file.fileno())
 
 
+def show_path(path: Path | str) -> str:
+    """Return a path as text that can be printed: bytes that are not UTF-8 are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def lock_file(path: Path) -> TextIO:
     """Lock a file, which is created if it is missing, as long as the returned object is open.
 

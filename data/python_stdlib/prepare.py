@@ -8,6 +8,7 @@ of their paths chooses the files of the validation split, which has about 4% of 
 """
 
 import hashlib
+import os
 import platform
 import sys
 import sysconfig
@@ -65,7 +66,7 @@ def split_by_hash(texts: dict[str, str]) -> dict[str, dict[str, str]]:
     The first files are the validation split, until it has VAL_FRACTION of all bytes. A file that
     is added or removed in another Python version moves few of the others to another split.
     """
-    paths = sorted(texts, key=lambda path: hashlib.sha256(path.encode()).digest())
+    paths = sorted(texts, key=lambda path: hashlib.sha256(os.fsencode(path)).digest())
     total_bytes = sum(len(text.encode()) for text in texts.values())
     splits: dict[str, dict[str, str]] = {"val": {}, "train": {}}
     num_bytes = 0

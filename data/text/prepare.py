@@ -5,9 +5,10 @@
     python data/text/prepare.py --source 'dump/*.jsonl' --column=body --out=data/dump
     python train.py config/demo_cpu.py --dataset=mine                       # train on the corpus
 
-Each row of a table (.parquet, .jsonl, .ndjson, .json, .csv, .tsv, .arrow) is a document, and so is
-every other UTF-8 file; .gz, .zst and .bz2 files are decompressed. The first tokens are the validation split. Files are
-shuffled by a hash of their names, so that these tokens do not come from a single folder.
+Each row of a table (.parquet, .jsonl, .ndjson, .json, .csv, .tsv, .arrow, .feather) is a document,
+and so is every other UTF-8 file; .gz, .zst and .bz2 files are decompressed. The first tokens are the
+validation split. Files are shuffled by a hash of their names, so that these tokens do not come from a
+single folder.
 """
 
 import sys

@@ -2,7 +2,6 @@
 
     python data/wikitext/prepare.py                      # WikiText-103, GPT-2's tokenizer
     python data/wikitext/prepare.py --version=2 --tokenizer=bpe --out=data/wikitext2
-    python data/wikitext/prepare.py --val_split=test     # validate on the test split
 
 A document is an article, whose first line is ` = Title = `. The dataset has one row for each line
 of text, and each line is tokenized separately.
@@ -37,10 +36,6 @@ class Options(PreparationOptions, SourceOptions):
         "103",
         "WikiText-2, with 2.5M GPT-2 tokens, or WikiText-103, with 119M",
     )
-    val_split: Literal["validation", "test"] = option(
-        "validation",
-        "split of the dataset to validate on",
-    )
     repository: str = option("Salesforce/wikitext", documents.REPOSITORY_HELP)
 
 
@@ -59,7 +54,7 @@ def main() -> None:
     )
     with errors.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
-        val = documents.from_options(args, name, args.val_split)
+        val = documents.from_options(args, name, "validation")
         train = documents.from_options(args, name, num_bytes=NUM_BYTES[args.version])
         plan = [
             Stage("val", join_articles(val), None),

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from configurator import argument, option
-from data.loader import ValidationBatches
-from data.sequences import IGNORED_TARGET, SequenceLayout
+from data import loader
+from data.loader import IGNORED_TARGET, ValidationBatches
 from data.shards import Corpus
 from model.gpt import GPT
 from model_folder import ModelFolder, describe, find_run_folder
@@ -142,8 +142,7 @@ def describe_run(folder: ModelFolder, model: GPT) -> dict:
 
 def open_validation_batches(model: GPT, corpus: Corpus) -> ValidationBatches:
     """Return the validation split of a corpus in sequences of the model's block_size."""
-    layout = SequenceLayout.from_meta(corpus.meta)
-    return ValidationBatches(corpus.val, model.config.block_size, corpus.meta["vocab_size"], layout)
+    return loader.open_validation_batches(corpus, model.config.block_size)
 
 
 def select_sequences(batches: ValidationBatches, count: int) -> list[int]:

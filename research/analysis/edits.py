@@ -12,8 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.loader import ValidationBatches
-from data.sequences import IGNORED_TARGET
+from data.loader import IGNORED_TARGET, ValidationBatches
 from model.block import Site, State, Stream
 from model.gpt import GPT
 from model.layers import Positions

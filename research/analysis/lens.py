@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from configurator import option
-from data.loader import ValidationBatches
-from data.sequences import IGNORED_TARGET
+from data.loader import IGNORED_TARGET, ValidationBatches
 from data.tokenizer import Tokenizer, encode_prompt
 from model.block import Site, State, Stream
 from model.gpt import GPT

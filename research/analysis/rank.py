@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from data.loader import ValidationBatches
-from data.sequences import IGNORED_TARGET
+from data.loader import IGNORED_TARGET, ValidationBatches
 from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream, get_past
 from model.gpt import GPT

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gates_helpers import READ_KINDS, build_moved
+from gates_helpers import READ_KINDS, LabeledDocuments, build_moved
 from naive_gates import NaiveEdit
 
 from data import shards
 from data.loader import ValidationBatches
-from data.sequences import SequenceLayout
 from model import build
 from research.analysis import edits
 from research.benchmarks.figures import Figures
@@ -357,8 +356,7 @@ def test_effects_are_over_targets_if_documents_have_different_numbers_of_labels(
     num_labels = [2, 10, 0, 5]
     for document, number in zip(documents, num_labels):
         document[10 + number :] = 0
-    layout = SequenceLayout(20, labels=True)
-    batches = ValidationBatches([documents.ravel().astype(np.uint16)], 10, layout=layout)
+    batches = LabeledDocuments(documents)
     figures = Figures(None, torch.device("cpu"), {}, code="c")
     plan = edits.EditPlan(model, ["no erase"])
     edits.measure_losses(model, batches, [0, 1, 2, 3], 3, plan, figures, {}, "label")

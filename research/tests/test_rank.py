@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gates_helpers import LabeledDocuments
 from helpers import SMALL, one_line_error, small_run
 from in_process import call
 
 from data import shards
 from data.loader import ValidationBatches
-from data.sequences import SequenceLayout
 from model import MODEL_NAMES, build
 from research.analysis import rank
 from research.analysis.common import select_sequences
@@ -112,8 +112,7 @@ def test_gradients_are_those_of_the_mean_over_targets(batch_size):
     documents = np.random.default_rng(0).integers(1, 200, (4, 20)).astype(np.uint16)
     for document, num_labels in zip(documents, (2, 10, 0, 5)):
         document[10 + num_labels :] = 0
-    layout = SequenceLayout(20, labels=True)
-    batches = ValidationBatches([documents.ravel()], 10, layout=layout)
+    batches = LabeledDocuments(documents)
     model = build("MGT-gpt-mha", **{**SMALL, "block_size": 10}).double()
     figures = rank.measure(model, batches, [0, 1, 2, 3], batch_size)
     ids, _ = batches.get([0, 1, 2, 3], 4)
