@@ -126,7 +126,7 @@ def test_training_is_the_same_with_averaged_weights(run, plain_run):
 
 
 def test_evaluations_report_the_loss_of_the_averages(run, corpus):
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 16, 257, None)
+    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 16, 257)
     ids, targets = batches.get(batches.spread(8, "all"), 8)
     evaluations = [record for record in read_records(run) if "val_loss" in record]
     assert [record["step"] for record in evaluations] == [1, 2, 3, 4, 5, 6]
