@@ -10,11 +10,16 @@ variant and size of a model, the table shows them beside the model's own, with a
 settings in which the run differs from the paper's recipe.
 """
 
+# ruff: noqa: E402 (one import has to wait)
 import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal
+
+from utils import machine
+
+machine.limit_spinning()  # before torch is imported
 
 import torch
 
@@ -28,7 +33,7 @@ from model import kernels
 from model.gpt import GPT
 from model_folder import ModelFolder, describe
 from training import metrics, validation
-from utils import errors, files, machine, processes
+from utils import errors, files, processes
 from utils.provenance import collect_provenance
 from utils.units import format_dtype
 

@@ -9,11 +9,16 @@ Samples are generated together, in batches of up to --batch_size sequences. They
 batch that they are generated in. The generation speed is printed on stderr.
 """
 
+# ruff: noqa: E402 (one import has to wait)
 import sys
 import time
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Literal
+
+from utils import machine
+
+machine.limit_spinning()  # before torch is imported
 
 import torch
 

@@ -158,15 +158,24 @@ def test_when_cuda_graphs_are_used(monkeypatch, keys, device, num_processes, rea
 
 
 @pytest.mark.parametrize(
-    ("given", "spin_count"),
+    ("given", "num_running", "spin_count"),
     [
-        ({}, "0"),
-        ({"GOMP_SPINCOUNT": "1000"}, "1000"),
-        ({"OMP_WAIT_POLICY": "active"}, None),
+        ({}, [1, 1, 1, 1, 1], "10000"),
+        ({}, [4, 2, 2, 1, 2], "10000"),  # processes that end
+        ({}, [2, 2, 3, 2, 2], "0"),
+        ({"OMP_NUM_THREADS": "1"}, [2, 2, 2, 2, 2], "10000"),
+        ({"GOMP_SPINCOUNT": "1000"}, [2, 2, 2, 2, 2], "1000"),
+        ({"OMP_WAIT_POLICY": "active"}, [2, 2, 2, 2, 2], None),
     ],
 )
-def test_threads_sleep_at_barriers_unless_the_user_says_otherwise(monkeypatch, given, spin_count):
+def test_threads_sleep_at_once_on_busy_cores_unless_the_user_says_otherwise(
+    monkeypatch, given, num_running, spin_count
+):
     environment = dict(given)
+    readings = [f"0.10 0.20 0.30 {running}/456 7890" for running in num_running]
     monkeypatch.setattr(machine.os, "environ", environment)
-    machine.sleep_at_barriers()
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "count_cores", lambda: 2)
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: readings.pop(0))
+    machine.limit_spinning()
     assert environment.get("GOMP_SPINCOUNT") == spin_count
