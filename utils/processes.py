@@ -179,8 +179,6 @@ def check_agreement(world: World, values: dict[str, object]) -> None:
 
     values: the values of this rank, keyed by the name to use in the error message
     """
-    if world.world_size == 1:
-        return
     values_by_rank: list = [None] * world.world_size
     dist.all_gather_object(values_by_rank, values)
     for rank, others in enumerate(values_by_rank):
