@@ -237,6 +237,7 @@ def write_record(record: dict, folder: Path) -> None:
             tracker.save_results_samples(name, items)
 
 
+@processes.restored_state()
 def main() -> None:
     args = read_command_line(__doc__, Options)
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):

@@ -29,7 +29,7 @@ from model import kernels
 from model.generation import Sampling, generate_text
 from model.gpt import GPT
 from utils import errors, files
-from utils.processes import get_compute_dtype, pick_device
+from utils.processes import get_compute_dtype, pick_device, restored_state
 
 RULE = "-" * 80
 
@@ -183,6 +183,7 @@ def print_samples(
     print(f"{num_tokens} tokens in {seconds:.2f} s, {speed}", file=sys.stderr)
 
 
+@restored_state()
 def main() -> None:
     errors.end_quietly_on_closed_pipe()
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):

@@ -1,6 +1,9 @@
 """sample.py as a user runs it; tests/test_generation.py tests how texts are generated."""
 
+import importlib
 import re
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,15 @@ def test_a_prompt_from_a_file_or_standard_input_and_a_checkpoint(run, sampled, t
     assert result.stdout == sampled
     checkpoint = run / "checkpoints" / "step_00000006"
     assert sample(checkpoint, f"--prompt={PROMPT}", *OPTIONS) == sampled
+
+
+def test_signals_have_their_handlers_again_after_sampling(run, monkeypatch, capsys):
+    """As after `%run sample.py` in a notebook, whose kernel a closed pipe must not end."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    assert handlers[signal.SIGPIPE] == signal.SIG_IGN
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(run), "--max_new_tokens=2"])
+    importlib.import_module("sample").main()
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
 
 
 def test_the_speed_is_on_stderr(run):
