@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import statistics
@@ -146,7 +147,7 @@ def shrink_for_rehearsal(args: SimpleNamespace, command: list[str]) -> list[str]
 def time_training(args: SimpleNamespace, config: str, num_steps: int, *options: str) -> Task:
     """Return a task that trains for some steps, and is ended before it evaluates."""
     name = " ".join([config, *(option.removeprefix("--") for option in options)])
-    run = args.work / name.replace(" ", "_")
+    run = args.work / re.sub("[ /]", "_", name)
     return Task(
         f"train.py {name}",
         [make_train_command(args, config, run, "--max_steps=1000", *options)],
@@ -301,6 +302,7 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
                 Entry(ADDITIVE, cuda_graphs=True),
                 Entry(CC_EC, cuda_graphs=True),
                 Entry(f"{CC_EC}+state_dtype=float32", cuda_graphs=True),
+                Entry(f"{ADDITIVE}+kernels=on", cuda_graphs=True),
                 Entry(TC, cuda_graphs=True),
                 Entry(DV1, cuda_graphs=True),
                 Entry(peers.PLAIN, cuda_graphs=True),
@@ -314,7 +316,9 @@ def make_packs(args: SimpleNamespace) -> dict[str, Pack]:
                 time_training(args, cc_ec_config, 60),
                 # the state and the form of earlier measurements
                 time_training(args, "gpt_small", 60, "--state_dtype=bfloat16"),
-                time_training(args, f"authors_{cc_ec_config}", 60, "--state_dtype=bfloat16"),
+                time_training(
+                    args, cc_ec_config, 60, "config/authors.py", "--state_dtype=bfloat16"
+                ),
             ],
         ),
         "kernels": Pack(

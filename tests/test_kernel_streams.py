@@ -400,18 +400,21 @@ def test_heads_are_fused_in_a_stream_that_is_not():
 
 
 @pytest.mark.parametrize(
-    ("model_name", "keys", "parts"),
+    ("model_name", "keys", "setting", "parts"),
     [
-        (CC, {}, "residual stream, heads of attention, SwiGLU"),
-        ("gpt-mha-rope", {}, "heads of attention"),
-        ("gpt-mha-rope", {"use_qk_rmsnorm": False}, "SwiGLU"),
-        ("HC-gpt-mha-rope", {}, "heads of attention, SwiGLU (the write MixAndAdd"),
+        (CC, {}, "auto", "residual stream, heads of attention"),
+        (CC, {}, "on", "residual stream, heads of attention, SwiGLU"),
+        ("gpt-mha-rope", {}, "auto", "heads of attention"),
+        ("gpt-mha-rope", {"use_qk_rmsnorm": False}, "on", "SwiGLU"),
+        ("HC-gpt-mha-rope", {}, "auto", "heads of attention"),
     ],
 )
-def test_the_fused_parts_of_a_model_are_named(model_name, keys, parts):
+def test_the_fused_parts_of_a_model_are_named(model_name, keys, setting, parts):
     model = tiny(model_name, **keys)
-    reason = kernels.use(model, "auto", "cuda")
-    assert kernels.describe(model, reason).startswith(f"fused kernels: {parts}")
+    reason = kernels.use(model, setting, "cuda")
+    description, _, reason_not_fused = kernels.describe(model, reason).partition(" (")
+    assert description == f"fused kernels: {parts}"
+    assert reason_not_fused.startswith("the write MixAndAdd") == (model_name[:2] == "HC")
 
 
 def test_keys_of_the_v_map_change_nothing_in_the_k_map():

@@ -141,9 +141,8 @@ def use(
     """Give a model its fused stream, heads and SwiGLU, or take them away.
 
     Args:
-        setting: "off"; "auto", which fuses what it can on GPUs like the one on which the kernels
-            were measured; or "on", which fuses what it can wherever kernels run, and requires that
-            the stream is fused
+        setting: "off"; "auto", which uses the kernels that have run on a GPU, on GPUs like it; or
+            "on", which uses all kernels wherever they run, and requires that the stream is fused
         state_checkpoint_interval: number of sublayers from one state that is stored for the
             backward pass to the next; the states between them are recomputed
 
@@ -174,7 +173,8 @@ def use(
     model.use_stream(stream)
     # attention and the MLP are the same in every stream, and are fused in those that are not
     use_heads_kernel(model, reason_not_here is None)
-    use_swiglu_kernel(model, reason_not_here is None)
+    # the kernel of SwiGLU has not run on a GPU in its present form, so `auto` leaves it out
+    use_swiglu_kernel(model, reason_not_here is None and setting == "on")
     if reason is None and torch.__version__.startswith("2.12."):
         # This version alone gives the gradient of a graph's output the strides of the output. A
         # state that is not stored has strides of 0, and memory of such strides cannot be written.
