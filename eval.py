@@ -1,6 +1,6 @@
 """Evaluate models on the paper's eight tasks, on other lm-eval tasks, and by validation loss.
 
-    python eval.py runs/ddl_dv4_small --shots=0,1            # the paper's tasks, 0-shot and 1-shot
+    python eval.py runs/ddl_dv4_small                        # the paper's tasks, 0-shot and 1-shot
     python eval.py runs/ddl_dv4_small runs/gpt_small --tasks=paper --val      # two runs compared
     python eval.py runs/demo_cpu --val                       # validation loss only
     python eval.py runs/NAME --tasks=my_task,lambada_openai --include_path=my_tasks
@@ -64,7 +64,8 @@ class Options:
     shots: str | None = option(
         None,
         "comma-separated numbers of few-shot examples, such as 0,1; tasks that are defined as "
-        "0-shot in their file stay 0-shot (default: the number in the file of each task, or 0)",
+        "0-shot in their file stay 0-shot (default: 0,1 for the paper's tasks, otherwise the number in "
+        "the file of each task, or 0)",
     )
     include_path: str | None = option(
         None,
@@ -99,10 +100,13 @@ class Options:
     )
 
 
-def parse_shots(text: str | None) -> list[int | None]:
-    """Return the numbers that --shots gives, each once; [None] if it gives none."""
+def parse_shots(text: str | None, names: list[str]) -> list[int | None]:
+    """Return the numbers that --shots gives, each once.
+
+    Without them, they are the paper's for the paper's tasks, and [None] for others.
+    """
     if text is None:
-        return [None]
+        return [0, 1] if names == list(tasks.PAPER_METRICS) else [None]
     numbers = text.split(",")
     if not all(number.isdecimal() for number in numbers):
         raise ValueError(f"--shots={text}: give whole numbers separated by commas, such as 0,1")
@@ -190,7 +194,7 @@ def evaluate_model(
     if corpus is not None:
         records.append(evaluate_validation(model, corpus, settings, device, autocast))
         finish(args, folder, records[-1])
-    for num_shots in parse_shots(args.shots) if names else []:
+    for num_shots in parse_shots(args.shots, names) if names else []:
         records.append(
             evaluate_tasks(
                 model, tokenizer, names, manager, num_shots, settings, autocast, args.log_samples
@@ -247,7 +251,7 @@ def main() -> None:
         names = tasks.parse_names(args.tasks or "paper") if evaluates_tasks(args) else []
         if not names and not args.val:
             raise ValueError("--tasks names no task; give at least one task, or --val")
-        parse_shots(args.shots)
+        parse_shots(args.shots, names)
         device = processes.pick_device(args.device)
         folders = [describe(path) for path in args.runs]
         # --val stands for the dataset that a run was trained on
