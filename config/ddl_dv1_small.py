@@ -3,7 +3,7 @@
 It follows the text of January 29, 2026: the direction is the sublayer's output, k = h / |h|, the
 gate is beta = 2 sigmoid(w . c + b), and the write value is v = sigmoid(w_v . x) (sections 4.1 and
 B.2). Where the text is silent, it follows the authors' code (docs/recipe.md);
-config/authors_ddl_dv1_small.py has the write value of that code.
+config/authors.py, given after this file, has the write value of that code.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv1_small.py
 """
@@ -11,7 +11,3 @@ config/authors_ddl_dv1_small.py has the write value of that code.
 from config.gpt_small import *
 
 model = "DDL-vdim1-gpt-mha-rope"
-
-# v = sigmoid(w_v . x), without a factor and a bias
-ddl_v_sigmoid_scale = 1.0
-ddl_v_bias = False

@@ -11,5 +11,3 @@ are those of config/ddl_dv4_small.py.
 from config.ddl_dv4_small import *
 
 model = "DDL-gpt-mha-rope-CC"
-
-ddl_cc_read = "folded"

@@ -5,9 +5,10 @@ Sublayers read the state through a convolution over tokens (TC).
 It follows the text of January 29, 2026: the direction is the sublayer's output, k = h / |h|, the
 gate is beta = 2 sigmoid(w . c + b), and the write value is v = W_v x_in (sections 4.2 and B.2).
 Where the text is silent, it follows the authors' code (docs/recipe.md);
-config/authors_ddl_dv4_small.py has the write value of that code.
+config/authors.py, given after this file, has the write value of that code.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_small.py
+    torchrun --nproc_per_node=4 train.py config/ddl_dv4_small.py config/authors.py
 """
 
 from config.gpt_small import *
@@ -16,7 +17,3 @@ model = "DDL-gpt-mha-rope"
 
 # To sweep d_v, change only this key: no other key depends on it.
 ddl_value_channels = 4
-
-# v = W_v x_in
-ddl_v_sigmoid = False
-ddl_v_bias = False

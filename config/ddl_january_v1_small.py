@@ -23,6 +23,4 @@ ddl_k_input = "mean"  # the text also allows the flattened state
 ddl_k_norm = "shifted"
 ddl_beta_input = "mean"
 ddl_beta_single_linear = False
-ddl_v_sigmoid = False
-ddl_v_bias = False
 init = "normal"  # as in the code that was released at that time

@@ -22,6 +22,4 @@ from config.gpt_small import *
 model = "DDL-gpt-mha-rope-CC-EC"
 
 ddl_v_input = "context"
-ddl_v_sigmoid = False
-ddl_v_bias = False
-ddl_cc_read = "folded"
+ddl_v_sigmoid = False  # with one value channel neither

@@ -6,10 +6,13 @@ it to a vector x_in, which the sublayer processes, and rewrites it:
     x_in = compress(X)                      SingleChannelRead, TokenConvRead or ChannelConvRead
     c = norm(x_in)
     h = F(c)                                attention or MLP
+    k = h / |h|                             the direction, in R^d
+    beta = 2 sigmoid(w . c + b)             the gate, in (0, 2)
+    v = W_v x_in                            the write value, in R^{d_v}; sigmoid(w_v . x_in) if d_v = 1
     X' = X + beta k (v^T - k^T X)           DeltaRewrite
 
-with the gate beta in (0, 2), the direction k in R^d of unit length and the write value v in
-R^{d_v}.
+as the paper's text of January 29, 2026 has it. The keys in ddl_config.py select other forms: those of
+the authors' code (config/authors.py), of the paper's other versions, and controls.
 
 The state is stored as (B, T, d_v, d), the transpose of the paper's (B, T, d, d_v), so that features
 are contiguous and every operation below runs along them. Equations and sections in docstrings are
@@ -86,7 +89,7 @@ class DeltaRewrite(nn.Module):
         k_hat = self.direction(state, h, x_in, c)
         # by default, beta = 2 sigmoid(w . c + b)
         beta = self.gate(state, x_in, c)
-        # by default, v = 4 sigmoid(W x_in + b); in config/ddl_dv4_small.py, v = W x_in
+        # by default, v = W x_in, or sigmoid(w . x_in) if d_v = 1
         v = self.value(h, x_in, c)
         beta_erase = self.erase_gate(state, x_in, c)
         # what is multiplied into the update is no part of the gate that `statistics` returns
@@ -150,8 +153,8 @@ class DeltaRewrite(nn.Module):
     def value(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return the write value v (B, T, d_v), in at least fp32.
 
-        It is linear in x_in or c in the k-Map, and in the sublayer output h in the v-Map, with a
-        sigmoid that bounds it by default; or it is a constant.
+        It is linear in x_in or c in the k-Map, and in the sublayer output h in the v-Map, with or
+        without a sigmoid that bounds it; or it is a constant.
         """
         config = self.config
         if config.constant_value is not None:
@@ -537,7 +540,9 @@ class ChannelConvRead(nn.Module):
         else:
             # the read starts as the mean of the value channels, unless the convolution is random
             folded_start = constant(config.read_start)
-            if config.conv_start == "normal":
+            if config.conv_start == "fan_in":
+                folded_start = normal(abs(config.read_start) * math.sqrt(value_channels))
+            elif config.conv_start == "normal":
                 folded_start = partial(self.start_folded, conv_start=start)
             self.rules = {"weight": Rule(folded_start, decay=True, mixing=True)}
 
@@ -567,6 +572,9 @@ def make_conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap:
 
     identity_tap: index of the tap that is 1 with ddl_state_conv_init=identity
     """
+    if config.conv_start == "fan_in":
+        # The read vector multiplies the sum of kernel_size * d_v terms by 1 / d_v.
+        return normal(math.sqrt(config.ddl_value_channels / kernel_size))
     if config.conv_start == "mean":
         return constant(1 / kernel_size)
     if config.conv_start == "normal":

@@ -8,6 +8,14 @@ from configurator import option
 
 from .config import GPTConfig
 
+CONV_INIT_HELP = (
+    "initialization of the convolution in the compressor; fan_in draws from a normal distribution that "
+    "gives x_in the size of one value channel; mean averages over the kernel; normal draws from N(0, "
+    "hidden_init_std_factor / sqrt(hidden_size)); identity passes on the current token or value "
+    "channel; None is mean with init=spectral, as in the authors' current code, and normal with "
+    "init=normal"
+)
+
 
 @dataclass
 class DeltaConfig(GPTConfig):
@@ -60,11 +68,12 @@ class DeltaConfig(GPTConfig):
         "shifted is k~ / (||k~|| + ddl_k_eps)",
     )
     ddl_v_sigmoid: bool = option(
-        True,
-        "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it",
+        False,
+        "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it, as in the "
+        "authors' code",
     )
     ddl_v_sigmoid_scale: float = option(
-        4.0,
+        1.0,
         "factor on the sigmoid of the write value v, with ddl_v_sigmoid=True",
     )
     ddl_v_constant: bool = option(
@@ -81,8 +90,8 @@ class DeltaConfig(GPTConfig):
         "state x_in, context is the normalized context c",
     )
     ddl_v_bias: bool = option(
-        True,
-        "add a bias to the linear layer for the write value v",
+        False,
+        "add a bias to the linear layer for the write value v, as in the authors' code",
     )
     ddl_map: Literal["k", "v"] = option(
         "k",
@@ -187,6 +196,10 @@ class SingleChannelConfig(DeltaConfig):
         "number of value channels d_v of the state X in R^{d x d_v}; this model has one",
         low=1,
     )
+    ddl_v_sigmoid: bool = option(
+        True,
+        "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -219,12 +232,9 @@ class ValueChannelsConfig(GPTConfig):
         "initial value of the read vector, with which the compressor sums over the value channels "
         "(default: 1 / ddl_value_channels)",
     )
-    ddl_state_conv_init: Literal["mean", "normal", "identity"] | None = option(
+    ddl_state_conv_init: Literal["fan_in", "mean", "normal", "identity"] | None = option(
         None,
-        "initialization of the convolution in the compressor; mean averages over the kernel; "
-        "normal draws from N(0, hidden_init_std_factor / sqrt(hidden_size)); identity passes on "
-        "the current token or value channel (default: mean with init=spectral, normal with "
-        "init=normal)",
+        CONV_INIT_HELP,
     )
 
     @property
@@ -246,15 +256,24 @@ class ValueChannelsConfig(GPTConfig):
 class ExpandedConfig(ValueChannelsConfig, DeltaConfig):
     """Keys of DDL with several value channels (d_v > 1)."""
 
+    # The texts do not say how the compressor starts. With a mean, the readout would keep the embedding
+    # of the current token, beside which the first writes are nothing, and the tied head would predict
+    # this token: a first loss of 20 at the small size (docs/recipe.md).
+    ddl_state_conv_init: Literal["fan_in", "mean", "normal", "identity"] | None = option(
+        "fan_in",
+        CONV_INIT_HELP,
+    )
+
 
 @dataclass
 class ChannelConvConfig(ExpandedConfig):
     """Keys of the compressor over value channels (CC)."""
 
     ddl_cc_read: Literal["pair", "folded"] = option(
-        "pair",
-        "parameters of the compressor; pair is a convolution over value channels followed by a "
-        "read vector, folded is a single weight for each feature and value channel",
+        "folded",
+        "parameters of the compressor; folded is a single weight for each feature and value channel; "
+        "pair is a convolution over value channels followed by a read vector, as in the authors' "
+        "code",
     )
     ddl_state_dv_shortconv_causal: bool = option(
         False,

@@ -531,7 +531,8 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
         if run.part == "short" and run.seed == entry.tuning_seeds[0]
     ]
     row = {
-        "entry": entry.name,
+        "entry": entry.label,
+        "name": entry.name,
         "num_runs": len(losses),
         "loss": None,
         "seed_deviation": None,
@@ -564,6 +565,9 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
     row["half_width"] = tier.noise.get_half_width(len(reported))
     standard_error = tier.noise.get_standard_error(len(reported))
     row["verdict"] = judge(row["difference"], standard_error, tier.quantile)
+    own_error = tier.noise.get_standard_error(len(reported), row["seed_deviation"])
+    if judge(row["difference"], own_error, tier.quantile) == "undecided" != row["verdict"]:
+        row["verdict"] = "undecided by its own spread"
     return row
 
 
@@ -624,7 +628,7 @@ def format_table(tier: Tier) -> str:
             f"| {place if loss else ''} | {row['entry']} | {loss} | {deviation} | {difference} "
             f"| {row['verdict']} | {short_loss} | {row['parameters']:,} | {row['relative_flops']:.2f} | {speed} |"
         )
-    stored_names = {row["entry"] for row in rows}
+    stored_names = {row["name"] for row in rows}
     for entry in (Entry(tier, name, {}) for name in LISTED_ENTRIES):
         if entry.name not in stored_names:
             seconds = estimate_seconds(entry, make_plan(entry, {}).steps_left, Options.jobs)

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import configurator
+from configurator import collect_options
+from huggingface.released import FORM_OF_RELEASED_CODE
+from model import model_class
 from research import sweep, tuning
 from research.track_statistics import Noise
 from utils import files
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = ("muon_learning_rate", "learning_rate")
+# what config/authors.py sets, where a model has the key
+RELEASED_FORM = {**FORM_OF_RELEASED_CODE, "ddl_state_conv_init": "mean"}
 
 
 # What the tier cpu-1 leaves to the defaults of train.py, as they were when it was frozen. Keys that
@@ -136,6 +141,19 @@ class Entry:
         if self.first_seed:
             keys["first_seed"] = self.first_seed
         return "+".join([self.model, *([sweep.make_cell_name(keys)] if keys else [])])
+
+    @property
+    def label(self) -> str:
+        """The name of the entry in the table and the figure."""
+        options = collect_options(model_class(self.model).Config)
+        form = {
+            key: value
+            for key, value in RELEASED_FORM.items()
+            if key in options and key not in self.tier.defaults and value != options[key].default
+        }
+        if form and self.keys == form and not self.first_seed:
+            return f"{self.model} (released code's form)"
+        return self.name
 
     @property
     def path(self) -> Path:

@@ -32,9 +32,15 @@ class Noise:
     tau_df: int
     num_baseline_seeds: int
 
-    def get_standard_error(self, num_seeds: int) -> float:
-        """Return the standard error of an entry's difference from the baseline."""
-        return math.sqrt(sum(self._list_variances(num_seeds)))
+    def get_standard_error(self, num_seeds: int, entry_sigma: float | None = None) -> float:
+        """Return the standard error of an entry's difference from the baseline.
+
+        entry_sigma: standard deviation of the entry's seeds, by default that of the baseline's
+        """
+        standard_error = math.sqrt(sum(self._list_variances(num_seeds)))
+        if entry_sigma is None:
+            return standard_error
+        return math.sqrt(standard_error**2 + (entry_sigma**2 - self.sigma**2) / num_seeds)
 
     def get_degrees_of_freedom(self, num_seeds: int) -> float:
         """Return Satterthwaite's degrees of freedom of that standard error."""
@@ -74,8 +80,7 @@ def compute_error_with_own_sigma(
             baseline's
         smallest_decided: the smallest difference that the rule decides, in nats
     """
-    variance = entry_sigma**2 / num_seeds + noise.sigma**2 / noise.num_baseline_seeds
-    standard_error = math.sqrt(variance + 2 * noise.tau**2)
+    standard_error = noise.get_standard_error(num_seeds, entry_sigma)
     return 2 * float(import_special_functions().ndtr(-smallest_decided / standard_error))
 
 

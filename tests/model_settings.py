@@ -4,6 +4,8 @@ The contract of a residual stream is checked for each of them. A stream of your 
 settings itself, in `Model.test_settings`.
 """
 
+from models import AUTHORS, AUTHORS_CC
+
 from model import MODEL_NAMES, model_class
 
 TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
@@ -20,29 +22,32 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         },
     ),
     "DDL-gpt-mha-rope": (
+        AUTHORS,
         {"ddl_map": "v"},
         {"ddl_erase_gate": "own"},
         {"ddl_update": "erase_only"},
     ),
     "DDL-gpt-mha-rope-CC": (
-        {"ddl_cc_read": "folded", "ddl_beta_single_linear": False},
-        {"ddl_map": "v", "ddl_k_branch": "attention"},
+        {**AUTHORS_CC, "ddl_beta_single_linear": False},
+        {"ddl_map": "v", "ddl_k_branch": "attention", "ddl_cc_read": "pair"},
         {
             "ddl_map": "v",
             "ddl_k_norm": "shifted",
             "ddl_k_input": "mean",
             "ddl_beta_input": "mean",
-            "ddl_cc_read": "folded",
         },
         {
             "ddl_map": "v",
             "ddl_k_input": "flat",
             "ddl_beta_input": "flat",
-            "ddl_cc_read": "folded",
         },
     ),
     "DDL-gpt-mha-rope-CC-EC": (
-        {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},
+        {
+            "ddl_cc_read": "pair",
+            "ddl_state_dv_shortconv_causal": True,
+            "ddl_state_shortconv_kernel_size": 3,
+        },
     ),
     "DDL-vdim1-gpt-mha-rope": (
         {"ddl_map": "v"},

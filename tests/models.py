@@ -4,14 +4,19 @@ from model import build
 from model.causality import move_parameters
 from model.gpt import GPT
 
-# numbers of parameters of the small size, as published
+# the form of DDL in the authors' code, as in config/authors.py
+AUTHORS = {"ddl_v_sigmoid": True, "ddl_v_sigmoid_scale": 4.0, "ddl_v_bias": True}
+AUTHORS_CC = {**AUTHORS, "ddl_cc_read": "pair", "ddl_state_conv_init": "mean"}
+
+# numbers of parameters of the small size: in the form of the paper's text, and, as published, in that
+# of the authors' code
 PARAMETER_COUNTS = {
-    "gpt-mha-rope": 123_590_400,
-    "DDL-vdim1-gpt-mha-rope": 123_627_312,
-    "DDL-gpt-mha-rope": 123_842_476,
-    "DDL-gpt-mha-rope-EC": 123_854_764,
-    "DDL-gpt-mha-rope-CC": 123_722_668,
-    "DDL-gpt-mha-rope-CC-EC": 123_734_956,
+    "gpt-mha-rope": (123_590_400, 123_590_400),
+    "DDL-vdim1-gpt-mha-rope": (123_627_288, 123_627_312),
+    "DDL-gpt-mha-rope": (123_842_380, 123_842_476),
+    "DDL-gpt-mha-rope-EC": (123_854_668, 123_854_764),
+    "DDL-gpt-mha-rope-CC": (123_722_520, 123_722_668),
+    "DDL-gpt-mha-rope-CC-EC": (123_734_808, 123_734_956),
 }
 
 # names of the paper's models; test_contract.py checks what holds for every model
@@ -55,6 +60,15 @@ INPUTS = {
         "ddl_v_bias": False,
     },
 }
+
+
+def authors_form(model_name: str) -> dict[str, object]:
+    """Return the keys that give one of the paper's models the form of the authors' code."""
+    if not model_name.startswith("DDL-"):
+        return {}
+    if "vdim1" in model_name:
+        return AUTHORS
+    return AUTHORS_CC if "-CC" in model_name else {**AUTHORS, "ddl_state_conv_init": "mean"}
 
 
 def build_tiny(model_name: str, **changes) -> GPT:

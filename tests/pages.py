@@ -43,8 +43,7 @@ def check_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ROOT / script).is_file()
     configs = [word for word in arguments if word.startswith("config/")]
     if script == "train.py":
-        for config in configs:
-            configure([config])
+        configure(configs)
         options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
         assert set(options) - {"help"} <= every_option().keys()
     elif script == "sample.py":

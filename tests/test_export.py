@@ -17,6 +17,7 @@ import torch
 from export_helpers import CC, TINY, build_noisy, export_run, save_run
 from helpers import EXAMPLES, ROOT, one_line_error
 from in_process import call
+from models import AUTHORS_CC
 from safetensors.torch import load_file, save_file
 
 import export
@@ -35,10 +36,13 @@ VMAP = {
 }
 GATE = {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"}
 POOLED = {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"}
-NO_BIAS = {"ddl_v_bias": False, "ddl_beta_input": "residual"}
-CAUSAL = {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3}
+CAUSAL = {
+    "ddl_cc_read": "pair",
+    "ddl_state_dv_shortconv_causal": True,
+    "ddl_state_shortconv_kernel_size": 3,
+}
 CASES = {
-    CC: (CC, {}),
+    CC: (CC, AUTHORS_CC),
     "convolution": ("DDL-gpt-mha-rope", {}),
     "plain": ("gpt-mha-rope", PLAIN),
     "vmap": ("DDL-gpt-mha-rope-EC", VMAP),
@@ -46,8 +50,8 @@ CASES = {
     "pooled": (CC, POOLED),
     "erase_only": ("DDL-gpt-mha-rope", {"ddl_update": "erase_only"}),
     "constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True}),
-    "causal_gate": (CC, {**CAUSAL, **GATE, **NO_BIAS}),
-    "folded_untied": (CC, {"ddl_cc_read": "folded", "tie_embeddings": False}),
+    "causal_gate": (CC, {**CAUSAL, **GATE, "ddl_beta_input": "residual"}),
+    "folded_untied": (CC, {"tie_embeddings": False}),
     "gated": ("gated-gpt-mha-rope", {}),  # the example of the README
     "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),

@@ -12,7 +12,18 @@ import naive
 import pytest
 import torch
 from helpers import ROOT, configure
-from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, build_tiny
+from models import (
+    AUTHORS,
+    AUTHORS_CC,
+    DDL,
+    EXPANDED,
+    INPUTS,
+    PAPER,
+    PARAMETER_COUNTS,
+    TINY,
+    authors_form,
+    build_tiny,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import collect_options
@@ -26,15 +37,13 @@ MEDIUM = {"num_hidden_layers": 24, "num_attention_heads": 8, "head_dim": 128, "h
 
 
 @pytest.mark.parametrize("model_name", PAPER)
-def test_parameter_count_of_the_small_size(model_name):
+def test_parameter_counts_of_the_small_size(model_name):
     with torch.device("meta"):
-        assert build(model_name, **SMALL).num_parameters() == PARAMETER_COUNTS[model_name]
-
-
-def test_parameter_count_of_a_folded_read():
-    with torch.device("meta"):
-        model = build("DDL-gpt-mha-rope-CC", **SMALL, ddl_cc_read="folded")
-    assert model.num_parameters() == 123_722_616
+        counts = tuple(
+            build(model_name, **SMALL, **form).num_parameters()
+            for form in ({}, authors_form(model_name))
+        )
+    assert counts == PARAMETER_COUNTS[model_name]
 
 
 def test_parameter_count_of_the_medium_baseline():
@@ -44,7 +53,7 @@ def test_parameter_count_of_the_medium_baseline():
 
 # parameters that read from a state of several value channels
 TOKEN_READ = ["compress.shortconv.weight", "compress.read"]
-COLUMN_READ = ["compress.weight", "compress.read"]
+COLUMN_READ = ["compress.weight"]
 READ_NAMES = {
     "DDL-gpt-mha-rope": TOKEN_READ,
     "DDL-gpt-mha-rope-EC": TOKEN_READ,
@@ -71,7 +80,7 @@ def list_parameter_names(model_name: str, num_layers: int) -> list[str]:
     if model_name.startswith("DDL"):
         for site in ("ddl_attn", "ddl_mlp"):
             block_names += [f"{site}.beta.weight", f"{site}.beta.bias"]
-            block_names += [f"{site}.v_proj.weight", f"{site}.v_proj.bias"]
+            block_names.append(f"{site}.v_proj.weight")
     read_names = READ_NAMES.get(model_name, [])
     block_names += read_names
 
@@ -96,9 +105,10 @@ def test_state_dict_names(model_name):
 DDL_OPTIONS = [
     {},
     {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
+    AUTHORS,
     {"ddl_v_sigmoid": False, "ddl_v_input": "context"},
     {"ddl_v_constant": True, "ddl_v_constant_value": 1.5},
-    {"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5},
+    {"ddl_update": "write_only", "ddl_v_sigmoid": True, "ddl_v_sigmoid_scale": 2.5},
     {"ddl_update": "erase_only"},
     {"ddl_erase_gate": "own"},
     {"ddl_erase_gate": "own", "ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
@@ -133,14 +143,16 @@ CASES = [
     ("DDL-gpt-mha-rope", {"residual_branch_mult": 0.3, "ddl_erase_gate": "own"}),
     ("DDL-gpt-mha-rope", {"residual_branch_mult": 0.3, "ddl_update": "erase_only"}),
     # column convolution
-    ("DDL-gpt-mha-rope-CC", {"ddl_state_shortconv_kernel_size": 2}),
-    ("DDL-gpt-mha-rope-CC", {"ddl_cc_read": "folded"}),
-    ("DDL-gpt-mha-rope-CC", {"ddl_cc_read": "folded", "ddl_value_channels": 1}),
-    ("DDL-gpt-mha-rope-CC", {"ddl_cc_read": "folded", "ddl_value_channels": 8}),
+    ("DDL-gpt-mha-rope-CC", {**AUTHORS_CC, "ddl_state_shortconv_kernel_size": 2}),
+    *[("DDL-gpt-mha-rope-CC", {**AUTHORS_CC, "ddl_value_channels": v}) for v in (1, 4, 8)],
     *[
         (
             "DDL-gpt-mha-rope-CC-EC",
-            {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": k},
+            {
+                "ddl_cc_read": "pair",
+                "ddl_state_dv_shortconv_causal": True,
+                "ddl_state_shortconv_kernel_size": k,
+            },
         )
         for k in (1, 3, 4)
     ],
@@ -345,12 +357,12 @@ CC_NAME = "DDL-gpt-mha-rope-CC"
         ),
         (
             CC_NAME,
-            {"ddl_state_shortconv_kernel_size": 3, "ddl_cc_read": "folded", **TINY},
+            {"ddl_state_shortconv_kernel_size": 3, **TINY},
             "differs from ddl_value_channels=4, .*; omit the key",
         ),
         (
             CC_NAME,
-            {"ddl_state_shortconv_kernel_size": 5, **TINY},
+            {"ddl_state_shortconv_kernel_size": 5, "ddl_cc_read": "pair", **TINY},
             "larger than ddl_value_channels=4.*; give at most 4",
         ),
         (
@@ -406,16 +418,16 @@ def test_defaults_are_the_specification():
         "ddl_k_input": "read",
         "ddl_k_norm": "guarded",
         "ddl_map": "k",
-        "ddl_state_conv_init": None,
+        "ddl_state_conv_init": "fan_in",
         "ddl_state_read_init": None,
         "ddl_state_shortconv_kernel_size": None,
         "ddl_update": "delta",
-        "ddl_v_bias": True,
+        "ddl_v_bias": False,
         "ddl_v_constant": False,
         "ddl_v_constant_value": 2.0,
         "ddl_v_input": "residual",
-        "ddl_v_sigmoid": True,
-        "ddl_v_sigmoid_scale": 4.0,
+        "ddl_v_sigmoid": False,
+        "ddl_v_sigmoid_scale": 1.0,
         "ddl_value_channels": 4,
         "embedding_init_std": 0.02,
         "hidden_init_std_factor": 0.5,
@@ -434,9 +446,13 @@ def test_defaults_are_the_specification():
     assert config.read_start == 0.25
 
 
+def test_with_one_value_channel_the_write_value_has_a_sigmoid_by_default():
+    assert model_class("DDL-vdim1-gpt-mha-rope").Config().ddl_v_sigmoid is True
+
+
 def test_defaults_of_column_compression():
     config = model_class("DDL-gpt-mha-rope-CC").Config()
-    assert config.ddl_cc_read == "pair"
+    assert config.ddl_cc_read == "folded"
     assert config.ddl_state_dv_shortconv_causal is False
 
 

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from models import PAPER
+from models import PAPER, authors_form
 
 from model import build
 from model.gpt import GPT
@@ -52,9 +52,10 @@ def test_bfloat16_adds_little_to_what_rounded_weights_do(model_name, width):
     model = build(
         model_name,
         **SIZE,
+        **authors_form(model_name),  # the factors above are those of this form
         hidden_size=width,
         num_attention_heads=width // 32,
-        init_order="sequential",  # the factors above are those of its weights
+        init_order="sequential",  # and of its weights
     )
     exact_model = copy.deepcopy(model).double()
     ids, targets = torch.randint(0, 128, (2, 4, 64))

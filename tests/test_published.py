@@ -58,7 +58,7 @@ def test_a_run_of_the_papers_text_has_its_row_and_no_remark(variant, size):
 
 def test_a_run_of_the_authors_code_has_a_remark():
     assert (
-        find("authors_ddl_dv4_small")
+        find("ddl_dv4_small", "config/authors.py")
         .remark("run")
         .startswith(
             "Settings of run that differ from the paper's (config/ddl_dv4_small.py): ddl_v_sigmoid"

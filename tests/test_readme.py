@@ -216,12 +216,12 @@ def test_the_code_on_the_variants_page_is_the_models():
 
 # number of parameters that a model has besides those of the baseline, as the variants page states it
 d, v, L, K, K_e = 10, 4, 2, 4, 4
-DDL_PARAMETERS = 2 * L * (d + 1 + d * v + v)
+DDL_PARAMETERS = 2 * L * (d + 1 + d * v)
 TOKEN_READ_PARAMETERS = (L + 1) * (d * v * K + v)
-COLUMN_READ_PARAMETERS = (L + 1) * (d * v + v)
+COLUMN_READ_PARAMETERS = (L + 1) * d * v
 EXTRA_PARAMETERS = {
     "gpt-mha-rope": 0,
-    "DDL-vdim1-gpt-mha-rope": 2 * L * (2 * d + 2),
+    "DDL-vdim1-gpt-mha-rope": 2 * L * (2 * d + 1),
     "DDL-gpt-mha-rope": DDL_PARAMETERS + TOKEN_READ_PARAMETERS,
     "DDL-gpt-mha-rope-EC": DDL_PARAMETERS + TOKEN_READ_PARAMETERS + d * v * K_e,
     "DDL-gpt-mha-rope-CC": DDL_PARAMETERS + COLUMN_READ_PARAMETERS,

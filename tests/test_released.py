@@ -10,7 +10,7 @@ import pytest
 import torch
 from export_helpers import released_weights
 from helpers import configure
-from models import PAPER, TINY, build_tiny
+from models import PAPER, TINY, authors_form, build_tiny
 from safetensors.torch import save_file
 
 from huggingface import released
@@ -34,6 +34,11 @@ RELEASED_KEYS = {
     "intermediate_size": 26,
     "ddl_state_shortconv_kernel_size": 4,
 }
+
+
+def build_released(model_name: str, **keys) -> GPT:
+    """Build a tiny model in the form of the authors' code."""
+    return build_tiny(model_name, **authors_form(model_name), **keys)
 
 
 def write_folder(folder: Path, weights: dict[str, torch.Tensor], **config) -> Path:
@@ -80,7 +85,7 @@ def test_both_releases_have_the_logits_of_their_weights(
     name_weights, model_name, shape_keys, keys, tmp_path
 ):
     """shape_keys: keys that the weights show, and config.json does not"""
-    model = build_tiny(model_name, **shape_keys, **keys)
+    model = build_released(model_name, **shape_keys, **keys)
     loaded_model = load(write_folder(tmp_path, name_weights(model), **keys))
     assert type(loaded_model) is type(model)
     ids = torch.randint(0, 29, (7,))
@@ -90,15 +95,15 @@ def test_both_releases_have_the_logits_of_their_weights(
 
 def test_a_folder_that_says_nothing_has_the_form_of_the_authors_code(tmp_path):
     """The write value is 4 sigmoid(W x + b), a read of CC a pair, and the state float32."""
-    stated = vars(load(write_folder(tmp_path, released_weights(build_tiny(CC)))).config)
-    expected = vars(configure(["config/authors_ddl_dv4_cc_small.py"])[1])
+    stated = vars(load(write_folder(tmp_path, released_weights(build_released(CC)))).config)
+    expected = vars(configure(["config/ddl_dv4_cc_small.py", "config/authors.py"])[1])
     for key in ("ddl_v_sigmoid", "ddl_v_sigmoid_scale", "ddl_v_bias", "ddl_cc_read", "state_dtype"):
         assert stated[key] == expected[key], key
 
 
 @pytest.mark.parametrize("kernel_size", [2, 3])
 def test_a_pair_is_folded_if_config_json_says_so(kernel_size, tmp_path):
-    model = build_tiny(CC, ddl_value_channels=3, ddl_state_shortconv_kernel_size=kernel_size)
+    model = build_released(CC, ddl_value_channels=3, ddl_state_shortconv_kernel_size=kernel_size)
     keys = {"ddl_value_channels": 3, "ddl_cc_read": "folded"}
     loaded_model = load(write_folder(tmp_path, released_weights(model), **keys))
     assert "readout.read" not in loaded_model.state_dict()
@@ -109,7 +114,7 @@ def test_a_pair_is_folded_if_config_json_says_so(kernel_size, tmp_path):
 
 
 def test_constant_value_is_renamed(tmp_path):
-    weights = build_tiny("DDL-vdim1-gpt-mha-rope").state_dict()
+    weights = build_released("DDL-vdim1-gpt-mha-rope").state_dict()
     keys = {"ddl_v_dim1_constant": True, "ddl_v_dim1_constant_value": 3.0}
     config = load(write_folder(tmp_path, weights, **keys)).config
     assert config.ddl_v_constant is True
@@ -130,7 +135,7 @@ def test_constant_value_is_renamed(tmp_path):
     ],
 )
 def test_parameterization_is_mapped(keys, mup, num_hidden_layers_base, branch_mult, tmp_path):
-    weights = released_weights(build_tiny("gpt-mha-rope"))
+    weights = released_weights(build_released("gpt-mha-rope"))
     config = load(write_folder(tmp_path, weights, **keys)).config
     assert config.mup == mup
     assert config.num_hidden_layers_base == num_hidden_layers_base
@@ -152,7 +157,7 @@ def test_parameterization_is_mapped(keys, mup, num_hidden_layers_base, branch_mu
     ],
 )
 def test_keys_that_this_code_lacks_are_refused(keys, message, tmp_path):
-    folder = write_folder(tmp_path, released_weights(build_tiny(CC)), **keys)
+    folder = write_folder(tmp_path, released_weights(build_released(CC)), **keys)
     assert message in read_refusal(folder)
 
 
@@ -175,20 +180,20 @@ EC = "DDL-gpt-mha-rope-EC"
     ],
 )
 def test_weights_of_another_shape_are_refused(model_name, name, change, message, tmp_path):
-    weights = released_weights(build_tiny(model_name))
+    weights = released_weights(build_released(model_name))
     weights[name] = change(weights[name])
     assert message in read_refusal(write_folder(tmp_path, weights))
 
 
 @pytest.mark.parametrize("name", ["readout.read", "transformer.wte.weight"])
 def test_a_missing_weight_is_named(name, tmp_path):
-    weights = released_weights(build_tiny(CC))
+    weights = released_weights(build_released(CC))
     del weights[name]
     assert name in read_refusal(write_folder(tmp_path, weights))
 
 
 def test_weights_of_both_releases_are_refused(tmp_path):
-    model = build_tiny(CC)
+    model = build_released(CC)
     folder = write_folder(tmp_path, {**model.state_dict(), **released_weights(model)})
     assert "o_proj.weight is not one of its weights" in read_refusal(folder)
 

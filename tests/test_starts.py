@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from models import TINY
+from helpers import configure
+from models import TINY, authors_form
 
 from model import build
 from model.gpt import GPT
@@ -70,9 +71,7 @@ def expected_moments(name: str, shape: torch.Size, d: int, layers: int) -> tuple
 )
 def test_every_parameter_starts_as_in_the_release(model_name, size, num_layers):
     settings = settings_of(size, num_layers)
-    if "-CC" in model_name:
-        settings["ddl_cc_read"] = "pair"
-    model = build(model_name, init="spectral", **settings)
+    model = build(model_name, init="spectral", **settings, **authors_form(model_name))
     for name, parameter in model.named_parameters():
         mean, std = expected_moments(name, parameter.shape, settings["hidden_size"], num_layers)
         values = parameter.detach().double()
@@ -92,7 +91,9 @@ WIDE = {
     "vocab_size": 128,
 }
 NORMAL = {"init": "normal"}
+NORMAL_CONVOLUTIONS = {**NORMAL, "ddl_state_conv_init": None}
 IDENTITY = {"ddl_state_conv_init": "identity"}
+PAIR = {"ddl_cc_read": "pair"}
 RELEASE = settings_of("small", 12)
 MANY_CHANNELS = {"ddl_value_channels": 4096}
 LOG_ODDS_LIMIT = math.log(1e6 - 1)  # of a gate: probabilities are kept in [1e-6, 1 - 1e-6]
@@ -113,13 +114,20 @@ STARTS = {
         (NORMAL, "*.attn.c_q.weight", 0, 0.5 / 16),
         (NORMAL, "*.mlp.c_fc2.weight", 0, 0.5 / 16),
         (NORMAL, "*.c_proj.weight", 0, 0.5 / 16 / 2),
-        (NORMAL, "*.compress.shortconv.weight", 0, 0.5 / 16),
-        (NORMAL, "readout.shortconv.weight", 0, 0.5 / 16),
+        ({}, "*.compress.shortconv.weight", 0, 1.0),
+        ({"ddl_state_shortconv_kernel_size": 2}, "readout.shortconv.weight", 0, 2**0.5),
+        (NORMAL_CONVOLUTIONS, "*.compress.shortconv.weight", 0, 0.5 / 16),
+        (NORMAL_CONVOLUTIONS, "readout.shortconv.weight", 0, 0.5 / 16),
         (NORMAL, "*.read", 0.25, 0),
         (NORMAL, "*ln_?.weight", 1, 0),
         (NORMAL, "*_rms.weight", 1, 0),
         # uniform in [-1/16, 1/16]
-        ({**NORMAL, **MANY_CHANNELS, "num_hidden_layers": 1}, "*.v_proj.bias", 0, 1 / 16 / 3**0.5),
+        (
+            {**NORMAL, **MANY_CHANNELS, "num_hidden_layers": 1, "ddl_v_bias": True},
+            "*.v_proj.bias",
+            0,
+            1 / 16 / 3**0.5,
+        ),
         ({"ddl_beta_init": 0.5}, "*.beta.bias", -math.log(3), 0),
         (IDENTITY, "*shortconv.weight", [0, 0, 0, 1] * 120, 0),
         (IDENTITY, "*.read", 0.25, 0),
@@ -131,9 +139,10 @@ STARTS = {
         (RELEASE, "*.mlp.c_proj.weight", 0, 0.00056),
     ],
     "DDL-gpt-mha-rope-CC": [
-        (NORMAL, "*.compress.weight", 0, 0.5 / 16),
-        ({**IDENTITY, "ddl_value_channels": 3}, "*.compress.weight", [0, 1, 0] * 20, 0),
-        ({**IDENTITY, "ddl_value_channels": 3}, "*.read", 1 / 3, 0),
+        ({}, "*.compress.weight", 0, 0.5),
+        ({**NORMAL_CONVOLUTIONS, **PAIR}, "*.compress.weight", 0, 0.5 / 16),
+        ({**IDENTITY, **PAIR, "ddl_value_channels": 3}, "*.compress.weight", [0, 1, 0] * 20, 0),
+        ({**IDENTITY, **PAIR, "ddl_value_channels": 3}, "*.read", 1 / 3, 0),
     ],
     "DDL-gpt-mha-rope-EC": [({}, "input_embed.conv.weight", [0, 0, 0, 1] * 40, 0)],
     "DDL-gpt-mha-rope-CC-EC": [({}, "input_embed.conv.weight", [0, 0, 0, 1] * 40, 0)],
@@ -307,11 +316,31 @@ def test_a_folded_read_starts_as_the_pair_folds(start):
     ("keys", "value"), [({}, 0.25), ({"ddl_state_read_init": 0.5}, 0.5)], ids=str
 )
 def test_a_folded_read_starts_as_the_mean_of_the_value_channels(keys, value):
-    """The texts have no read vector beside the convolution, which starts at 1 / d_v (B.3)."""
-    model = build("DDL-gpt-mha-rope-CC", ddl_cc_read="folded", **keys, **TINY)
+    """With ddl_state_conv_init=mean, as the read vector of the pair starts at 1 / d_v (B.3)."""
+    model = build("DDL-gpt-mha-rope-CC", ddl_state_conv_init="mean", **keys, **TINY)
     weight = model.readout.weight
     assert weight.shape == (TINY["hidden_size"], 4)
     assert weight.unique().tolist() == [value]
+
+
+@pytest.mark.parametrize(
+    ("model_name", "keys"),
+    [
+        ("DDL-gpt-mha-rope", {}),
+        ("DDL-gpt-mha-rope", {"ddl_value_channels": 2, "ddl_state_shortconv_kernel_size": 3}),
+        ("DDL-gpt-mha-rope-CC-EC", {}),
+        ("DDL-gpt-mha-rope-CC", {"ddl_value_channels": 8}),
+    ],
+    ids=str,
+)
+def test_a_read_has_the_size_of_one_value_channel_at_the_start(model_name, keys):
+    model = build(model_name, **{**TINY, "hidden_size": 4096}, **keys)
+    state = torch.randn(1, 16, model.config.ddl_value_channels, 4096)
+    with torch.no_grad():
+        x_in = model.readout(state)[
+            :, 8:
+        ]  # the convolution over tokens has no earlier ones at first
+    assert x_in.square().mean().sqrt().item() == pytest.approx(1.0, rel=0.05)
 
 
 def measure_contexts(model) -> list[float]:
@@ -333,10 +362,35 @@ def measure_contexts(model) -> list[float]:
 
 def test_inputs_of_sublayers_are_normalized_from_the_first_step():
     """Avoid the fault of init=normal: reads of four value channels that are as small as ln_1's eps."""
-    spectral = build("DDL-gpt-mha-rope", init="spectral", **settings_of("small", 2))
-    normal = build("DDL-gpt-mha-rope", init="normal", **settings_of("small", 2))
-    spectral_rms = measure_contexts(spectral)
+    model = build("DDL-gpt-mha-rope", **settings_of("small", 2))
+    normal = build("DDL-gpt-mha-rope", **NORMAL_CONVOLUTIONS, **settings_of("small", 2))
+    rms = measure_contexts(model)
     normal_rms = measure_contexts(normal)
-    assert len(spectral_rms) == len(normal_rms) == 4
-    assert min(spectral_rms) > 0.9
+    assert len(rms) == len(normal_rms) == 4
+    assert min(rms) > 0.9
     assert normal_rms[0] < 0.2
+
+
+SMALL_CONFIGS = [
+    "gpt_small",
+    "ddl_dv1_small",
+    "ddl_dv4_small",
+    "ddl_dv4_ec_small",
+    "ddl_dv4_cc_small",
+    "ddl_dv4_cc_ec_small",
+]
+OTHER_CONFIGS = [name.replace("_small", "_medium") for name in SMALL_CONFIGS]
+OTHER_CONFIGS += ["ddl_january_v1_small", "ddl_july_small"]
+
+
+@pytest.mark.parametrize(
+    "name", [*SMALL_CONFIGS, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_CONFIGS)]
+)
+def test_the_first_loss_of_the_papers_models_is_that_of_a_guess(name):
+    """A readout that keeps the token's own embedding predicts this token, with a loss of 20."""
+    run_config, model_config = configure([f"config/{name}.py"])
+    model = build(run_config.model, model_config)
+    ids = torch.randint(0, model_config.vocab_size, (1, 65))
+    with torch.no_grad():
+        _, loss = model(ids[:, :-1], ids[:, 1:])
+    assert loss.item() == pytest.approx(math.log(model_config.vocab_size), abs=1.5)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import SMALL
+from models import AUTHORS_CC
 from torch import nn
 
 import train
@@ -31,7 +32,11 @@ def random_model(model_name: str, **keys) -> nn.Module:
 def delta_rewrite_statistics(write, state, h, x_in, c, written) -> dict[str, torch.Tensor]:
     """The statistics of a delta rewrite by the paper's equations, for every token (B, T)."""
     k = h / (h.square().sum(-1, keepdim=True) + write.config.ddl_k_eps**2).sqrt()  # (B, T, d)
-    target = 4 * (x_in @ write.v_proj.weight.T + write.v_proj.bias).sigmoid()
+    target = x_in @ write.v_proj.weight.T
+    if write.config.ddl_v_bias:
+        target = 4 * (target + write.v_proj.bias).sigmoid()
+    elif write.config.ddl_v_sigmoid:
+        target = target.sigmoid()
     beta = 2 * (c @ write.beta.weight.T + write.beta.bias).sigmoid()
 
     def discrepancy(x):
@@ -85,6 +90,7 @@ def statistics_by_hooks(model: nn.Module, ids: torch.Tensor) -> dict[str, list[f
         ("gpt-mha-rope", {}),
         ("DDL-vdim1-gpt-mha-rope", {}),
         ("DDL-gpt-mha-rope-CC-EC", {}),
+        ("DDL-gpt-mha-rope-CC-EC", AUTHORS_CC),
         ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"}),
     ],
     ids=str,

@@ -438,7 +438,7 @@ EVERY_SIZE = {
     "mup": True,
     "state_dtype": "float32",
 }
-CONFIG_FILES = sorted(ROOT.glob("config/*.py"))
+CONFIG_FILES = sorted(set(ROOT.glob("config/*.py")) - {ROOT / "config" / "authors.py"})
 
 
 def size_of_config(path: Path) -> str:
@@ -464,6 +464,36 @@ def test_config_files_of_the_papers_sizes_have_its_recipe(path):
     size = {**SIZES[size_of_config(path)], **EVERY_SIZE}
     assert size.items() <= vars(model_config).items()
     assert RECIPE.items() <= vars(config).items()
+
+
+AUTHORS_FORM = {"ddl_v_sigmoid": True, "ddl_v_sigmoid_scale": 4.0, "ddl_v_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("ddl_dv1_small", AUTHORS_FORM),
+        ("ddl_dv4_ec_medium", {**AUTHORS_FORM, "ddl_state_conv_init": "mean"}),
+        (
+            "ddl_dv4_cc_ec_small",
+            {**AUTHORS_FORM, "ddl_state_conv_init": "mean", "ddl_cc_read": "pair"},
+        ),
+    ],
+)
+def test_the_form_of_the_authors_code_is_given_after_a_config_of_the_text(name, form):
+    text_config, text_model = configure([f"config/{name}.py"])
+    config, model_config = configure([f"config/{name}.py", "config/authors.py"])
+    assert config == dataclasses.replace(text_config, out_dir=f"runs/{name}-authors")
+    assert model_config == dataclasses.replace(text_model, **form)
+    assert model_config != text_model
+
+
+@pytest.mark.parametrize(
+    "files", [["config/authors.py"], ["config/gpt_small.py", "config/authors.py"]]
+)
+def test_the_form_of_the_authors_code_needs_a_config_of_ddl(files):
+    with pytest.raises(ValueError, match="give this file after a config of DDL"):
+        configure(files)
 
 
 def test_a_config_file_may_be_used_with_another_model():

@@ -43,13 +43,17 @@ class TokenWrite:
 
 
 def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
-    """Write to the state of one token: k-Map, gates of one layer on c, and a squashed value from x_in."""
+    """Write to the state of one token: k-Map, gates of one layer on c, and a value from x_in."""
     k = h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt()
     beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
     beta_erase = beta
     if cfg["ddl_erase_gate"] == "own":
         beta_erase = 2 * sigmoid(w["beta_erase.weight"][0] @ c + w["beta_erase.bias"][0])
-    v = cfg["ddl_v_sigmoid_scale"] * sigmoid(w["v_proj.weight"] @ x_in + w["v_proj.bias"])
+    v = w["v_proj.weight"] @ x_in
+    if cfg["ddl_v_bias"]:
+        v = v + w["v_proj.bias"]
+    if cfg["ddl_v_sigmoid"]:
+        v = cfg["ddl_v_sigmoid_scale"] * sigmoid(v)
     if edit.beta is not None:
         beta = torch.full_like(beta, edit.beta)
         beta_erase = beta
