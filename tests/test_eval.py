@@ -26,6 +26,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+import eval as eval_script
 from evaluation import tasks
 from evaluation.language_model import LanguageModel
 from model_folder import describe, load_model
@@ -551,6 +552,12 @@ def test_a_group_stands_for_tasks_with_one_number_of_shots(shots, expected):
 
 def test_metrics_that_are_no_numbers_are_ignored():
     assert tasks.read_metrics({"alias": "odd", "acc,none": "N/A"}) == {}
+
+
+def test_the_papers_tasks_are_evaluated_as_in_the_paper_without_shots():
+    assert eval_script.parse_shots(None, list(tasks.PAPER_METRICS)) == [0, 1]
+    assert eval_script.parse_shots(None, ["piqa"]) == [None]
+    assert eval_script.parse_shots("5,0,5", list(tasks.PAPER_METRICS)) == [5, 0]
 
 
 def test_paper_stands_for_the_papers_eight_tasks():
