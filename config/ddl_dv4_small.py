@@ -15,5 +15,6 @@ from config.gpt_small import *
 
 model = "DDL-gpt-mha-rope"
 
-# To sweep d_v, change only this key: no other key depends on it.
+# To sweep d_v, change only this key: no other key depends on it. The paper's model with d_v = 1 is
+# that of config/ddl_dv1_small.py, without a compressor and with a sigmoid on v.
 ddl_value_channels = 4

@@ -264,6 +264,16 @@ class ExpandedConfig(ValueChannelsConfig, DeltaConfig):
         CONV_INIT_HELP,
     )
 
+    def notes(self) -> list[str]:
+        """Return a note if the model is mistaken for the paper's with d_v = 1, and others."""
+        notes = super().notes()
+        if self.ddl_value_channels == 1:
+            notes.append(
+                "the paper's model with d_v = 1 is DDL-vdim1-gpt-mha-rope, without a compressor and with "
+                "a sigmoid on v"
+            )
+        return notes
+
 
 @dataclass
 class ChannelConvConfig(ExpandedConfig):

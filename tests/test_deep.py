@@ -83,3 +83,9 @@ def test_value_channels_that_get_the_same_update_are_noted(keys):
     [note] = model_class("DDL-gpt-mha-rope").Config(**keys).notes()
     assert "every value channel gets the same update" in note
     assert model_class("DDL-vdim1-gpt-mha-rope").Config(**keys).notes() == []
+
+
+def test_one_value_channel_of_ddl_is_not_mistaken_for_the_papers_model():
+    [note] = model_class("DDL-gpt-mha-rope").Config(ddl_value_channels=1).notes()
+    assert "DDL-vdim1-gpt-mha-rope" in note
+    assert model_class("DDL-gpt-mha-rope").Config(ddl_value_channels=2).notes() == []
