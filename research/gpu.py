@@ -90,7 +90,9 @@ class Task:
     """Programs that run one after the other, as long as each of them succeeds."""
 
     name: str
-    programs: list[list[str]]  # a script and its arguments, or the arguments of Python or cmp
+    programs: list[
+        list[str]
+    ]  # a script and its arguments, or the arguments of Python, cmp, cp or rm
     seconds: float  # time limit
     run: Path | None = None  # the run folder of train.py
     num_steps: int | None = None  # train.py is ended after so many steps
@@ -167,7 +169,6 @@ def check_training(args: SimpleNamespace) -> Task:
         f"--checkpoint_interval={last_step // 2}",
         "--deterministic=True",
     ]
-    middle_checkpoint = original / f"checkpoints/step_{last_step // 2:08d}"
     model_file = f"checkpoints/step_{last_step:08d}/model.safetensors"
     optimizer_file = f"checkpoints/step_{last_step:08d}/optimizer.safetensors"
     device = f"--device={args.device}"
@@ -176,7 +177,10 @@ def check_training(args: SimpleNamespace) -> Task:
         "resume to the bit, evaluate, export, sample",
         [
             make_train_command(args, config, original, *options),
-            make_train_command(args, config, resumed, *options, f"--resume={middle_checkpoint}"),
+            # from the middle, as if the run had been killed after it
+            ["cp", "-r", str(original), str(resumed)],
+            ["rm", "-r", str(resumed / f"checkpoints/step_{last_step:08d}")],
+            make_train_command(args, config, resumed, *options, "--resume=auto"),
             ["cmp", str(original / model_file), str(resumed / model_file)],
             ["cmp", str(original / optimizer_file), str(resumed / optimizer_file)],
             ["eval.py", str(original), "--val", device, f"--out={args.work / 'eval'}"],
@@ -451,7 +455,7 @@ class Session:
         self.log.write(f"\n+ {' '.join(arguments)}\n".encode())
         streams = {"stdout": self.log, "stderr": self.log, **pipes}
         return subprocess.Popen(
-            arguments if arguments[0] == "cmp" else [sys.executable, *arguments],
+            arguments if arguments[0] in ("cmp", "cp", "rm") else [sys.executable, *arguments],
             cwd=ROOT,
             env={**self.environment, **dict.fromkeys(switches, "1")},
             start_new_session=True,

@@ -62,9 +62,9 @@ def test_every_command_of_every_pack_is_understood(tmp_path, device):
     for script, *words in programs:
         if script == "research/bench.py":
             bench.parse_arguments(words)
-        elif script == "train.py":  # an earlier program writes the run that it resumes
+        elif script == "train.py":
             # device=cuda is refused without a GPU
-            configure([word for word in words if not word.startswith(("--resume", "--device"))])
+            configure([word for word in words if not word.startswith("--device")])
     assert {words[0] for words in programs} >= {"train.py", "research/bench.py", "eval.py", "cmp"}
 
 
