@@ -78,12 +78,15 @@ def make_task_manager(names: list[str], include_path: str | None) -> "TaskManage
             return manager
     manager = task_manager_class(include_path=include_path)
     for name in names:
-        if name not in manager.all_tasks:
-            suggestion = errors.suggest(name, manager.all_tasks)
-            where = "lm-eval has no task"
-            if include_path is not None:  # lm-eval skips a file that it cannot parse
-                where = f"neither lm-eval nor a readable file in {include_path} has a task"
-            raise ValueError(f"--tasks: {where} {name}{suggestion}")
+        if name in manager.all_tasks:
+            continue
+        suggestion = errors.suggest(name, manager.all_tasks)
+        if include_path is None:
+            raise ValueError(f"--tasks: lm-eval has no task {name}{suggestion}")
+        # lm-eval skips a file that it cannot parse
+        raise ValueError(
+            f"--tasks: neither lm-eval nor a readable file in {include_path} has a task {name}{suggestion}"
+        )
     return manager
 
 

@@ -69,22 +69,22 @@ def resolve(arguments: Arguments) -> RunSettings:
         ValueError: a key or a value is wrong, or differs from the run that is resumed; or the run
             folder cannot be used
     """
-    given = read_given(arguments, collect_options(TrainConfig))
-    out_dir = given.get("out_dir")
+    user_settings = read_user_settings(arguments, collect_options(TrainConfig))
+    out_dir = user_settings.get("out_dir")
     if out_dir is None:
-        default_name = given.get("model", TrainConfig.model)
+        default_name = user_settings.get("model", TrainConfig.model)
         out_dir = f"runs/{join_stems(arguments.files) or default_name}"
     folder = Path(out_dir)
     lock = None
     # a run that is still training there may write or remove the files that are checked next
-    if machine.rank() == 0 and (folder / "lock").exists() and not given.get("dry_run"):
+    if machine.rank() == 0 and (folder / "lock").exists() and not user_settings.get("dry_run"):
         lock = lock_run_folder(folder)
     resume_checkpoint = None
-    if given.get("resume"):
+    if user_settings.get("resume"):
         resume_checkpoint = checkpoint.find_latest(folder, to_resume=True)
         if resume_checkpoint is None and checkpoint.list_checkpoints(folder):
             raise ValueError(f"out_dir={folder} has no valid checkpoint; give another --out_dir")
-    elif folder.exists() and not given.get("dry_run"):
+    elif folder.exists() and not user_settings.get("dry_run"):
         if not folder.is_dir() or any(folder.iterdir()):
             raise ValueError(
                 f"out_dir={folder} is not empty; resume that run with --resume=auto, or give "
@@ -95,23 +95,23 @@ def resolve(arguments: Arguments) -> RunSettings:
 
 def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) -> RunSettings:
     """Return the settings of a run in a folder, which resumes a checkpoint, or is new."""
-    given = read_given(arguments, collect_options(TrainConfig))
+    user_settings = read_user_settings(arguments, collect_options(TrainConfig))
     saved_state = {}
     saved = {}
     trained = {}
     if resume_checkpoint is not None:
         saved_state = checkpoint.read_state(resume_checkpoint)
         saved = saved_settings(saved_state)
-    elif given.get("init_from"):  # a resumed run no longer needs the folder
-        trained = read_init_settings(given["init_from"])
+    elif user_settings.get("init_from"):  # a resumed run no longer needs the folder
+        trained = read_init_settings(user_settings["init_from"])
 
     model = arguments.from_command_line.get("model")
     if model is None:
-        model = (saved or trained or given).get("model", TrainConfig.model)
+        model = (saved or trained or user_settings).get("model", TrainConfig.model)
     options = options_of(model)
     notes = check_keys(arguments, model, options)
-    in_file = read_given(arguments._replace(from_command_line={}), options)
-    typed = read_given(arguments._replace(from_files={}), options)
+    in_file = read_user_settings(arguments._replace(from_command_line={}), options)
+    typed = read_user_settings(arguments._replace(from_files={}), options)
 
     # what the run that is resumed, or the weights that it starts from, decide
     fixed = {}
@@ -122,7 +122,7 @@ def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) ->
         origin = str(resume_checkpoint)
     elif trained:
         fixed = {key: trained[key] for key in trained if key not in KEYS_WITHOUT_WEIGHTS}
-        origin = f"init_from={given['init_from']}"
+        origin = f"init_from={user_settings['init_from']}"
     if differences := find_differences(typed, fixed):
         raise ValueError(
             f"{origin} was trained with {', '.join(differences)}; omit these keys, or start a new "
@@ -153,12 +153,16 @@ def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) ->
     return RunSettings(config, model_config, resume_checkpoint, saved_state, tuple(notes))
 
 
-def read_given(arguments: Arguments, options: dict[str, configurator.Option]) -> dict[str, object]:
+def read_user_settings(
+    arguments: Arguments, options: dict[str, configurator.Option]
+) -> dict[str, object]:
     """Return what the config file and the command line say of some options."""
-    given = configurator.read_settings(arguments.from_files, arguments.from_command_line, options)
-    if "dataset" in given:  # the run may be resumed from another working directory
-        given["dataset"] = make_location_absolute(given["dataset"])
-    return given
+    user_settings = configurator.read_settings(
+        arguments.from_files, arguments.from_command_line, options
+    )
+    if "dataset" in user_settings:  # the run may be resumed from another working directory
+        user_settings["dataset"] = make_location_absolute(user_settings["dataset"])
+    return user_settings
 
 
 def check_keys(
@@ -236,14 +240,14 @@ def read_init_settings(folder: str) -> dict[str, object]:
         raise ValueError(f"init_from={folder}: {error}") from error
 
 
-def corpus_defaults(given: dict[str, object]) -> dict[str, object]:
+def corpus_defaults(user_settings: dict[str, object]) -> dict[str, object]:
     """Return the defaults that follow from the corpus of a new run.
 
     block_size: the length of the sequences of a synthetic task.
     vocab_size: that of the corpus, rounded up to a multiple of 64 for the GPU.
     """
     # meta.json alone: the shards are opened later, and may not have been prepared yet
-    meta = read_meta(find_folder(given.get("dataset", TrainConfig.dataset)))
+    meta = read_meta(find_folder(user_settings.get("dataset", TrainConfig.dataset)))
     defaults = {"block_size": meta["block_size"]} if "block_size" in meta else {}
     if type(meta.get("vocab_size")) is int:
         defaults["vocab_size"] = (meta["vocab_size"] + 63) // 64 * 64
