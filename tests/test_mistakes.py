@@ -76,6 +76,7 @@ MISTAKES = [
     # the run folder, and what is resumed
     ({"out_dir": "CORPUS/meta.json/run"}, "this is a file, but a folder is needed"),
     ({"out_dir": "RUN"}, "is not empty; resume that run with --resume=auto"),
+    ({"out_dir": "RUN", "max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps"),
     ({"resume": "TMP/missing"}, "missing': give 'auto' or None"),
     (
         {"init_from": "TMP/missing"},

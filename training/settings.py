@@ -84,13 +84,15 @@ def resolve(arguments: Arguments) -> RunSettings:
         resume_checkpoint = checkpoint.find_latest(folder, to_resume=True)
         if resume_checkpoint is None and checkpoint.list_checkpoints(folder):
             raise ValueError(f"out_dir={folder} has no valid checkpoint; give another --out_dir")
-    elif folder.exists() and not user_settings.get("dry_run"):
-        if not folder.is_dir() or any(folder.iterdir()):
-            raise ValueError(
-                f"out_dir={folder} is not empty; resume that run with --resume=auto, or give "
-                "another --out_dir"
-            )
-    return merge(arguments, out_dir, resume_checkpoint)._replace(lock=lock)
+    resolved = merge(arguments, out_dir, resume_checkpoint)
+    # after the keys, because a mistyped one would be the next error
+    is_used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if is_used and not resolved.config.resume and not resolved.config.dry_run:
+        raise ValueError(
+            f"out_dir={folder} is not empty; resume that run with --resume=auto, or give another "
+            "--out_dir"
+        )
+    return resolved._replace(lock=lock)
 
 
 def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) -> RunSettings:
