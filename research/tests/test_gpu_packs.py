@@ -282,7 +282,7 @@ def test_packs_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path):
     assert result.returncode == 0, result.stderr
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     codes = figures["resume to the bit, evaluate, export, sample"]["exit_codes"]
-    assert codes == str([0] * 7)
+    assert codes == str([0] * 9)
     rows = [row for name, row in figures.items() if name.startswith(f"{gpu.CC_EC}, Muon's rate")]
     assert [(row["exit_codes"], row["steps"]) for row in rows] == [("[0]", 3)] * 2
     assert len({row["val_loss"] for row in rows}) == 2
