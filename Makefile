@@ -64,7 +64,7 @@ format: .venv/installed-dev
 	$(PIP_INSTALL) -r requirements.txt
 	@touch $@
 
-.venv/installed-dev: requirements-dev.txt .venv/installed
+.venv/installed-dev: requirements-dev.txt requirements-page.txt requirements-research.txt .venv/installed
 	@echo "installing requirements-dev.txt into .venv"
 	$(PIP_INSTALL) -r requirements-dev.txt
 	@touch $@

