@@ -151,7 +151,6 @@ def test_the_readme_has_commands():
         "evaluation",
         "export",
         "kernels",
-        "parallel",
         "recipe",
         "runs",
         "serving",
@@ -283,7 +282,7 @@ def list_headings(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["cluster", "evaluation", "parallel", "recipe", "runs", "variants"]
+    "page", ["README", "cluster", "evaluation", "export", "recipe", "runs", "variants"]
 )
 def test_links_between_pages_lead_to_headings(page):
     links = re.findall(r"\]\((\w+)\.md(?:#([\w-]+))?\)", read_page(page))

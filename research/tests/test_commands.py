@@ -136,8 +136,7 @@ PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "research").rglob("*.md"),
-    # step_choices.md shows commands of earlier code
-    *(page for page in (ROOT / "results").rglob("*.md") if page.name != "step_choices.md"),
+    *(ROOT / "results").rglob("*.md"),
 ]
 
 
