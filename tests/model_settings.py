@@ -53,7 +53,6 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"ddl_map": "v"},
         {"ddl_erase_gate": "own", "ddl_beta_single_linear": False},
     ),
-    "Frac-gpt-mha-rope": ({"frac_parts": 5},),
     "GatedResidual-gpt-mha-rope": ({"hc_streams": 2, "gated_residual_rank": 3},),
     "HC-gpt-mha-rope": ({"hc_dynamic": False},),
     "LAuReL-gpt-mha-rope": ({"laurel_form": "rw"}, {"laurel_form": "zaya"}),

@@ -201,34 +201,6 @@ def single_pass(weights, cfg, xs):
     return [pre @ H for H, pre in zip(states, pres)]
 
 
-# Frac-Connections, of one token: H (m, d / m), its parts.
-
-
-def frac_weights(w, H):
-    """Return A (m, 2m) and b (m,) of one token."""
-    normed = torch.stack([layer_norm(part, w, "norm") for part in H])
-    *maps_of_mix, maps_of_write = w["maps.weight"]
-    W_a = torch.stack(maps_of_mix).T
-    A = w["mix"] + w["scale"] * (normed @ W_a).tanh()
-    b = w["write"] + w["write_scale"] * (normed @ maps_of_write).tanh()
-    return A, b
-
-
-def frac(weights, cfg, xs):
-    m = cfg["frac_parts"]
-    states = [torch.stack(x.chunk(m)) for x in xs]
-    for site in sites(weights, cfg):
-        own = select(site.block, f"hc_{site.name}.")
-        coefficients = [frac_weights(own, H) for H in states]
-        mixes = [A.T @ H for H, (A, _) in zip(states, coefficients)]  # (2m, d / m)
-        hs = sublayer(site, [torch.cat(list(mix[:m])) for mix in mixes])
-        states = [
-            torch.stack([mix[m + j] + b[j] * h.chunk(m)[j] for j in range(m)])
-            for mix, h, (_, b) in zip(mixes, hs, coefficients)
-        ]
-    return [torch.cat(list(H)) for H in states]
-
-
 # Norms in other places, of one token: X (d,).
 
 
@@ -591,7 +563,6 @@ STREAMS = {
     "HC": hyper_connections,
     "mHC": manifold_connections,
     "SinglePassMHC": single_pass,
-    "Frac": frac,
     "NormPlacement": norm_placement,
     "AttnRes": attention_residuals,
     "MGT": mgt,

@@ -72,7 +72,6 @@ MIXING = [
         ("gated_SITE.down.weight", "gated_SITE.up.weight", "gated_SITE.inject.weight"),
         ("readout.down.weight", "readout.up.weight"),
     ),
-    ("Frac-gpt-mha-rope", {}, ("hc_SITE.maps.weight",), ()),
     ("HC-gpt-mha-rope", {}, ("hc_SITE.maps.weight",), ()),
     ("LAuReL-gpt-mha-rope", {}, ("write_SITE.down.weight", "write_SITE.up.weight"), ()),
     ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}, (), ()),

@@ -577,7 +577,7 @@ def test_flops_include_the_canon_layers_in_sublayers(position):
 # thousands: those of the backbone, and those that a stream adds
 @pytest.mark.parametrize(
     ("name", "added"),
-    [("additive", 0.0), ("hc", 98.9), ("hc_static", 0.6), ("mhc", 1188.5), ("frac", 43.3)],
+    [("additive", 0.0), ("hc", 98.9), ("hc_static", 0.6), ("mhc", 1188.5)],
 )
 def test_the_configs_of_the_factory_have_its_published_sizes(name, added):
     keys = runpy.run_path(str(ROOT / "config" / f"factory_s_{name}.py"))
@@ -593,7 +593,6 @@ WITHOUT_BRANCH_MULT = {
     f"{name}-gpt-mha-rope"
     for name in (
         "AttnRes",
-        "Frac",
         "HC",
         "LAuReL",
         "MuseSpark",

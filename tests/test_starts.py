@@ -160,13 +160,6 @@ STARTS = {
         ({"attn_res_form": "delta"}, "*.gate", 1, 0),
     ],
     "conv-gpt-mha-rope": [({}, "*.compress.shortconv.weight", 0, 0.5 / 16)],
-    "Frac-gpt-mha-rope": [
-        ({}, "*.h.1.hc_mlp.mix", [1, 0, 1, 0, 0, 1, 0, 1], 0),
-        ({}, "*.write", 1, 0),
-        ({}, "*.maps.weight", 0, 0),
-        ({}, "*.scale", 0.01, 0),
-        ({}, "*.write_scale", 0.01, 0),
-    ],
     "GatedResidual-gpt-mha-rope": [
         # as in Qwen's config
         *(({}, f"*.gated_*.{matrix}.weight", 0, 0.02) for matrix in ("down", "up", "inject")),

@@ -20,7 +20,7 @@ from training.residual_statistics import ObservedStream, compute_residual_statis
 
 WITH_ROPE = (
     "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas "
-    "SinglePassMHC Frac NormPlacement MuseSpark nGPT"
+    "SinglePassMHC NormPlacement MuseSpark nGPT"
 ).split()
 # model names by the name of the stream
 MODEL_NAMES = {
@@ -141,7 +141,6 @@ CASES = [
     ("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False}),
     *(("SinglePassMHC", {"hc_streams": n, **DEEP}) for n in (2, 4)),
     ("SinglePassMHC", {"mhc_mix": "identity", **PRODUCTION}),
-    *(("Frac", {"frac_parts": m, **DEEP}) for m in (1, 2, 5)),
     *(("NormPlacement", {"norm_placement": placement, **DEEP}) for placement in PLACEMENTS),
     *(
         ("NormPlacement", {"norm_placement": placement, "residual_branch_mult": 0.4})
@@ -291,7 +290,6 @@ def test_mixing_matrices_are_not_rounded_by_autocast(mix):
         ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
         ("Lambdas", MAIN_GAIN),
-        *(("Frac", {"frac_parts": m, **DEEP}) for m in (1, 2, 5)),
     ],
     ids=describe_case,
 )
@@ -498,7 +496,6 @@ MISTAKES = [
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("SinglePassMHC", {"mhc_readout": "sum"}, "unknown key --mhc_readout"),
     ("SinglePassMHC", {"hc_streams": 1}, "hc_streams=1 leaves mHC no streams to mix"),
-    ("Frac", {"frac_parts": 7}, "frac_parts=7 does not divide hidden_size="),
     ("NormPlacement", {"norm_placement": "pre"}, "norm_placement"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
     ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
@@ -541,7 +538,6 @@ BFLOAT16_CASES = [
     ("wide", {"wide_read": "cc"}),
     ("MGT", {}),
     ("MGT", {"mgt_arm": "standard"}),
-    ("Frac", {}),
     *(("NormPlacement", {"norm_placement": placement}) for placement in PLACEMENTS),
 ]
 
