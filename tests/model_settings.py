@@ -81,15 +81,6 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"norm_placement": "post"},
         {"norm_placement": "deepnorm"},
     ),
-    "SinglePassMHC-gpt-mha-rope": (
-        {
-            "hc_streams": 2,
-            "mhc_read_eps": 0.01,
-            "mhc_norm_eps": 1e-20,
-            "mhc_read_dtype": "state",
-            "mhc_write_dtype": "state",
-        },
-    ),
     "conv-gpt-mha-rope": ({"canon": "ABCD"},),
     "gpt-mha-rope": ({"residual_branch_mult": 0.5},),
     "mHC-gpt-mha-rope": (

@@ -188,19 +188,6 @@ def manifold_connections(weights, cfg, xs):
     return finals
 
 
-def single_pass(weights, cfg, xs):
-    n = cfg["hc_streams"]
-    states = [torch.stack([x] * n) for x in xs]
-    pres = [torch.eye(n, dtype=xs[0].dtype)[0] for _ in xs]  # those of the site before
-    for site in sites(weights, cfg):
-        own = select(site.block, f"hc_{site.name}.")
-        maps = [manifold_weights(own, H, cfg) for H in states]
-        hs = sublayer(site, [pre @ H for H, pre in zip(states, pres)])
-        states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, maps)]
-        pres = [pre for pre, _, _ in maps]
-    return [pre @ H for H, pre in zip(states, pres)]
-
-
 # Norms in other places, of one token: X (d,).
 
 
@@ -562,7 +549,6 @@ STREAMS = {
     "Lambdas": lambdas,
     "HC": hyper_connections,
     "mHC": manifold_connections,
-    "SinglePassMHC": single_pass,
     "NormPlacement": norm_placement,
     "AttnRes": attention_residuals,
     "MGT": mgt,

@@ -82,7 +82,6 @@ MIXING = [
     ("MuseSpark-gpt-mha-rope", {}, (), ()),
     ("NormPlacement-gpt-mha-rope", {}, (), ()),
     ("ReZero-gpt-mha-rope", {}, (), ()),
-    ("SinglePassMHC-gpt-mha-rope", {}, ("hc_SITE.maps.weight",), ()),
     ("conv-gpt-mha-rope", {}, (TOKEN_READ,), (TOKEN_READOUT,)),
     ("mHC-gpt-mha-rope", {}, ("hc_SITE.maps.weight",), ()),
     (

@@ -597,7 +597,6 @@ WITHOUT_BRANCH_MULT = {
         "LAuReL",
         "MuseSpark",
         "ReZero",
-        "SinglePassMHC",
         "mHC",
         "nGPT",
         "wide",

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from contract import TINY, tokens
 from torch import nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from model import build
 from model.causality import move_parameters
@@ -285,44 +284,6 @@ def test_readouts_are_initialized_as_in_the_production_model(production):
     assert readout.bias.tolist() == pytest.approx(public.hc_base.tolist())
     assert readout.scale.tolist() == pytest.approx(public.hc_scale.tolist())
     assert readout.maps.weight.std().item() == pytest.approx(public.hc_fn.std().item(), rel=0.1)
-
-
-# ---- Single-Pass mHC: DeepSeek-V4's connections, whose reads lag by a site ----
-
-
-class SigmoidRecorder(TorchFunctionMode):
-    """Record what torch.sigmoid returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs: list[torch.Tensor] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        if func is torch.sigmoid:
-            self.outputs.append(output)
-        return output
-
-
-def run_single_pass(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Shift the reads of DeepSeek-V4 by a site; the first site reads stream 0."""
-    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
-    state = repeat_as_streams(model, x)
-    pre = torch.eye(state.shape[2], dtype=x.dtype)[0].expand(state.shape[:3])
-    for site in model.sites:
-        # it uses its read weights without returning them: pre is its first sigmoid plus hc_eps
-        with SigmoidRecorder() as recorder:
-            post, comb, _ = DEEPSEEK_V4.connection(site.read)(state)
-        h = site.sublayer(site.norm((pre.unsqueeze(-1) * state).sum(2)), positions)
-        state = comb.mT @ state + post.unsqueeze(-1) * h.unsqueeze(2)
-        pre = recorder.outputs[0] + DEEPSEEK_V4.public_settings().hc_eps
-    return (pre.unsqueeze(-1) * state).sum(2)
-
-
-def test_single_pass_mhc_equals_deepseek_v4_with_shifted_reads(in_float64):
-    keys = DEEPSEEK_V4.stream_keys()
-    del keys["mhc_readout"], keys["mhc_readout_bias_init"]
-    check_model(build_random("SinglePassMHC-gpt-mha-rope", **keys), run_single_pass)
 
 
 # ---- Attention Residuals: the decoder layers of Inkling 2 ----

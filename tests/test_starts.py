@@ -254,10 +254,6 @@ STARTS = {
     ],
     "nGPT-gpt-mha-rope": [({}, "*.alpha", 0.05, 0)],
     "ReZero-gpt-mha-rope": [({}, "*.write_*.scale", 0, 0)],
-    "SinglePassMHC-gpt-mha-rope": [
-        ({}, "*.hc_*.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
-        ({}, "*.hc_*.scales", 0.01, 0),
-    ],
     "wide-gpt-mha-rope": [({"hidden_size": 2, **MANY_CHANNELS}, "*.weights", 1, 0.5)],
 }
 

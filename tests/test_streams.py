@@ -20,7 +20,7 @@ from training.residual_statistics import ObservedStream, compute_residual_statis
 
 WITH_ROPE = (
     "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas "
-    "SinglePassMHC NormPlacement MuseSpark nGPT"
+    "NormPlacement MuseSpark nGPT"
 ).split()
 # model names by the name of the stream
 MODEL_NAMES = {
@@ -43,7 +43,7 @@ def build_random(name, **keys):
     model = move_parameters(build_initial(name, **keys))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if name in ("mHC", "SinglePassMHC") and key.endswith(".bias"):
+            if name == "mHC" and key.endswith(".bias"):
                 parameter.normal_()
     return model
 
@@ -139,8 +139,6 @@ CASES = [
     ("Lambdas", {**MAIN_GAIN, **EVERY_LAMBDA}),
     ("Lambdas", {**MAIN_GAIN, "lambda_values": "head", "num_hidden_layers": 5}),
     ("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False}),
-    *(("SinglePassMHC", {"hc_streams": n, **DEEP}) for n in (2, 4)),
-    ("SinglePassMHC", {"mhc_mix": "identity", **PRODUCTION}),
     *(("NormPlacement", {"norm_placement": placement, **DEEP}) for placement in PLACEMENTS),
     *(
         ("NormPlacement", {"norm_placement": placement, "residual_branch_mult": 0.4})
@@ -204,7 +202,6 @@ CLOSE = {"rtol": 0, "atol": 1e-12}
         ),
         # the term z phi has a factor a = 0.01
         ("mHC", {}, 4, 0.02),
-        ("SinglePassMHC", DEEP, 1, 0.02),
     ],
     ids=str,
 )
@@ -494,8 +491,6 @@ MISTAKES = [
     ("mHC", {"mhc_maps_init_std": 0.0}, "mhc_maps_init_std=0.0: give a number above 0"),
     ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
-    ("SinglePassMHC", {"mhc_readout": "sum"}, "unknown key --mhc_readout"),
-    ("SinglePassMHC", {"hc_streams": 1}, "hc_streams=1 leaves mHC no streams to mix"),
     ("NormPlacement", {"norm_placement": "pre"}, "norm_placement"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
     ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
