@@ -10,7 +10,6 @@ The readout is their sum. Each site has weights of its own: learned numbers (sta
 addition, functions of the state of the token (dynamic). They are computed in at least fp32.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,13 +62,10 @@ class HyperConfig(StreamsConfig):
 class ManifoldConfig(StreamsConfig):
     """Keys of Manifold-Constrained Hyper-Connections (mHC)."""
 
-    mhc_mix: Literal["sinkhorn", "identity", "permutations", "kronecker", "orthogonal"] = option(
+    mhc_mix: Literal["sinkhorn", "identity"] = option(
         "sinkhorn",
         "matrix that mixes the residual streams; sinkhorn is a doubly stochastic matrix from the "
-        "Sinkhorn-Knopp algorithm (mHC); identity does not mix (iHC, as in Hunyuan V4); "
-        "permutations is a convex combination of all permutation matrices (mHC-lite); kronecker is "
-        "a Kronecker product of doubly stochastic 2 x 2 matrices (KromHC); orthogonal is a "
-        "rotation of four streams by a pair of unit quaternions (oHC)",
+        "Sinkhorn-Knopp algorithm (mHC); identity does not mix (iHC, as in Hunyuan V4)",
     )
     mhc_readout: Literal["sum", "mean", "sigmoid"] = option(
         "sum",
@@ -126,8 +122,7 @@ class ManifoldConfig(StreamsConfig):
     )
     mhc_scale_init: float = option(
         0.01,
-        "initial factor on the input-dependent terms of the weights (1 in DeepSeek-V4 and "
-        "GLM-5.3); with mhc_mix=orthogonal, the factor of the rotation starts at 0",
+        "initial factor on the input-dependent terms of the weights (1 in DeepSeek-V4 and GLM-5.3)",
     )
     mhc_maps_init_std: float | None = option(
         None,
@@ -150,43 +145,14 @@ class ManifoldConfig(StreamsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        n = self.hc_streams
         # The initial bias of the reads, -log(n - 1), would be infinite.
-        if n == 1:
+        if self.hc_streams == 1:
             raise ValueError("hc_streams=1 leaves mHC no streams to mix; give 2 or more")
-        if self.mhc_mix == "permutations" and n > 5:
-            raise ValueError(
-                f"hc_streams={n} with mhc_mix=permutations needs a logit for each of the n! "
-                "permutations; give 5 streams or fewer"
-            )
-        is_power_of_two = n & (n - 1) == 0
-        if self.mhc_mix == "kronecker" and not is_power_of_two:
-            raise ValueError(
-                f"hc_streams={n} with mhc_mix=kronecker does not factor into 2 x 2 matrices; give "
-                "a power of two"
-            )
-        if self.mhc_mix == "orthogonal" and n != 4:
-            raise ValueError(
-                f"hc_streams={n} with mhc_mix=orthogonal: a pair of quaternions rotates four "
-                "streams; give hc_streams=4"
-            )
-        if self.mhc_mix == "orthogonal" and self.mhc_bias_init == "zeros":
-            raise ValueError(
-                "mhc_bias_init=zeros with mhc_mix=orthogonal would normalize quaternions of zeros; "
-                "omit mhc_bias_init"
-            )
 
     @property
     def mix_logits(self) -> int:
         """Return the number of logits per token that the mixing matrix is computed from."""
-        n = self.hc_streams
-        return {
-            "sinkhorn": n * n,
-            "identity": 0,
-            "permutations": math.factorial(n),
-            "kronecker": 2 * (n.bit_length() - 1),
-            "orthogonal": 8,
-        }[self.mhc_mix]
+        return self.hc_streams**2 if self.mhc_mix == "sinkhorn" else 0
 
     @property
     def maps_init_std(self) -> float:
@@ -521,11 +487,7 @@ class ManifoldConnection(Connection):
     which sum to 1; the paper writes mix^T, whose rows do. With mhc_rows_last=False,
     mix^T = Sinkhorn-Knopp(a z phi + b).
 
-    The key mhc_mix selects other mixing matrices. With "permutations", mix =
-    sum_i softmax(a z phi + b)_i P_i over all n! permutation matrices (mHC-lite, arXiv 2601.05732).
-    With "kronecker" it is the Kronecker product of mixing matrices of two streams, each from a
-    softmax of two logits (KromHC, arXiv 2601.21579). With "identity" there is no third part (iHC).
-    With "orthogonal" it rotates four streams by two unit quaternions (oHC, `mix_orthogonal`).
+    With mhc_mix=identity, mix is the identity matrix, and there is no third part (iHC).
 
     Production models add mhc_read_eps to the reads and mhc_write_eps to the writes, and have
     mhc_write_magnitude in place of 2.
@@ -545,7 +507,6 @@ class ManifoldConnection(Connection):
         self.read_eps = config.mhc_read_eps
         self.write_eps = config.mhc_write_eps
         self.write_magnitude = config.mhc_write_magnitude
-        self.scale_init = config.mhc_scale_init
         self.bias_init = config.mhc_bias_init
         self.sizes = (n, n, config.mix_logits)  # of the parts read, write and mix
         maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True, mixing=True)
@@ -554,14 +515,8 @@ class ManifoldConnection(Connection):
         self.scales = nn.Parameter(torch.empty(3 if config.mix_logits else 2))
         self.rules = {
             "bias": Rule(self.start_bias, mixing=True),
-            "scales": Rule(self.start_scales, mixing=True),
+            "scales": Rule(constant(config.mhc_scale_init), mixing=True),
         }
-
-    def start_scales(self, scales: torch.Tensor) -> None:
-        """Initialize the factors on z phi; that of quaternions is 0, so that they do not rotate."""
-        scales.fill_(self.scale_init)
-        if self.kind == "orthogonal":
-            scales[2] = 0
 
     def start_bias(self, bias: torch.Tensor) -> None:
         """Initialize close to the additive stream: reads of 1/n, writes of 1, mix near identity."""
@@ -571,18 +526,8 @@ class ManifoldConnection(Connection):
         read_bias, write_bias, mix_bias = bias.split(self.sizes)
         read_bias.fill_(-math.log(self.num_streams - 1))
         write_bias.zero_()
-        if self.kind == "orthogonal":
-            # the quaternions p and q are 1
-            mix_bias.zero_()
-            mix_bias[::4] = 1
-            return
         mix_bias.fill_(-8)
-        if self.kind == "sinkhorn":
-            mix_bias[:: self.num_streams + 1] = 0  # the diagonal
-        elif self.kind == "permutations":
-            mix_bias[0] = 0  # the identity is the first permutation
-        else:
-            mix_bias[::2] = 0  # a of each [[a, b], [b, a]]
+        mix_bias[:: self.num_streams + 1] = 0  # the diagonal
 
     def weights(self, streams: torch.Tensor) -> ConnectionWeights:
         # z = RMSNorm(vec(H)): all streams of a token as one vector of n d numbers
@@ -603,71 +548,8 @@ class ManifoldConnection(Connection):
         if self.kind == "sinkhorn":
             mix = sinkhorn_knopp(logits.unflatten(-1, (n, n)), self.iterations, self.EPS)
             return mix if self.rows_last else mix.mT
-        if self.kind == "permutations":
-            return mix_permutations(logits, n)
-        if self.kind == "kronecker":
-            return mix_kronecker(logits)
-        if self.kind == "orthogonal":
-            return mix_orthogonal(logits)
         identity = torch.eye(n, dtype=logits.dtype, device=logits.device)
         return identity.expand(*logits.shape[:-1], n, n)
-
-
-def mix_permutations(logits: torch.Tensor, n: int) -> torch.Tensor:
-    """Return (..., n, n), the sum of all permutation matrices weighted by softmax(logits).
-
-    logits: (..., n!), that of the identity first
-    """
-    permutations = torch.tensor(list(itertools.permutations(range(n))), device=logits.device)
-    matrices = F.one_hot(permutations, n).to(logits.dtype).flatten(1)
-    # autocast would round the weights, whose sums over a row and over a column must be 1
-    with torch.autocast(logits.device.type, enabled=False):
-        return (logits.softmax(-1) @ matrices).unflatten(-1, (n, n))
-
-
-def mix_kronecker(logits: torch.Tensor) -> torch.Tensor:
-    """Return (..., n, n), the Kronecker product of matrices [[a, b], [b, a]] with a + b = 1.
-
-    logits: (..., 2 log2 n), two for each matrix
-    """
-    mix = logits.new_ones(*logits.shape[:-1], 1, 1)
-    for pair in logits.unflatten(-1, (-1, 2)).softmax(-1).unbind(-2):
-        factor = torch.stack((pair, pair.flip(-1)), dim=-2)  # (..., 2, 2)
-        mix = mix[..., :, None, :, None] * factor[..., None, :, None, :]
-        mix = mix.flatten(-2).flatten(-3, -2)
-    return mix
-
-
-def mix_orthogonal(logits: torch.Tensor) -> torch.Tensor:
-    """Return a mixing matrix (..., 4, 4) that rotates four streams by a pair of quaternions.
-
-    The four streams of a feature are one quaternion x, and the mixed streams are p x conj(q) with
-    unit quaternions p and q, as in oHC (arXiv 2609.02672): every rotation of four dimensions, SO(4),
-    is such a product. We know only the abstract of that paper. How p and q follow from the state is
-    ours: each consists of four logits, divided by their norm.
-
-    logits: (..., 8), those of p first; p = q = (1, 0, 0, 0) does not mix
-    """
-    p, q = F.normalize(logits.unflatten(-1, (2, 4)), dim=-1).unsqueeze(-2).unbind(-3)
-    conjugate_of_q = torch.cat((q[..., :1], -q[..., 1:]), dim=-1)
-    # Row i of the matrix is what becomes of the unit vector of stream i.
-    unit_vectors = torch.eye(4, dtype=logits.dtype, device=logits.device)
-    return quaternion_product(quaternion_product(p, unit_vectors), conjugate_of_q)
-
-
-def quaternion_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the Hamilton product x y of quaternions (..., 4), whose real part comes first."""
-    a, b, c, d = x.unbind(-1)
-    e, f, g, h = y.unbind(-1)
-    return torch.stack(
-        (
-            a * e - b * f - c * g - d * h,
-            a * f + b * e + c * h - d * g,
-            a * g - b * h + c * e + d * f,
-            a * h + b * g - c * f + d * e,
-        ),
-        dim=-1,
-    )
 
 
 def manifold_write(config: ManifoldConfig) -> MixAndAdd:

@@ -85,9 +85,6 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     "gpt-mha-rope": ({"residual_branch_mult": 0.5},),
     "mHC-gpt-mha-rope": (
         {"mhc_mix": "identity", "mhc_readout": "sigmoid"},
-        {"mhc_mix": "permutations"},
-        {"mhc_mix": "kronecker"},
-        {"mhc_mix": "orthogonal"},
         # DeepSeek-V4 with the mean of GLM-5.3, and Hunyuan V4 with another magnitude; large eps
         # make a missing one visible
         {

@@ -7,7 +7,6 @@ A function of a stream takes the embeddings xs of all tokens, and returns what t
 """
 
 import functools
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -110,30 +109,6 @@ def rows_last(logits, iterations):
     return res
 
 
-def complex_matrix(quaternion):
-    """Return a + b i + c j + d k as the matrix [[a + b i, c + d i], [-c + d i, a - b i]]."""
-    a, b, c, d = quaternion
-    return torch.stack(
-        (
-            torch.stack((torch.complex(a, b), torch.complex(c, d))),
-            torch.stack((torch.complex(-c, d), torch.complex(a, -b))),
-        )
-    )
-
-
-def quaternion_rotation(p, q):
-    """Return res (4, 4) with res x = p x conj(q) / |p| |q|.
-
-    Quaternions are complex 2 x 2 matrices here, and their conjugate is the conjugate transpose.
-    """
-    columns = []
-    for unit_vector in torch.eye(4, dtype=p.dtype):
-        product = complex_matrix(p) @ complex_matrix(unit_vector) @ complex_matrix(q).mH
-        first, second = product[0]
-        columns.append(torch.stack((first.real, first.imag, second.real, second.imag)))
-    return torch.stack(columns, dim=1) / ((p @ p) * (q @ q)).sqrt()
-
-
 def manifold_weights(w, H, cfg):
     """Return pre (n,), post (n,) and res (n, n) of one token."""
     n = len(H)
@@ -148,20 +123,6 @@ def manifold_weights(w, H, cfg):
     if cfg["mhc_mix"] == "identity":
         return pre, post, torch.eye(n, dtype=H.dtype)
     logits = a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]
-    if cfg["mhc_mix"] == "permutations":
-        res = sum(
-            e * torch.eye(n, dtype=H.dtype)[list(order)]
-            for e, order in zip(logits.exp(), itertools.permutations(range(n)))
-        )
-        return pre, post, res.T / logits.exp().sum()
-    if cfg["mhc_mix"] == "kronecker":
-        res = torch.ones(1, 1, dtype=H.dtype)
-        for one, other in logits.exp().reshape(-1, 2):
-            pair = torch.stack((torch.stack((one, other)), torch.stack((other, one))))
-            res = torch.kron(res, pair / (one + other))
-        return pre, post, res
-    if cfg["mhc_mix"] == "orthogonal":
-        return pre, post, quaternion_rotation(logits[:4], logits[4:])
     logits = logits.reshape(n, n)
     if cfg["mhc_rows_last"]:
         return pre, post, rows_last(logits, cfg["mhc_iterations"])

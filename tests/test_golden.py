@@ -154,7 +154,6 @@ RUNS = {
     "DeepSeek-V4": (1, DEEPSEEK_V4),
     "GLM-5.3": (1, GLM_5_3),
     "Hunyuan-V4": (1, HUNYUAN_V4),
-    "oHC": (1, {**MHC, "mhc_mix": "orthogonal"}),
     "MHAR": (1, {**ATTN_RES, "attn_res_blocks": None, "attn_res_heads": 2}),
     "RD-AttnRes": (1, {**ATTN_RES, "attn_res_blocks": 2, "attn_res_routes": "qk_v"}),
     "Inkling-2": (1, INKLING_2),

@@ -37,7 +37,6 @@ OTHER_CASES = (
     "Lambdas-gpt-mha-rope+lambda_values=head+lambda_value_embeddings=True",
     "MUDD-gpt-mha-rope+mudd_norm=prepost",
     "mHC-gpt-mha-rope+mhc_readout=sigmoid",
-    "mHC-gpt-mha-rope+mhc_mix=permutations",
 )
 MUON_MODELS = ("gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", "HC-gpt-mha-rope", "MGT-gpt-mha")
 V_MAP = "DDL-gpt-mha-rope+ddl_map=v"
