@@ -67,11 +67,10 @@ class ManifoldConfig(StreamsConfig):
         "matrix that mixes the residual streams; sinkhorn is a doubly stochastic matrix from the "
         "Sinkhorn-Knopp algorithm (mHC); identity does not mix (iHC, as in Hunyuan V4)",
     )
-    mhc_readout: Literal["sum", "mean", "sigmoid"] = option(
+    mhc_readout: Literal["sum", "sigmoid"] = option(
         "sum",
-        "readout of the residual streams before the final norm; sum adds them up, mean averages "
-        "them (as in GLM-5.3), sigmoid weights them by input-dependent sigmoid gates (as in "
-        "DeepSeek-V4 and Hunyuan V4)",
+        "readout of the residual streams before the final norm; sum adds them up, sigmoid weights "
+        "them by input-dependent sigmoid gates (as in DeepSeek-V4 and Hunyuan V4)",
     )
     mhc_iterations: int = option(
         20,
@@ -84,63 +83,6 @@ class ManifoldConfig(StreamsConfig):
         "with mhc_mix=sinkhorn, normalize the rows of the mixing matrix last, so that the weights into each stream sum "
         "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
         "each stream sum to 1",
-    )
-    mhc_read_eps: float = option(
-        0.0,
-        "constant added to the sigmoids of the reads and of mhc_readout=sigmoid (1e-6 in "
-        "DeepSeek-V4, GLM-5.3 and Hunyuan V4)",
-        low=0,
-        below=0.5,
-    )
-    mhc_write_eps: float = option(
-        0.0,
-        "constant added to the writes (1e-6 in Hunyuan V4)",
-        low=0,
-        below=0.5,
-    )
-    mhc_write_magnitude: float = option(
-        2.0,
-        "upper limit of the writes, the factor on their sigmoid",
-        above=0,
-    )
-    mhc_norm_eps: float = option(
-        1e-6,
-        "eps of the RMSNorm from which the weights of a connection are computed (1e-6 in "
-        "DeepSeek-V4, 1e-5 in GLM-5.3 and Hunyuan V4)",
-        above=0,
-    )
-    mhc_read_dtype: Literal["float32", "state"] = option(
-        "float32",
-        "dtype of what is read from the streams; state rounds it to the dtype of the streams (as "
-        "in DeepSeek-V4, GLM-5.3 and Hunyuan V4)",
-    )
-    mhc_write_dtype: Literal["float32", "state"] = option(
-        "float32",
-        "dtype in which the streams are mixed and written; float32 rounds the result once, state "
-        "rounds the weights and every term to the dtype of the streams (as in DeepSeek-V4 and "
-        "GLM-5.3)",
-    )
-    mhc_scale_init: float = option(
-        0.01,
-        "initial factor on the input-dependent terms of the weights (1 in DeepSeek-V4 and GLM-5.3)",
-    )
-    mhc_maps_init_std: float | None = option(
-        None,
-        "standard deviation of the initial maps from the streams to the weights (0.02 in "
-        "DeepSeek-V4 and GLM-5.3, 0.006 in Hunyuan V4; default: hidden_init_std_factor / "
-        "sqrt(hc_streams * hidden_size)); 0 would keep all streams equal",
-        above=0,
-    )
-    mhc_bias_init: Literal["additive", "zeros"] = option(
-        "additive",
-        "initial biases of the weights; additive starts close to the additive stream, with reads "
-        "of 1/hc_streams and hardly any mixing; zeros starts with reads of 1/2 and even mixing (as "
-        "in DeepSeek-V4 and GLM-5.3)",
-    )
-    mhc_readout_bias_init: Literal["zeros", "mean"] = option(
-        "zeros",
-        "initial biases of mhc_readout=sigmoid; zeros weights each stream by 1/2, mean by "
-        "1/hc_streams (as in Hunyuan V4)",
     )
 
     def __post_init__(self):
@@ -157,8 +99,6 @@ class ManifoldConfig(StreamsConfig):
     @property
     def maps_init_std(self) -> float:
         """Return the standard deviation of the initial maps from the streams to the weights."""
-        if self.mhc_maps_init_std is not None:
-            return self.mhc_maps_init_std
         return self.hidden_init_std / math.sqrt(self.hc_streams)
 
 
@@ -190,12 +130,10 @@ class Connection(nn.Module):
     ConnectionWeights.
     """
 
-    def __init__(self, config: StreamsConfig, rounded: bool = False):
-        """rounded: whether x_in is rounded to the dtype of the state"""
+    def __init__(self, config: StreamsConfig):
         super().__init__()
         self.num_streams = config.hc_streams
         self.hidden_size = config.hidden_size
-        self.rounded = rounded
 
     def elementwise_flops(self) -> int:
         return 2 * self.num_streams * self.hidden_size
@@ -204,11 +142,10 @@ class Connection(nn.Module):
         """Read from a state (B, T, n, d)."""
         streams = state.to(at_least_fp32(state.dtype))
         weights = self.weights(streams)
-        x_in = weighted_sum(weights.read, streams)
         # The write needs the weights as well. They are passed on, because they are functions of the
         # state before the write.
         return ConnectionOutput(
-            x_in=x_in.to(state.dtype) if self.rounded else x_in,
+            x_in=weighted_sum(weights.read, streams),
             write=weights.write,
             mix=weights.mix,
         )
@@ -217,12 +154,10 @@ class Connection(nn.Module):
 class MixAndAdd(nn.Module):
     """The write H'_j = sum_i mix_ij H_i + write_j h."""
 
-    def __init__(self, config: StreamsConfig, rounded: bool = False):
-        """rounded: whether the weights and each of the two terms are rounded to the state's dtype"""
+    def __init__(self, config: StreamsConfig):
         super().__init__()
         self.num_streams = config.hc_streams
         self.hidden_size = config.hidden_size
-        self.rounded = rounded
 
     def elementwise_flops(self) -> int:
         return 2 * self.num_streams * (self.num_streams + 1) * self.hidden_size
@@ -236,16 +171,9 @@ class MixAndAdd(nn.Module):
         past: Past | None = None,
     ) -> torch.Tensor:
         _, write, mix = connection
-        if self.rounded:
-            mix = mix.to(state.dtype).to(mix.dtype)
         # H'_j = sum_i mix_ij H_i + write_j h
         streams = state.to(write.dtype)
         mixed = sum(mix[..., i, :, None] * streams[:, :, i, None] for i in range(self.num_streams))
-        if self.rounded:
-            # DeepSeek-V4 mixes by a matrix product, which adds up in fp32 and rounds its result
-            mixed = mixed.to(state.dtype)
-            write = write.to(state.dtype)
-            h = h.to(state.dtype)
         return (mixed + write[..., None] * h.unsqueeze(2)).to(state.dtype)
 
     def statistics(
@@ -312,20 +240,16 @@ class HyperConnection(Connection):
 
 
 class ConnectedBlock(Block):
-    """A block in which each site has a connection `Connection(config, site)`.
-
-    All sites share one write, `Write(config)`, which must have no parameters.
-    """
+    """A block in which each site has a connection `Connection(config, site)` and mixes and adds."""
 
     Connection: Callable
-    Write: Callable = MixAndAdd
 
     def __init__(self, config: StreamsConfig, layer: int):
         super().__init__(config, layer)
         # sites are counted through all blocks
         self.hc_attn = self.Connection(config, 2 * layer)
         self.hc_mlp = self.Connection(config, 2 * layer + 1)
-        write = self.Write(config)
+        write = MixAndAdd(config)  # without parameters
         attn, mlp = self.sites
         self.sites = (
             replace(attn, read=self.hc_attn, write=write),
@@ -358,29 +282,15 @@ def start_divided(parameter: torch.Tensor, start: Callable, divisor: float) -> N
 class SumOfStreams(nn.Module):
     """Readout: the sum of the streams, in at least fp32."""
 
-    def __init__(self, config: StreamsConfig, rounded: bool = False):
-        """rounded: whether the sum is rounded to the dtype of the state"""
+    def __init__(self, config: StreamsConfig):
         super().__init__()
         self.state_size = config.hc_streams * config.hidden_size
-        self.rounded = rounded
 
     def elementwise_flops(self) -> int:
         return self.state_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        total = self.combine(state.to(at_least_fp32(state.dtype)))
-        return total.to(state.dtype) if self.rounded else total
-
-    def combine(self, streams: torch.Tensor) -> torch.Tensor:
-        """Return one stream (B, T, d) for the streams (B, T, n, d)."""
-        return streams.sum(2)
-
-
-class MeanOfStreams(SumOfStreams):
-    """Readout: the mean of the streams, in at least fp32, as in GLM-5.3."""
-
-    def combine(self, streams: torch.Tensor) -> torch.Tensor:
-        return streams.mean(2)
+        return state.to(at_least_fp32(state.dtype)).sum(2)
 
 
 # The algorithm is forty small operations in sequence, each of which the compiler would inline into
@@ -485,12 +395,8 @@ class ManifoldConnection(Connection):
     mix = Sinkhorn-Knopp(a z phi + b), each with its own a, phi and b: parts of `scales`, of the rows
     of `maps.weight` and of `bias`, in this order. A column of mix holds the weights into one stream,
     which sum to 1; the paper writes mix^T, whose rows do. With mhc_rows_last=False,
-    mix^T = Sinkhorn-Knopp(a z phi + b).
-
-    With mhc_mix=identity, mix is the identity matrix, and there is no third part (iHC).
-
-    Production models add mhc_read_eps to the reads and mhc_write_eps to the writes, and have
-    mhc_write_magnitude in place of 2.
+    mix^T = Sinkhorn-Knopp(a z phi + b). With mhc_mix=identity, mix is the identity matrix, and there
+    is no third part (iHC).
 
     site: index of the site, counted through all blocks
     """
@@ -498,16 +404,11 @@ class ManifoldConnection(Connection):
     EPS = 1e-6  # of the sums of Sinkhorn-Knopp
 
     def __init__(self, config: ManifoldConfig, site: int):
-        super().__init__(config, rounded=config.mhc_read_dtype == "state")
+        super().__init__(config)
         n = self.num_streams
-        self.kind = config.mhc_mix
+        self.mixes = config.mhc_mix == "sinkhorn"
         self.iterations = config.mhc_iterations
         self.rows_last = config.mhc_rows_last
-        self.norm_eps = config.mhc_norm_eps
-        self.read_eps = config.mhc_read_eps
-        self.write_eps = config.mhc_write_eps
-        self.write_magnitude = config.mhc_write_magnitude
-        self.bias_init = config.mhc_bias_init
         self.sizes = (n, n, config.mix_logits)  # of the parts read, write and mix
         maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True, mixing=True)
         self.maps = linear(n * config.hidden_size, sum(self.sizes), maps_rule)
@@ -515,14 +416,11 @@ class ManifoldConnection(Connection):
         self.scales = nn.Parameter(torch.empty(3 if config.mix_logits else 2))
         self.rules = {
             "bias": Rule(self.start_bias, mixing=True),
-            "scales": Rule(constant(config.mhc_scale_init), mixing=True),
+            "scales": Rule(constant(0.01), mixing=True),
         }
 
     def start_bias(self, bias: torch.Tensor) -> None:
         """Initialize close to the additive stream: reads of 1/n, writes of 1, mix near identity."""
-        if self.bias_init == "zeros":
-            bias.zero_()
-            return
         read_bias, write_bias, mix_bias = bias.split(self.sizes)
         read_bias.fill_(-math.log(self.num_streams - 1))
         write_bias.zero_()
@@ -530,61 +428,55 @@ class ManifoldConnection(Connection):
         mix_bias[:: self.num_streams + 1] = 0  # the diagonal
 
     def weights(self, streams: torch.Tensor) -> ConnectionWeights:
-        # z = RMSNorm(vec(H)): all streams of a token as one vector of n d numbers
-        z = streams.flatten(2)
-        z = F.rms_norm(z, z.shape[-1:], eps=self.norm_eps)
+        z = normalize_together(streams)
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
         logits = scales * linear_fp32(self.maps, z) + self.bias
         read_logits, write_logits, mix_logits = logits.split(self.sizes, dim=-1)
         return ConnectionWeights(
-            read=read_logits.sigmoid() + self.read_eps,
-            write=self.write_magnitude * write_logits.sigmoid() + self.write_eps,
+            read=read_logits.sigmoid(),
+            write=2 * write_logits.sigmoid(),
             mix=self.compute_mix(mix_logits),
         )
 
     def compute_mix(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the mixing matrix (B, T, n, n) of its logits (B, T, config.mix_logits)."""
         n = self.num_streams
-        if self.kind == "sinkhorn":
-            mix = sinkhorn_knopp(logits.unflatten(-1, (n, n)), self.iterations, self.EPS)
-            return mix if self.rows_last else mix.mT
-        identity = torch.eye(n, dtype=logits.dtype, device=logits.device)
-        return identity.expand(*logits.shape[:-1], n, n)
+        if not self.mixes:
+            identity = torch.eye(n, dtype=logits.dtype, device=logits.device)
+            return identity.expand(*logits.shape[:-1], n, n)
+        mix = sinkhorn_knopp(logits.unflatten(-1, (n, n)), self.iterations, self.EPS)
+        return mix if self.rows_last else mix.mT
 
 
-def manifold_write(config: ManifoldConfig) -> MixAndAdd:
-    """Return the write of mHC, rounded as mhc_write_dtype says."""
-    return MixAndAdd(config, rounded=config.mhc_write_dtype == "state")
+def normalize_together(streams: torch.Tensor) -> torch.Tensor:
+    """Return z = RMSNorm(vec(H)) (B, T, n * d): all streams of a token as one vector."""
+    z = streams.flatten(2)
+    return F.rms_norm(z, z.shape[-1:], eps=1e-6)
 
 
 class ManifoldBlock(ConnectedBlock):
     """A block of mHC."""
 
     Connection = ManifoldConnection
-    Write = staticmethod(manifold_write)
 
 
 class WeightedStreams(nn.Module):
-    """Readout: sum_i (sigmoid(a z phi + b)_i + eps) H_i with z = RMSNorm(vec(H)).
+    """Readout: sum_i sigmoid(a z phi + b)_i H_i with z = RMSNorm(vec(H)).
 
-    It is the readout of DeepSeek-V4 and Hunyuan V4, where eps is mhc_read_eps.
+    It is the readout of DeepSeek-V4 and Hunyuan V4, which add 1e-6 to the sigmoids.
     """
 
     def __init__(self, config: ManifoldConfig):
         super().__init__()
         n = config.hc_streams
         self.hidden_size = config.hidden_size
-        self.norm_eps = config.mhc_norm_eps
-        self.read_eps = config.mhc_read_eps
-        self.rounded = config.mhc_read_dtype == "state"
         maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True, mixing=True)
         self.maps = linear(n * config.hidden_size, n, maps_rule)
         self.bias = nn.Parameter(torch.empty(n))
         self.scale = nn.Parameter(torch.empty(1))
-        bias_init = -math.log(n - 1) if config.mhc_readout_bias_init == "mean" else 0.0
         self.rules = {
-            "bias": Rule(constant(bias_init), mixing=True),
-            "scale": Rule(constant(config.mhc_scale_init), mixing=True),
+            "bias": Rule(constant(0.0), mixing=True),
+            "scale": Rule(constant(0.01), mixing=True),
         }
 
     def elementwise_flops(self) -> int:
@@ -592,16 +484,12 @@ class WeightedStreams(nn.Module):
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         streams = state.to(at_least_fp32(state.dtype))
-        z = streams.flatten(2)
-        z = F.rms_norm(z, z.shape[-1:], eps=self.norm_eps)
-        weights = (self.scale * linear_fp32(self.maps, z) + self.bias).sigmoid() + self.read_eps
-        x = weighted_sum(weights, streams)
-        return x.to(state.dtype) if self.rounded else x
+        logits = self.scale * linear_fp32(self.maps, normalize_together(streams)) + self.bias
+        return weighted_sum(logits.sigmoid(), streams)
 
 
 def manifold_readout(config: ManifoldConfig) -> nn.Module:
     """Return the readout that mhc_readout selects."""
     if config.mhc_readout == "sigmoid":
         return WeightedStreams(config)
-    readout_class = MeanOfStreams if config.mhc_readout == "mean" else SumOfStreams
-    return readout_class(config, rounded=config.mhc_read_dtype == "state")
+    return SumOfStreams(config)

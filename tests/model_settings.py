@@ -83,29 +83,7 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     ),
     "conv-gpt-mha-rope": ({"canon": "ABCD"},),
     "gpt-mha-rope": ({"residual_branch_mult": 0.5},),
-    "mHC-gpt-mha-rope": (
-        {"mhc_mix": "identity", "mhc_readout": "sigmoid"},
-        # DeepSeek-V4 with the mean of GLM-5.3, and Hunyuan V4 with another magnitude; large eps
-        # make a missing one visible
-        {
-            "mhc_readout": "mean",
-            "mhc_read_eps": 0.01,
-            "mhc_read_dtype": "state",
-            "mhc_write_dtype": "state",
-            "mhc_scale_init": 1.0,
-            "mhc_bias_init": "zeros",
-            "mhc_maps_init_std": 0.02,
-        },
-        {
-            "mhc_mix": "identity",
-            "mhc_readout": "sigmoid",
-            "mhc_read_eps": 0.01,
-            "mhc_write_eps": 0.02,
-            "mhc_write_magnitude": 1.5,
-            "mhc_norm_eps": 1e-5,
-            "mhc_readout_bias_init": "mean",
-        },
-    ),
+    "mHC-gpt-mha-rope": ({"mhc_mix": "identity", "mhc_readout": "sigmoid"},),
     "wide-gpt-mha-rope": ({"wide_read": "cc"},),
 }
 

@@ -112,14 +112,13 @@ def rows_last(logits, iterations):
 def manifold_weights(w, H, cfg):
     """Return pre (n,), post (n,) and res (n, n) of one token."""
     n = len(H)
-    z = rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"])
+    z = rms_norm(torch.cat(list(H)), 1.0, 1e-6)
     phi = w["maps.weight"].T
     b = w["bias"]
     a_pre, a_post, *a_res = w["scales"]
     a_res = a_res[0] if a_res else None
-    pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n]) + cfg["mhc_read_eps"]
-    post = cfg["mhc_write_magnitude"] * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
-    post = post + cfg["mhc_write_eps"]
+    pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n])
+    post = 2 * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
     if cfg["mhc_mix"] == "identity":
         return pre, post, torch.eye(n, dtype=H.dtype)
     logits = a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]
@@ -138,13 +137,11 @@ def manifold_connections(weights, cfg, xs):
         states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, maps)]
     if cfg["mhc_readout"] == "sum":
         return [H.sum(0) for H in states]
-    if cfg["mhc_readout"] == "mean":
-        return [sum(H) / len(H) for H in states]
     w = select(weights, "readout.")
     finals = []
     for H in states:
-        z = rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"])
-        pre = sigmoid(w["scale"] * (w["maps.weight"] @ z) + w["bias"]) + cfg["mhc_read_eps"]
+        z = rms_norm(torch.cat(list(H)), 1.0, 1e-6)
+        pre = sigmoid(w["scale"] * (w["maps.weight"] @ z) + w["bias"])
         finals.append(pre @ H)
     return finals
 

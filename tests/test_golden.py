@@ -90,7 +90,6 @@ IDLE = {
     "ddl_k_input",
     "ddl_k_hidden_size",
     "ddl_v_constant_value",
-    "mhc_readout_bias_init",
 }
 ADDITIVE = "gpt-mha-rope"
 CC = "DDL-gpt-mha-rope-CC"
@@ -105,32 +104,6 @@ V_MAP = {
 }
 JULY = {"ddl_v_input": "context", "ddl_v_sigmoid": False}
 MUP = {"mup": True, "hidden_size_base": 32, "schedule": "wsd", "decay_steps": 4}
-MHC = {"model": "mHC-gpt-mha-rope"}
-# as in config/mhc_deepseek_v4_small.py and its neighbours
-DEEPSEEK_V4 = {
-    **MHC,
-    "mhc_read_eps": 1e-6,
-    "mhc_readout": "sigmoid",
-    "mhc_read_dtype": "state",
-    "mhc_write_dtype": "state",
-    "mhc_scale_init": 1.0,
-    "mhc_maps_init_std": 0.02,
-    "mhc_bias_init": "zeros",
-    "mhc_readout_bias_init": "zeros",
-}
-GLM_5_3 = {**DEEPSEEK_V4, "mhc_norm_eps": 1e-5, "mhc_readout": "mean"}
-del GLM_5_3["mhc_readout_bias_init"]
-HUNYUAN_V4 = {
-    **MHC,
-    "mhc_mix": "identity",
-    "mhc_read_eps": 1e-6,
-    "mhc_write_eps": 1e-6,
-    "mhc_norm_eps": 1e-5,
-    "mhc_readout": "sigmoid",
-    "mhc_read_dtype": "state",
-    "mhc_maps_init_std": 0.006,
-    "mhc_readout_bias_init": "mean",
-}
 ATTN_RES = {"model": "AttnRes-gpt-mha-rope"}
 # as in config/attn_res_inkling2_small.py
 INKLING_2 = {
@@ -151,9 +124,6 @@ RUNS = {
     "v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}),
     "July": (1, {"model": CC, **JULY}),
     "muP": (1, {"model": CC_EC, **MUP}),
-    "DeepSeek-V4": (1, DEEPSEEK_V4),
-    "GLM-5.3": (1, GLM_5_3),
-    "Hunyuan-V4": (1, HUNYUAN_V4),
     "MHAR": (1, {**ATTN_RES, "attn_res_blocks": None, "attn_res_heads": 2}),
     "RD-AttnRes": (1, {**ATTN_RES, "attn_res_blocks": 2, "attn_res_routes": "qk_v"}),
     "Inkling-2": (1, INKLING_2),

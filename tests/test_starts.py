@@ -205,8 +205,6 @@ STARTS = {
             0,
         ),
         ({"mhc_mix": "identity"}, "*.scales", 0.01, 0),
-        ({"mhc_scale_init": 1.0}, "*.scales", 1, 0),
-        ({"mhc_bias_init": "zeros"}, "*.bias", 0, 0),
     ],
     "MGT-gpt-mha": [
         ({}, "*.gate.weight", 0, 0.5 / 16),

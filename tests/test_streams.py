@@ -59,15 +59,6 @@ MGT_GATE = {
     "mgt_alpha_init": 0.6,
     "mgt_beta_bias_init": -0.3,
 }
-# keys of production models, with values that make a missing one visible
-PRODUCTION = {
-    "mhc_read_eps": 0.03,
-    "mhc_write_eps": 0.07,
-    "mhc_write_magnitude": 1.4,
-    "mhc_norm_eps": 0.02,
-    "mhc_read_dtype": "state",
-    "mhc_write_dtype": "state",
-}
 # as in config/attn_res_inkling2_small.py
 INKLING_2 = {
     "attn_res_routes": "q_k_v",
@@ -121,7 +112,6 @@ CASES = [
     ("mHC", {"mhc_mix": "identity", "hc_streams": 3}),
     ("mHC", {"mhc_readout": "sigmoid"}),
     ("mHC", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
-    *(("mHC", {"mhc_readout": readout, **PRODUCTION}) for readout in ("mean", "sigmoid")),
     *(("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n, **DEEP}) for n in (None, 2)),
     *(("MUDD", {"mudd_ways": roles, **DEEP}) for roles in ("qkvr", "r")),
     *(("MUDD", {"mudd_ways": roles, **PREPOST, **DEEP}) for roles in ("qkvr", "r")),
@@ -460,8 +450,6 @@ MISTAKES = [
     ),
     ("GatedResidual", {"gated_residual_eps": 0}, "gated_residual_eps=0.0: give"),
     ("GatedResidual", {"mhc_iterations": 3}, "mhc_iterations"),
-    ("mHC", {"mhc_write_magnitude": 0}, "mhc_write_magnitude=0"),
-    ("mHC", {"mhc_maps_init_std": 0.0}, "mhc_maps_init_std=0.0: give a number above 0"),
     ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("NormPlacement", {"norm_placement": "pre"}, "norm_placement"),
