@@ -9,18 +9,7 @@ from models import AUTHORS, AUTHORS_CC
 from model import MODEL_NAMES, model_class
 
 TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
-    "AttnRes-gpt-mha-rope": (
-        {"attn_res_blocks": 2},
-        {"attn_res_form": "delta"},
-        {"attn_res_heads": 5, "attn_res_blocks": None},
-        {"attn_res_routes": "qk_v"},
-        {
-            "attn_res_routes": "q_k_v",
-            "attn_res_values": "normed",
-            "attn_res_scale": 0.3,
-            "attn_res_norm_eps": 0.01,
-        },
-    ),
+    "AttnRes-gpt-mha-rope": ({"attn_res_blocks": 2}, {"attn_res_blocks": None}),
     "DDL-gpt-mha-rope": (
         AUTHORS,
         {"ddl_map": "v"},

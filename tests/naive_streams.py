@@ -179,24 +179,10 @@ def norm_placement(weights, cfg, xs):
 # Attention Residuals, of one token: V, the list of its sources.
 
 
-def depth_weights(query, V, eps=1e-5):
-    scores = torch.stack([query @ rms_norm(source, 1.0, eps) for source in V]).exp()
-    return scores / scores.sum()
-
-
-def depth_attention(query, V, cfg):
-    """Return x_in of one route, from a list of sources V."""
-    eps = cfg["attn_res_norm_eps"]
-    keys = [rms_norm(source, 1.0, eps) for source in V]
-    values = keys if cfg["attn_res_values"] == "normed" and len(V) > 1 else V
-    size = len(query) // cfg["attn_res_heads"]
-    x_in = []
-    for begin in range(0, len(query), size):
-        head = slice(begin, begin + size)
-        scores = torch.stack([cfg["attn_res_scale"] * (query[head] @ key[head]) for key in keys])
-        weights = scores.exp() / scores.exp().sum()
-        x_in.append(sum(a * value[head] for a, value in zip(weights, values)))
-    return torch.cat(x_in)
+def depth_attention(query, V):
+    """Return x_in, from a list of sources V."""
+    scores = torch.stack([query @ rms_norm(source, 1.0, 1e-5) for source in V]).exp()
+    return sum(a * source for a, source in zip(scores / scores.sum(), V))
 
 
 def sources(x, hs, cfg):
@@ -209,37 +195,15 @@ def sources(x, hs, cfg):
 
 def attention_residuals(weights, cfg, xs):
     outputs = [[] for _ in xs]
-    is_delta = cfg["attn_res_form"] == "delta"
 
     def read(query):
-        return [depth_attention(query, sources(x, hs, cfg), cfg) for x, hs in zip(xs, outputs)]
+        return [depth_attention(query, sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
 
     for site in sites(weights, cfg):
-        query = site.block[f"depth_{site.name}.query"]
-        if query.ndim == 2:
-            new_outputs = attend_by_routes(site.block, cfg, [read(row) for row in query])
-        else:
-            x_ins = read(query)
-            if is_delta:
-                g = site.block[f"depth_{site.name}.gate"]
-                x_ins = [x + sum(hs) + g * x_in for x, hs, x_in in zip(xs, outputs, x_ins)]
-            new_outputs = sublayer(site, x_ins)
+        new_outputs = sublayer(site, read(site.block[f"depth_{site.name}.query"]))
         for hs, h in zip(outputs, new_outputs):
             hs.append(h)
-    if is_delta:
-        return [x + sum(hs) for x, hs in zip(xs, outputs)]
     return read(weights["readout.query"])
-
-
-def attend_by_routes(block, cfg, x_ins):
-    """Return the attention's outputs; x_ins are of (queries and keys, values) or of each."""
-    if cfg["attn_res_routes"] == "qk_v":
-        x_qk, x_v = x_ins
-        q = k = normed(x_qk, block, "ln_1")
-        v = normed(x_v, block, "ln_1")
-    else:
-        q, k, v = (normed(x, block, norm) for x, norm in zip(x_ins, ("ln_1", "ln_k", "ln_v")))
-    return attention(select(block, "attn."), q, cfg, k, v)
 
 
 # MGT, of one token: X (d,).

@@ -57,7 +57,6 @@ CASES = {
     "shared": ("shared-gpt-mha-rope", {}),
     "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
     "normed_ways": ("MUDD-gpt-mha-rope", {"mudd_norm": "prepost"}),
-    "routes": ("AttnRes-gpt-mha-rope", {"attn_res_routes": "q_k_v", "attn_res_values": "normed"}),
     "canon": ("conv-gpt-mha-rope", {"canon": "ABCD"}),
 }
 # Cases with a convolution over tokens, without one, and with an untied head.

@@ -104,16 +104,6 @@ V_MAP = {
 }
 JULY = {"ddl_v_input": "context", "ddl_v_sigmoid": False}
 MUP = {"mup": True, "hidden_size_base": 32, "schedule": "wsd", "decay_steps": 4}
-ATTN_RES = {"model": "AttnRes-gpt-mha-rope"}
-# as in config/attn_res_inkling2_small.py
-INKLING_2 = {
-    **ATTN_RES,
-    "attn_res_blocks": 2,
-    "attn_res_routes": "q_k_v",
-    "attn_res_values": "normed",
-    "attn_res_scale": SIZE["hidden_size"] ** -0.5,
-    "attn_res_norm_eps": 1e-6,
-}
 MAIN_GAIN = {"lambda_input": False, "lambda_values": "none", "lambda_gain": True}
 NORM_PLACEMENT = {"model": "NormPlacement-gpt-mha-rope"}
 # name: (number of processes, keys); all other keys of the model have their defaults of that time
@@ -124,9 +114,6 @@ RUNS = {
     "v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}),
     "July": (1, {"model": CC, **JULY}),
     "muP": (1, {"model": CC_EC, **MUP}),
-    "MHAR": (1, {**ATTN_RES, "attn_res_blocks": None, "attn_res_heads": 2}),
-    "RD-AttnRes": (1, {**ATTN_RES, "attn_res_blocks": 2, "attn_res_routes": "qk_v"}),
-    "Inkling-2": (1, INKLING_2),
     "MUDD_prepost": (1, {"model": "MUDD-gpt-mha-rope", "mudd_norm": "prepost"}),
     "own_erase_gate": (1, {"model": "DDL-gpt-mha-rope", "ddl_erase_gate": "own"}),
     "erase_only": (1, {"model": "DDL-gpt-mha-rope", "ddl_update": "erase_only"}),

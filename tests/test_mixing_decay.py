@@ -27,8 +27,6 @@ CC_NAMES = (*DDL_SITE, CHANNEL_READ)
 MIXING = [
     ("gpt-mha-rope", {}, (), ()),
     ("AttnRes-gpt-mha-rope", {}, (), ()),
-    ("AttnRes-gpt-mha-rope", {"attn_res_form": "delta"}, (), ()),
-    ("AttnRes-gpt-mha-rope", {"attn_res_routes": "q_k_v"}, (), ()),
     ("DDL-vdim1-gpt-mha-rope", {}, DDL_SITE, ()),
     ("DDL-gpt-mha-rope", {}, TC_NAMES, (TOKEN_READOUT,)),
     ("DDL-gpt-mha-rope-EC", {}, TC_NAMES, (TOKEN_READOUT, EC)),

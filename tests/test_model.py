@@ -540,12 +540,6 @@ def test_options_change_flops_as_counted_by_hand(options, change, default_flops)
         ("AttnRes-gpt-mha-rope", {"attn_res_blocks": None}, 4 * 10 * (1 + 2 + 3 + 4 + 5)),
         # two runs of two sites; the second write of each adds to its source
         ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 2}, 4 * 10 * (1 + 2 + 2 + 3 + 3) + 2 * 10),
-        # each site adds the gated sum of its sources to X, and h to X; the readout is X
-        (
-            "AttnRes-gpt-mha-rope",
-            {"attn_res_form": "delta", "attn_res_blocks": None},
-            4 * 10 * (1 + 2 + 3 + 4) + 4 * (2 * 10 + 10),
-        ),
         # block i adds up 1 + i + 1 outputs, besides its two additions
         ("DenseFormer-gpt-mha-rope", {}, 2 * 2 * 10 + 2 * 10 * (2 + 3)),
         ("ReZero-gpt-mha-rope", {}, 2 * 2 * 2 * 10),

@@ -1,8 +1,8 @@
-"""Compare streams with the layers of seven production models in transformers.
+"""Compare streams with the layers of six production models in transformers.
 
-These are DeepSeek-V4 (mHC), Inkling 2 (Attention Residuals), Qwen4-exp
-(Gated Residual), Muse Spark, ZAYA, Dory (nGPT) and Beam (sandwich norms). The oracle is their own
-code, which computes the residual stream with our parameters and our sublayers.
+These are DeepSeek-V4 (mHC), Qwen4-exp (Gated Residual), Muse Spark, ZAYA, Dory (nGPT) and Beam
+(sandwich norms). The oracle is their own code, which computes the residual stream with our
+parameters and our sublayers.
 """
 
 import importlib
@@ -20,7 +20,6 @@ from model import build
 from model.causality import move_parameters
 from model.gpt import GPT
 from model.hyper_connections import ManifoldConnection
-from model.layers import AttentionInputs
 from model.parameters import collect_rules
 
 ROOT = Path(__file__).parents[1]
@@ -156,70 +155,6 @@ def test_mhc_with_a_sigmoid_readout_equals_that_of_deepseek_v4(in_float64, monke
     monkeypatch.setattr(ManifoldConnection, "EPS", 0.0)
     model = build_random("mHC-gpt-mha-rope", mhc_readout="sigmoid")
     check_model(model, run_deepseek)
-
-
-# ---- Attention Residuals: the decoder layers of Inkling 2 ----
-
-
-def public_depth_attention(read: nn.Module) -> Callable:
-    """Return the attention over blocks of Inkling 2 with the queries of a read."""
-    config = find_class("inkling2", "Inkling2TextConfig")(hidden_size=SIZE["hidden_size"])
-    config._attn_implementation = "sdpa"
-    num_routes = len(read.query) if read.query.ndim == 2 else 1
-    public = find_class("inkling2", "Inkling2BlockAttentionResidual")(config, num_routes)
-    return lambda *states: functional_call(public, {"query": read.query}, states)
-
-
-def run_inkling2(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Run the decoder layers of Inkling 2 with our sublayers, as its Inkling2TextModel does."""
-    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
-    has_routes = model.config.attn_res_routes == "q_k_v"
-    name = "Inkling2FullDecoderLayer" if has_routes else "Inkling2SlidingDecoderLayer"
-    # its first attention has no query; that of ours has a gradient of 0
-    state = x + 0 * model.transformer.h[0].depth_attn.query.sum()
-    block_states = x.unsqueeze(2)[:, :, :0]
-    for layer, block in enumerate(model.transformer.h):
-
-        def attend(hidden_states, block=block, **inputs):
-            k = inputs.get("key_hidden_states", hidden_states)
-            v = inputs.get("value_hidden_states", hidden_states)
-            return block.attn(AttentionInputs(hidden_states, k, v), positions), None
-
-        public_layer = empty_module(
-            find_class("inkling2", name),
-            is_block_boundary=2 * layer % model.config.run_length == 0,
-            attention_input=public_depth_attention(block.depth_attn) if layer > 0 else None,
-            mlp_input=public_depth_attention(block.depth_mlp),
-            self_attn=attend,
-            mlp=lambda c, mlp=block.mlp: mlp(c, positions),
-            input_layernorm=block.ln_1,
-            q_input_layernorm=block.ln_1,
-            k_input_layernorm=getattr(block, "ln_k", None),
-            v_input_layernorm=getattr(block, "ln_v", None),
-            post_attention_layernorm=block.ln_2,
-            # ours has no convolutions over tokens
-            post_attention_convolution=lambda h, **_: h,
-            post_mlp_convolution=lambda h, **_: h,
-        )
-        new_state = public_layer(state, block_states)
-        if public_layer.is_block_boundary:
-            block_states = torch.cat([block_states, state.unsqueeze(-2)], dim=-2)
-        state = new_state
-    return public_depth_attention(model.readout)(block_states, state)[0]
-
-
-@pytest.mark.parametrize("routes", ["1", "q_k_v"])
-def test_attention_residuals_equal_those_of_inkling_2(routes, in_float64):
-    model = build_random(
-        "AttnRes-gpt-mha-rope",
-        num_hidden_layers=4,
-        attn_res_blocks=2,
-        attn_res_routes=routes,
-        attn_res_values="normed",
-        attn_res_scale=SIZE["hidden_size"] ** -0.5,
-        attn_res_norm_eps=1e-6,
-    )
-    check_model(model, run_inkling2)
 
 
 # ---- Gated Residual: the layer of Qwen4-exp ----

@@ -154,11 +154,7 @@ STARTS = {
             ({"ddl_beta_single_linear": False}, "*.beta_out.bias"),
         )
     ],
-    "AttnRes-gpt-mha-rope": [
-        ({}, "*query", 0, 0),
-        ({"attn_res_routes": "q_k_v"}, "*query", 0, 0),
-        ({"attn_res_form": "delta"}, "*.gate", 1, 0),
-    ],
+    "AttnRes-gpt-mha-rope": [({}, "*query", 0, 0)],
     "conv-gpt-mha-rope": [({}, "*.compress.shortconv.weight", 0, 0.5 / 16)],
     "GatedResidual-gpt-mha-rope": [
         # as in Qwen's config

@@ -59,13 +59,6 @@ MGT_GATE = {
     "mgt_alpha_init": 0.6,
     "mgt_beta_bias_init": -0.3,
 }
-# as in config/attn_res_inkling2_small.py
-INKLING_2 = {
-    "attn_res_routes": "q_k_v",
-    "attn_res_values": "normed",
-    "attn_res_scale": 10**-0.5,
-    "attn_res_norm_eps": 1e-6,
-}
 PREPOST = {"mudd_norm": "prepost"}
 PLACEMENTS = ("sandwich", "lns", "keel", "post", "deepnorm")
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
@@ -87,12 +80,6 @@ CASES = [
     # asked for
     ("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}),
     ("AttnRes", {"attn_res_blocks": 4, **DEEP}),
-    *(("AttnRes", {"attn_res_heads": h, "attn_res_blocks": None, **DEEP}) for h in (2, 5, 10)),
-    ("AttnRes", {"attn_res_scale": 0.5, "attn_res_norm_eps": 0.1}),
-    ("AttnRes", {"attn_res_form": "delta", "attn_res_scale": 2.0}),
-    *(("AttnRes", {"attn_res_routes": routes, **DEEP}) for routes in ("qk_v", "q_k_v")),
-    ("AttnRes", {"attn_res_values": "normed", "attn_res_norm_eps": 0.1, **DEEP}),
-    ("AttnRes", {**INKLING_2, "attn_res_heads": 2, "attn_res_blocks": 2, **DEEP}),
     *(("MGT", {"mgt_arm": arm, **MGT_GATE}) for arm in ("full", "full_post", "ddl", "ddl_post")),
     *(("MGT", {"mgt_arm": arm}) for arm in ("mhc", "mhc_pre", "standard", "additive")),
     ("ReZero", {}),
@@ -112,7 +99,6 @@ CASES = [
     ("mHC", {"mhc_mix": "identity", "hc_streams": 3}),
     ("mHC", {"mhc_readout": "sigmoid"}),
     ("mHC", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
-    *(("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n, **DEEP}) for n in (None, 2)),
     *(("MUDD", {"mudd_ways": roles, **DEEP}) for roles in ("qkvr", "r")),
     *(("MUDD", {"mudd_ways": roles, **PREPOST, **DEEP}) for roles in ("qkvr", "r")),
     ("Lambdas", DEEP),
@@ -251,7 +237,6 @@ def test_mixing_matrices_are_not_rounded_by_autocast():
         ("MUDD", DEEP),
         ("MUDD", {**PREPOST, **DEEP}),
         ("MUDD", {"mudd_ways": "r", **PREPOST, **DEEP}),
-        ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
         ("Lambdas", MAIN_GAIN),
     ],
@@ -381,19 +366,6 @@ def test_statistics_of_unequal_weights_over_depth():
     )
 
 
-def test_statistics_of_attention_over_depth_are_means_over_heads():
-    """The first of two heads has the weights 3/4 and 1/4, and the second one 1/2 and 1/2."""
-    block = build_initial("AttnRes", attn_res_heads=2).transformer.h[0]
-    V = torch.eye(10, dtype=torch.float64)[:2, None, None]
-    with torch.no_grad():
-        block.depth_mlp.query[0] = math.log(3) * math.sqrt(1 / 10 + 1e-5)
-    state = tuple(V)
-    values = block.sites[1].write.statistics(state, None, block.depth_mlp(state), None, None)
-    assert values["embedding_weight"].item() == pytest.approx((3 / 4 + 1 / 2) / 2)
-    first_head = math.exp(2 * math.log(2) - 0.75 * math.log(3))
-    assert values["effective_sources"].item() == pytest.approx((first_head + 2) / 2)
-
-
 def test_statistics_of_gated_residual():
     """The one feature of u gives two streams g = 2 sigmoid(1) and 2 sigmoid(-1); a is 1/2."""
     model = build_initial("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
@@ -440,9 +412,6 @@ MISTAKES = [
     ("HC", {"hc_stream": 2}, "unknown key --hc_stream, did you mean hc_streams"),
     ("HC", {"mhc_iterations": 3}, "mhc_iterations"),
     ("AttnRes", {"attn_res_blocks": 0}, "attn_res_blocks=0: give a number at least 1"),
-    ("AttnRes", {"attn_res_heads": 5}, "attn_res_heads=5 does not divide hidden_size="),
-    ("AttnRes", {"attn_res_scale": 0}, "attn_res_scale=0.0: give a number above 0"),
-    ("AttnRes", {"attn_res_routes": "qkv"}, "attn_res_routes"),
     (
         "GatedResidual",
         {"gated_residual_rank": 0},
@@ -480,7 +449,6 @@ BFLOAT16_CASES = [
     ("mHC", {}),
     ("GatedResidual", {}),
     ("AttnRes", {}),
-    ("AttnRes", {**INKLING_2, "attn_res_heads": 2}),
     ("ReZero", {}),
     ("DenseFormer", DEEP),
     ("MUDD", PREPOST),

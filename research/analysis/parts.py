@@ -305,13 +305,8 @@ def make_depth_attention_edits(read: nn.Module) -> Edits:
         """Read with replace_weights(weights), weights (B, T, sources)."""
         _, weights = read(state, past)
         new_weights = replace_weights(weights)
-        tensors = [tensor.to(new_weights.dtype) for tensor in state]
-        if isinstance(read, attention_residuals.DeltaAttention):
-            x, *sources = tensors
-            return x + read.gate * attention_residuals.weighted_sum(
-                new_weights, sources
-            ), new_weights
-        return attention_residuals.weighted_sum(new_weights, tensors), new_weights
+        sources = [source.to(new_weights.dtype) for source in state]
+        return attention_residuals.sum_sources(new_weights, sources), new_weights
 
     def make_uniform(weights: torch.Tensor) -> torch.Tensor:
         return torch.full_like(weights, 1 / weights.shape[-1])
@@ -376,7 +371,6 @@ EDITS: dict[str, Callable[[nn.Module], Edits]] = {
     "model.ddl.DeltaRewrite": make_delta_rewrite_edits,
     "model.hyper_connections.Connection": make_connection_edits,
     "model.AttnRes-gpt-mha-rope.DepthAttention": make_depth_attention_edits,
-    "model.AttnRes-gpt-mha-rope.DeltaAttention": make_depth_attention_edits,
     "model.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
     "model.MGT-gpt-mha.MGTWrite": make_mgt_edits,
     "model.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
@@ -390,7 +384,6 @@ DETAILS: dict[str, Callable[..., Details]] = {
     "model.ddl.ChannelConvRead": measure_value_channel_details,
     "model.hyper_connections.Connection": measure_connection_details,
     "model.AttnRes-gpt-mha-rope.DepthAttention": measure_depth_attention_details,
-    "model.AttnRes-gpt-mha-rope.DeltaAttention": measure_depth_attention_details,
     "model.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
     "model.MGT-gpt-mha.MGTWrite": measure_mgt_details,
 }

@@ -172,7 +172,6 @@ BY_HAND = [
     ("GatedResidual-gpt-mha-rope", {}, "a=1/2", halve_read_gate),
     ("GatedResidual-gpt-mha-rope", {"hc_streams": 2}, "g=1", inject_one),
     ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 2}, "uniform weights", attend_uniformly),
-    ("AttnRes-gpt-mha-rope", {"attn_res_form": "delta"}, "uniform weights", attend_uniformly),
     ("MGT-gpt-mha", {}, "beta=1", open_mgt_beta),
     ("MGT-gpt-mha", {}, "alpha=0", clear_mgt_alpha),
     ("MGT-gpt-mha", {"mgt_arm": "mhc"}, "gate=1", open_mgt_gate),

@@ -23,9 +23,6 @@ from training import optimizer
 
 # settings with which a variant has other matrices than by default
 OTHER_CASES = (
-    "AttnRes-gpt-mha-rope+attn_res_heads=4",
-    "AttnRes-gpt-mha-rope+attn_res_routes=qk_v",
-    "AttnRes-gpt-mha-rope+attn_res_routes=q_k_v+attn_res_values=normed",
     "DDL-gpt-mha-rope+ddl_map=v",
     "DDL-gpt-mha-rope+ddl_erase_gate=own",
     "DDL-gpt-mha-rope-CC+ddl_beta_single_linear=False",
