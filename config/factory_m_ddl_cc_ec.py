@@ -9,4 +9,3 @@ convolution (EC) expands the token embedding to the value channels.
 from config.factory_m_additive import *
 
 model = "DDL-gpt-mha-rope-CC-EC"
-mixing_decay = False

@@ -13,4 +13,3 @@ mhc_readout = "sigmoid"
 mhc_read_eps = 1e-6
 mhc_maps_init_std = 0.02
 mhc_bias_init = "zeros"
-mixing_decay = False

@@ -9,4 +9,3 @@ not wider than the others.
 from config.factory_m_additive import *
 
 model = "MUDD-gpt-mha-rope"
-mixing_decay = False

@@ -8,4 +8,3 @@ All other settings are those of that file.
 from config.factory_s_additive import *
 
 model = "DDL-vdim1-gpt-mha-rope"
-mixing_decay = False

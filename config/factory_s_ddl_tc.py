@@ -8,4 +8,3 @@ Sublayers read the state through a convolution over tokens (TC).
 from config.factory_s_additive import *
 
 model = "DDL-gpt-mha-rope"
-mixing_decay = False

@@ -9,4 +9,3 @@ from config.factory_s_additive import *
 
 model = "Frac-gpt-mha-rope"
 frac_parts = 2
-mixing_decay = False

@@ -9,4 +9,3 @@ from config.factory_s_additive import *
 
 model = "HC-gpt-mha-rope"
 hc_streams = 4
-mixing_decay = False

@@ -116,7 +116,7 @@ class RoutedAttention(nn.Module):
         super().__init__()
         d = config.hidden_size
         self.query = nn.Parameter(torch.empty(d if num_routes == 1 else (num_routes, d)))
-        self.rules = {"query": Rule(constant(0.0), OUTPUT, mixing=True)}
+        self.rules = {"query": Rule(constant(0.0), OUTPUT)}
         # of the slices of a source, beside those of a query (routes, heads, d / heads)
         self.slice_shape = (1, config.attn_res_heads, d // config.attn_res_heads)
         self.scale = config.attn_res_scale
@@ -238,7 +238,7 @@ class DeltaAttention(DepthAttention):
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__(config, site)
         self.gate = nn.Parameter(torch.empty(1))
-        self.rules["gate"] = Rule(constant(config.attn_res_gate), mixing=True)
+        self.rules["gate"] = Rule(constant(config.attn_res_gate))
 
     def elementwise_flops(self) -> int:
         return super().elementwise_flops() + 2 * self.query.numel()

@@ -75,18 +75,16 @@ class FracConnection(nn.Module):
         self.hidden_size = config.hidden_size
         self.norm = LayerNorm(part_size)
         # rows of the maps: those of A, then that of b
-        self.maps = linear(
-            part_size, 2 * m + 1, Rule(constant(0.0), OUTPUT, decay=True, mixing=True)
-        )
+        self.maps = linear(part_size, 2 * m + 1, Rule(constant(0.0), OUTPUT, decay=True))
         self.mix = nn.Parameter(torch.empty(m, 2 * m))  # A
         self.write = nn.Parameter(torch.empty(m))  # b
         self.scale = nn.Parameter(torch.empty(1))  # of A
         self.write_scale = nn.Parameter(torch.empty(1))
         self.rules = {
-            "mix": Rule(two_identities, mixing=True),
-            "write": Rule(constant(1.0), mixing=True),
-            "scale": Rule(constant(0.01), mixing=True),
-            "write_scale": Rule(constant(0.01), mixing=True),
+            "mix": Rule(two_identities),
+            "write": Rule(constant(1.0)),
+            "scale": Rule(constant(0.01)),
+            "write_scale": Rule(constant(0.01)),
         }
 
     def elementwise_flops(self) -> int:
