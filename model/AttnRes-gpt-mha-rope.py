@@ -59,7 +59,7 @@ class DepthAttention(nn.Module):
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__()
         self.query = nn.Parameter(torch.empty(config.hidden_size))
-        self.rules = {"query": Rule(constant(0.0), OUTPUT, mixing=True)}
+        self.rules = {"query": Rule(constant(0.0), OUTPUT)}
         # the embedding, and the runs that have begun before
         self.num_sources = 1 + math.ceil(site / config.run_length)
 

@@ -55,7 +55,7 @@ class DepthAverage(nn.Module):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.weights = nn.Parameter(torch.empty(layer + 2))
-        self.rules = {"weights": Rule(partial(one_hot, index=-1), mixing=True)}
+        self.rules = {"weights": Rule(partial(one_hot, index=-1))}
 
     def elementwise_flops(self) -> int:
         return 2 * self.weights.numel() * self.hidden_size

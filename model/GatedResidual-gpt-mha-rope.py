@@ -74,14 +74,14 @@ class GatedMean(nn.Module):
         self.eps = config.gated_residual_eps
         state_size = self.num_streams * self.hidden_size
         self.norm_weight = nn.Parameter(torch.empty(self.num_streams, self.hidden_size))
-        self.rules = {"norm_weight": Rule(constant(1.0), mixing=True)}
-        down_rule = Rule(normal(config.gate_std), HIDDEN, decay=True, mixing=True)
+        self.rules = {"norm_weight": Rule(constant(1.0))}
+        down_rule = Rule(normal(config.gate_std), HIDDEN, decay=True)
         self.down = linear(state_size, config.rank, down_rule)
         # with a rank of its own, W_up maps a number of features that does not grow with d
         if config.gated_residual_rank is None:
             up_rule = down_rule
         else:
-            up_rule = Rule(normal(0.02), FIXED, decay=True, mixing=True)
+            up_rule = Rule(normal(0.02), FIXED, decay=True)
         self.up = linear(config.rank, state_size, up_rule)
 
     def elementwise_flops(self) -> int:
@@ -121,7 +121,7 @@ class GatedRead(GatedMean):
 
     def __init__(self, config: GatedResidualConfig):
         super().__init__(config)
-        inject_rule = Rule(normal(config.gate_std), OUTPUT, decay=True, mixing=True)
+        inject_rule = Rule(normal(config.gate_std), OUTPUT, decay=True)
         self.inject = linear(self.num_streams * self.hidden_size, self.num_streams, inject_rule)
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> GatedOutput:

@@ -44,8 +44,8 @@ class Affine(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.hidden_size))
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
         self.rules = {
-            "bias": Rule(constant(0.0), mixing=True),
-            "scale": Rule(constant(1.0), mixing=True),
+            "bias": Rule(constant(0.0)),
+            "scale": Rule(constant(1.0)),
         }
 
     def elementwise_flops(self) -> int:
@@ -68,13 +68,13 @@ class LAuReLWrite(Add):
         self.form = config.laurel_form
         if self.form == "rw":
             self.logits = nn.Parameter(torch.empty(2))
-            self.rules = {"logits": Rule(constant(0.0), mixing=True)}
+            self.rules = {"logits": Rule(constant(0.0))}
         elif self.form == "zaya":
             self.affine_state = Affine(config)
             self.affine_output = Affine(config)
         else:
-            down_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True, mixing=True)
-            up_rule = Rule(constant(0.0), FIXED, decay=True, mixing=True)
+            down_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True)
+            up_rule = Rule(constant(0.0), FIXED, decay=True)
             self.down = linear(d, config.laurel_rank, down_rule)  # A
             self.up = linear(config.laurel_rank, d, up_rule)  # B
 

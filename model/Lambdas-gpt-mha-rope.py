@@ -96,7 +96,7 @@ class BlockInput(nn.Module):
     def add_scalar(self, name: str, start: float, lr_scale: float) -> None:
         """Add a learned scalar; lr_scale is a factor on its learning rate."""
         self.register_parameter(name, nn.Parameter(torch.empty(1)))
-        self.rules[name] = Rule(constant(start), lr_scale=lr_scale, mixing=True)
+        self.rules[name] = Rule(constant(start), lr_scale=lr_scale)
 
     def elementwise_flops(self) -> int:
         if self.has_gain:

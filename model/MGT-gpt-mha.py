@@ -83,16 +83,14 @@ class MGTWrite(nn.Module):
         super().__init__()
         self.config = config
         d = config.hidden_size
-        matrix_rule = Rule(normal(config.hidden_init_std), HIDDEN, decay=True, mixing=True)
+        matrix_rule = Rule(normal(config.hidden_init_std), HIDDEN, decay=True)
         if config.has_gate:
             self.gate = linear(d, d, matrix_rule)
             self.gate_norm = LayerNorm(d)
         if config.has_beta:
-            self.beta = linear(
-                d, d, matrix_rule, Rule(constant(config.mgt_beta_bias_init), mixing=True)
-            )
+            self.beta = linear(d, d, matrix_rule, Rule(constant(config.mgt_beta_bias_init)))
             self.alpha = nn.Parameter(torch.empty(1))
-            self.rules = {"alpha": Rule(constant(config.mgt_alpha_init), mixing=True)}
+            self.rules = {"alpha": Rule(constant(config.mgt_alpha_init))}
 
     def elementwise_flops(self) -> int:
         flops_per_feature = 1

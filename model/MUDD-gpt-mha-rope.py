@@ -90,11 +90,11 @@ class DenseConnection(nn.Module):
             self.post_norm = RMSNorm(d, NORM_EPS)
             self.post_norm.rules = {"weight": Rule(constant(POST_NORM_WEIGHT))}
         static_start = constant(0.0) if self.has_norms else partial(one_hot, index=-1)
-        self.rules = {"static": Rule(static_start, mixing=True)}
+        self.rules = {"static": Rule(static_start)}
         size = self.static.numel()
         first_std = d**-0.5 if self.has_norms else config.hidden_init_std
-        first_rule = Rule(normal(first_std), OUTPUT, decay=True, mixing=True)
-        second_rule = Rule(constant(0.0), FIXED, decay=True, mixing=True)
+        first_rule = Rule(normal(first_std), OUTPUT, decay=True)
+        second_rule = Rule(constant(0.0), FIXED, decay=True)
         self.first = linear(d, size, first_rule)  # W1
         self.second = linear(size, size, second_rule)  # W2
 

@@ -29,11 +29,11 @@ class GatedWrite(Add):
     def __init__(self, config: GPTConfig, scales_output: bool):
         super().__init__(config)
         self.gate = nn.Parameter(torch.empty(config.hidden_size))
-        self.rules = {"gate": Rule(normal(0.02), mixing=True)}
+        self.rules = {"gate": Rule(normal(0.02))}
         self.output_scale = None
         if scales_output:
             self.output_scale = nn.Parameter(torch.empty(config.hidden_size))
-            self.rules["output_scale"] = Rule(constant(1.0), mixing=True)
+            self.rules["output_scale"] = Rule(constant(1.0))
 
     def elementwise_flops(self) -> int:
         return (3 if self.output_scale is None else 4) * self.hidden_size

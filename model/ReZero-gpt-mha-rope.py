@@ -17,7 +17,7 @@ class ScaledAdd(Add):
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.scale = nn.Parameter(torch.empty(1))
-        self.rules = {"scale": Rule(constant(0.0), mixing=True)}
+        self.rules = {"scale": Rule(constant(0.0))}
 
     def elementwise_flops(self) -> int:
         return 2 * self.hidden_size

@@ -73,7 +73,7 @@ class Canon(Taps):
         if config.conv_init == "normal":
             start = normal(config.hidden_init_std)
         # a convolution of the sublayer's input: the state itself is read as it is
-        super().__init__(num_features, 4, start=start, mixing=False)
+        super().__init__(num_features, 4, start=start)
 
     def elementwise_flops(self) -> int:
         return 2 * self.weight.numel()

@@ -224,9 +224,9 @@ class DeltaRewrite(nn.Module):
         d = config.hidden_size
         start = config.matrix_start()
         if config.ddl_k_branch == "attention":
-            matrix_rule = Rule(start, HIDDEN, decay=True, mixing=True)
+            matrix_rule = Rule(start, HIDDEN, decay=True)
             self.k_query = nn.Parameter(torch.empty(d))
-            self.rules["k_query"] = Rule(constant(0.0), mixing=True)
+            self.rules["k_query"] = Rule(constant(0.0))
             self.k_key = linear(d, d, matrix_rule)
             self.k_out = linear(d, d, matrix_rule)
             return
@@ -234,8 +234,8 @@ class DeltaRewrite(nn.Module):
         hidden_size = config.ddl_k_hidden_size
         # With init=spectral, the start of k_out does not depend on d.
         out_kind = INPUT if config.init == "normal" else FIXED
-        in_rule = Rule(start, OUTPUT, decay=True, mixing=True)
-        out_rule = Rule(start, out_kind, decay=True, mixing=True)
+        in_rule = Rule(start, OUTPUT, decay=True)
+        out_rule = Rule(start, out_kind, decay=True)
         self.k_in = linear(input_size, hidden_size, in_rule)
         self.k_out = linear(hidden_size, d, out_rule)
 
@@ -249,8 +249,8 @@ class DeltaRewrite(nn.Module):
         if config.ddl_v_bias:
             # as in a layer of torch, so that the value channels differ from the first step on
             bound = 1 / math.sqrt(d)
-            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound), mixing=True)
-        weight_rule = Rule(config.matrix_start(), OUTPUT, decay=True, mixing=True)
+            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound))
+        weight_rule = Rule(config.matrix_start(), OUTPUT, decay=True)
         self.v_proj = linear(d, config.ddl_value_channels, weight_rule, bias_rule)
         # With a constant value the layer stays in the state dict, but it is not trained.
         self.v_proj.requires_grad_(not config.ddl_v_constant)
@@ -363,12 +363,12 @@ def make_gate_layers(config: DeltaConfig) -> tuple[nn.Linear, ...]:
     # the bounds keep the logit finite for a gate of 0 or 2
     probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
     logit = math.log(probability) - math.log1p(-probability)
-    input_rule = Rule(start, OUTPUT, decay=True, mixing=True)
-    bias_rule = Rule(constant(logit), mixing=True)
+    input_rule = Rule(start, OUTPUT, decay=True)
+    bias_rule = Rule(constant(logit))
     if config.ddl_beta_single_linear:
         return (linear(input_size, 1, input_rule, bias_rule),)
     hidden_size = config.ddl_beta_hidden_size
-    output_rule = Rule(start, FIXED, decay=True, mixing=True)
+    output_rule = Rule(start, FIXED, decay=True)
     return (
         linear(input_size, hidden_size, input_rule),
         linear(hidden_size, 1, output_rule, bias_rule),
@@ -422,10 +422,10 @@ class Repeat(nn.Module):
 class Taps(nn.Module):
     """Holds the weight of a convolution under the name `<owner>.weight`."""
 
-    def __init__(self, *shape: int, start: Callable, mixing: bool = True):
+    def __init__(self, *shape: int, start: Callable):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
-        self.rules = {"weight": Rule(start, decay=True, mixing=mixing)}
+        self.rules = {"weight": Rule(start, decay=True)}
 
 
 class EmbeddingConv(nn.Module):
@@ -482,7 +482,7 @@ class TokenConvRead(nn.Module):
         start = make_conv_start(config, kernel_size, identity_tap=kernel_size - 1)
         self.shortconv = Taps(num_filters, kernel_size, start=start)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
-        self.rules = {"read": Rule(constant(config.read_start), mixing=True)}
+        self.rules = {"read": Rule(constant(config.read_start))}
 
     def weights(self, arrange: Callable = taps_first) -> torch.Tensor:
         """Return e (K, d_v, d) in at least fp32; its first entry weights the current token.
@@ -534,8 +534,8 @@ class ChannelConvRead(nn.Module):
         if self.pair:
             self.read = nn.Parameter(torch.empty(value_channels))
             self.rules = {
-                "weight": Rule(start, decay=True, mixing=True),
-                "read": Rule(constant(config.read_start), mixing=True),
+                "weight": Rule(start, decay=True),
+                "read": Rule(constant(config.read_start)),
             }
         else:
             # the read starts as the mean of the value channels, unless the convolution is random
@@ -544,7 +544,7 @@ class ChannelConvRead(nn.Module):
                 folded_start = normal(abs(config.read_start) * math.sqrt(value_channels))
             elif config.conv_start == "normal":
                 folded_start = partial(self.start_folded, conv_start=start)
-            self.rules = {"weight": Rule(folded_start, decay=True, mixing=True)}
+            self.rules = {"weight": Rule(folded_start, decay=True)}
 
     def start_folded(self, weight: torch.Tensor, conv_start: Callable) -> None:
         """Initialize the folded weight (d, d_v) as a pair would start, folded."""

@@ -212,20 +212,18 @@ class HyperConnection(Connection):
         self.write = nn.Parameter(torch.empty(n))
         self.mix = nn.Parameter(torch.empty(n, n))
         self.rules = {
-            "read": Rule(partial(one_hot, index=site % n), mixing=True),
-            "write": Rule(constant(1.0), mixing=True),
-            "mix": Rule(nn.init.eye_, mixing=True),
+            "read": Rule(partial(one_hot, index=site % n)),
+            "write": Rule(constant(1.0)),
+            "mix": Rule(nn.init.eye_),
         }
         self.dynamic = config.hc_dynamic
         if self.dynamic:
             self.norm = LayerNorm(config.hidden_size)
-            self.maps = linear(
-                config.hidden_size, 2 + n, Rule(constant(0.0), OUTPUT, decay=True, mixing=True)
-            )
+            self.maps = linear(config.hidden_size, 2 + n, Rule(constant(0.0), OUTPUT, decay=True))
             self.write_scale = nn.Parameter(torch.empty(1))
-            self.rules["write_scale"] = Rule(constant(0.01), mixing=True)
+            self.rules["write_scale"] = Rule(constant(0.01))
             self.scale = nn.Parameter(torch.empty(1))  # of read and mix
-            self.rules["scale"] = Rule(constant(0.01), mixing=True)
+            self.rules["scale"] = Rule(constant(0.01))
 
     def weights(self, streams: torch.Tensor) -> ConnectionWeights:
         if not self.dynamic:
@@ -410,13 +408,13 @@ class ManifoldConnection(Connection):
         self.iterations = config.mhc_iterations
         self.rows_last = config.mhc_rows_last
         self.sizes = (n, n, config.mix_logits)  # of the parts read, write and mix
-        maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True, mixing=True)
+        maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True)
         self.maps = linear(n * config.hidden_size, sum(self.sizes), maps_rule)
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
         self.scales = nn.Parameter(torch.empty(3 if config.mix_logits else 2))
         self.rules = {
-            "bias": Rule(self.start_bias, mixing=True),
-            "scales": Rule(constant(0.01), mixing=True),
+            "bias": Rule(self.start_bias),
+            "scales": Rule(constant(0.01)),
         }
 
     def start_bias(self, bias: torch.Tensor) -> None:
@@ -470,13 +468,13 @@ class WeightedStreams(nn.Module):
         super().__init__()
         n = config.hc_streams
         self.hidden_size = config.hidden_size
-        maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True, mixing=True)
+        maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True)
         self.maps = linear(n * config.hidden_size, n, maps_rule)
         self.bias = nn.Parameter(torch.empty(n))
         self.scale = nn.Parameter(torch.empty(1))
         self.rules = {
-            "bias": Rule(constant(0.0), mixing=True),
-            "scale": Rule(constant(0.01), mixing=True),
+            "bias": Rule(constant(0.0)),
+            "scale": Rule(constant(0.01)),
         }
 
     def elementwise_flops(self) -> int:

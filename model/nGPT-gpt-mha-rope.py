@@ -37,7 +37,7 @@ class SphereWrite(Add):
         self.alpha = nn.Parameter(torch.empty(config.hidden_size))
         # Dory trains s, which starts at 0.0177, where alpha = 0.05 s / 0.0177; an AdamW step on s
         # moves alpha by 0.05 / 0.0177 times the learning rate
-        self.rules = {"alpha": Rule(constant(0.05), lr_scale=0.05 / 0.0177, mixing=True)}
+        self.rules = {"alpha": Rule(constant(0.05), lr_scale=0.05 / 0.0177)}
 
     def elementwise_flops(self) -> int:
         return 3 * self.hidden_size

@@ -54,10 +54,6 @@ class Rule(NamedTuple):
     # factor on its learning rate, besides that of muP
     lr_scale: float = 1.0
 
-    # whether the residual stream is read, written or mixed with it: it belongs to an expander, a
-    # read, a write or a readout; mixing_decay=False takes weight decay off all of these
-    mixing: bool = False
-
     # Another parameter, of the same shape, from whose initial values this one starts; None for its
     # own. A module names it as in its dict `rules`, and `collect_rules` returns its full name.
     start_as: str | None = None

@@ -48,7 +48,7 @@ class WideAdd(nn.Module):
         super().__init__()
         self.weights = nn.Parameter(torch.empty(config.ddl_value_channels))
         # the spread makes the value channels differ
-        self.rules = {"weights": Rule(partial(nn.init.normal_, mean=1.0, std=0.5), mixing=True)}
+        self.rules = {"weights": Rule(partial(nn.init.normal_, mean=1.0, std=0.5))}
         self.state_size = config.hidden_size * config.ddl_value_channels
 
     def elementwise_flops(self) -> int:

@@ -32,7 +32,6 @@ CPU_1_DEFAULTS = {
     "min_lr": None,
     "schedule": "cosine",
     "weight_decay": 0.1,
-    "mixing_decay": True,
     "beta1": 0.9,
     "beta2": 0.95,
     "grad_clip": 1.0,

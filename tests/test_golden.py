@@ -130,7 +130,6 @@ RUNS = {
         for placement in ("lns", "keel", "post", "deepnorm")
     },
     "ZAYA": (1, {"model": "LAuReL-gpt-mha-rope", "laurel_form": "zaya"}),
-    "no_mixing_decay": (1, {"model": "mHC-gpt-mha-rope", "mixing_decay": False}),
     "gpt-mha-rope_ddp": (2, {"model": ADDITIVE, "engine": "ddp"}),
     "DDL-gpt-mha-rope-CC-EC_ddp": (2, {"model": CC_EC, "engine": "ddp"}),
     "gpt-mha-rope_fsdp": (2, {"model": ADDITIVE, "engine": "fsdp"}),

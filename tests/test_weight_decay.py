@@ -1,4 +1,4 @@
-"""Weight decay of what mixes a residual stream: which parameters have it, with mixing_decay at both values."""
+"""Which parameters of each model have weight decay."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ CHANNEL_READOUT = "readout.weight"
 EC = "input_embed.conv.weight"
 TC_NAMES = (*DDL_SITE, TOKEN_READ)
 CC_NAMES = (*DDL_SITE, CHANNEL_READ)
-MIXING = [
+STREAMS = [
     ("gpt-mha-rope", {}, (), ()),
     ("AttnRes-gpt-mha-rope", {}, (), ()),
     ("DDL-vdim1-gpt-mha-rope", {}, DDL_SITE, ()),
@@ -91,8 +91,8 @@ MIXING = [
     ("nGPT-gpt-mha-rope", {}, (), ()),
     ("wide-gpt-mha-rope", {}, (TOKEN_READ,), (TOKEN_READOUT,)),
 ]
-# What a stream adds to the sublayers decays with either value: it does not mix the stream.
-NOT_MIXING = [
+# What a stream adds to the sublayers.
+ADDED_TO_SUBLAYERS = [
     (
         "Lambdas-gpt-mha-rope",
         {"lambda_value_embeddings": True},
@@ -117,15 +117,11 @@ def case_ids(cases):
     ]
 
 
-def list_decayed_parameters(
-    model_name: str, keys: dict, mixing_decay: bool, kind: str = "adamw"
-) -> set[str]:
+def list_decayed_parameters(model_name: str, keys: dict, kind: str = "adamw") -> set[str]:
     """Return the names of the parameters that an optimizer decays."""
     with torch.device("meta"):  # the values do not matter
         model = build(model_name, **TINY, **keys)
-    optimizers = optimizer.build_optimizers(
-        model, TrainConfig(optimizer=kind, mixing_decay=mixing_decay)
-    )
+    optimizers = optimizer.build_optimizers(model, TrainConfig(optimizer=kind))
     groups = [group for each_optimizer in optimizers for group in each_optimizer.param_groups]
     assert all(group["decays"] == (group["weight_decay"] > 0) for group in groups)
     return {name for group in groups if group["weight_decay"] > 0 for name in group["names"]}
@@ -141,26 +137,24 @@ def full_names(in_blocks: tuple[str, ...], outside: tuple[str, ...]) -> set[str]
 
 
 @pytest.mark.parametrize(
-    ("model_name", "keys", "in_blocks", "outside"), MIXING, ids=case_ids(MIXING)
+    ("model_name", "keys", "in_blocks", "outside"), STREAMS, ids=case_ids(STREAMS)
 )
 def test_decayed_parameters_are_the_listed_ones(model_name, keys, in_blocks, outside):
-    mixing = full_names(in_blocks, outside)
-    assert list_decayed_parameters(model_name, keys, True) == BACKBONE | mixing
-    assert list_decayed_parameters(model_name, keys, False) == BACKBONE
+    names = full_names(in_blocks, outside)
+    assert list_decayed_parameters(model_name, keys) == BACKBONE | names
 
 
 def test_muon_decays_the_same_parameters_as_adamw():
-    mixing = full_names(CC_NAMES, (CHANNEL_READOUT, EC))
-    model_name = "DDL-gpt-mha-rope-CC-EC"
-    assert list_decayed_parameters(model_name, {}, True, "muon") == BACKBONE | mixing
-    assert list_decayed_parameters(model_name, {}, False, "muon") == BACKBONE
+    names = full_names(CC_NAMES, (CHANNEL_READOUT, EC))
+    assert list_decayed_parameters("DDL-gpt-mha-rope-CC-EC", {}, "muon") == BACKBONE | names
 
 
-@pytest.mark.parametrize(("model_name", "keys", "names"), NOT_MIXING, ids=case_ids(NOT_MIXING))
-def test_parameters_that_do_not_mix_the_stream_decay_with_either_value(model_name, keys, names):
-    for mixing_decay in (True, False):
-        assert list_decayed_parameters(model_name, keys, mixing_decay) == BACKBONE | names
+@pytest.mark.parametrize(
+    ("model_name", "keys", "names"), ADDED_TO_SUBLAYERS, ids=case_ids(ADDED_TO_SUBLAYERS)
+)
+def test_what_a_stream_adds_to_the_sublayers_decays(model_name, keys, names):
+    assert list_decayed_parameters(model_name, keys) == BACKBONE | names
 
 
 def test_every_stream_is_listed():
-    assert {model_name for model_name, *_ in MIXING} == set(MODEL_NAMES)
+    assert {model_name for model_name, *_ in STREAMS} == set(MODEL_NAMES)
