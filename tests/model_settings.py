@@ -60,10 +60,6 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"mgt_arm": "full_post"},
         {"mgt_arm": "additive", "residual_branch_mult": 0.38},
     ),
-    "MUDD-gpt-mha-rope": (
-        {"mudd_ways": "r"},
-        {"mudd_norm": "prepost"},
-    ),
     "NormPlacement-gpt-mha-rope": (
         {"norm_placement": "lns"},
         {"norm_placement": "keel"},

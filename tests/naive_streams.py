@@ -388,19 +388,14 @@ def plus_mlp(xs, block, cfg):
 
 
 def mudd(weights, cfg, xs):
-    has_separate_inputs = cfg["mudd_ways"] == "qkvr"
-    norms = ("ln_1", "ln_k", "ln_v") if has_separate_inputs else ("ln_1",)
-    num_inputs = 4 if has_separate_inputs else 1
-    inputs = [[x] * num_inputs for x in xs]  # of each token; the last is the residual's
+    inputs = [[x] * 4 for x in xs]  # of each token: queries, keys, values and the residual's
     outputs = [[x] for x in xs]  # h_0, h_1, ... of each token
-    is_normed = cfg["mudd_norm"] == "prepost"
-    pre_norms = [weights["input_embed.pre_norm.weight"]] if is_normed else []
     for _, block in blocks(weights, cfg):
-        cs, *other_cs = [
+        qs, ks, vs = (
             normed([token_inputs[i] for token_inputs in inputs], block, norm)
-            for i, norm in enumerate(norms)
-        ]
-        hs = attention(select(block, "attn."), cs, cfg, *other_cs)
+            for i, norm in enumerate(("ln_1", "ln_k", "ln_v"))
+        )
+        hs = attention(select(block, "attn."), qs, cfg, ks, vs)
         xs = [token_inputs[-1] + h for token_inputs, h in zip(inputs, hs)]
         xs = plus_mlp(xs, block, cfg)
         w = select(block, "dense.")
@@ -410,26 +405,8 @@ def mudd(weights, cfg, xs):
             hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
             dynamic = (w["second.weight"] @ hidden).reshape(w["static"].shape)
             rows = dynamic + w["static"]
-            if is_normed:
-                inputs[t] = normed_sums(x, outputs[t], rows, [*pre_norms, w["pre_norm.weight"]], w)
-            else:
-                inputs[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
-        if is_normed:
-            pre_norms.append(w["pre_norm.weight"])
+            inputs[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
     return [token_inputs[-1] for token_inputs in inputs]
-
-
-def normed_sums(x, outputs, rows, pre_norms, w):
-    """Return x plus the sum of normed outputs of each way, normed for the last one, of one token."""
-    sums = []
-    for way, row in enumerate(rows):
-        way_sum = sum(
-            a * rms_norm(h, norm, 1e-6) for a, h, norm in zip(row, outputs, pre_norms, strict=True)
-        )
-        if way == len(rows) - 1:
-            way_sum = rms_norm(way_sum, w["post_norm.weight"], 1e-6)
-        sums.append(x + way_sum)
-    return sums
 
 
 def lambdas(weights, cfg, xs):

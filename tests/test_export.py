@@ -56,7 +56,6 @@ CASES = {
     "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),
     "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
-    "normed_ways": ("MUDD-gpt-mha-rope", {"mudd_norm": "prepost"}),
     "canon": ("conv-gpt-mha-rope", {"canon": "ABCD"}),
 }
 # Cases with a convolution over tokens, without one, and with an untied head.

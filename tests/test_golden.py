@@ -42,7 +42,7 @@ NUM_STEPS = 10
 RESUMED_STEP = 6
 # Relative tolerances of losses on another machine. Muon's Newton-Schulz steps amplify rounding at
 # once; AdamW does so after some steps, because it divides by moments that are small at first. The
-# largest difference of AdamW that was seen is 1.2e-4 (MUDD_prepost, step 4).
+# largest difference of AdamW that was seen is 1.2e-4 (MUDD with norms of its own, step 4).
 FIRST_TOLERANCE = {"adamw": 3e-4, "muon": 1e-2}
 LATER_TOLERANCE = 1e-2
 NUM_FIRST_STEPS = 4
@@ -114,7 +114,6 @@ RUNS = {
     "v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}),
     "July": (1, {"model": CC, **JULY}),
     "muP": (1, {"model": CC_EC, **MUP}),
-    "MUDD_prepost": (1, {"model": "MUDD-gpt-mha-rope", "mudd_norm": "prepost"}),
     "own_erase_gate": (1, {"model": "DDL-gpt-mha-rope", "ddl_erase_gate": "own"}),
     "erase_only": (1, {"model": "DDL-gpt-mha-rope", "ddl_update": "erase_only"}),
     "main_gain": (1, {"model": "Lambdas-gpt-mha-rope", **MAIN_GAIN}),

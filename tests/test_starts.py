@@ -97,7 +97,6 @@ PAIR = {"ddl_cc_read": "pair"}
 RELEASE = settings_of("small", 12)
 MANY_CHANNELS = {"ddl_value_channels": 4096}
 LOG_ODDS_LIMIT = math.log(1e6 - 1)  # of a gate: probabilities are kept in [1e-6, 1 - 1e-6]
-PREPOST = {"mudd_norm": "prepost"}
 DEEPNORM = {"norm_placement": "deepnorm", **NORMAL}
 SCALED_OUTPUTS = {"hc_scale_outputs": True}
 EYE = torch.eye(4).flatten().tolist()
@@ -211,10 +210,6 @@ STARTS = {
     "MUDD-gpt-mha-rope": [
         ({}, "*.dense.first.weight", 0, 0.5 / 16),
         ({}, "*.h.1.dense.static", [0, 0, 1], 0),
-        (PREPOST, "*.dense.first.weight", 0, 1 / 16),
-        (PREPOST, "*.h.1.dense.static", 0, 0),
-        (PREPOST, "*.pre_norm.weight", 1, 0),
-        (PREPOST, "*.post_norm.weight", 1e-3, 0),
     ],
     "MuseSpark-gpt-mha-rope": [
         ({}, "*.gate", 0, 0.02),

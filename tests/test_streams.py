@@ -59,7 +59,6 @@ MGT_GATE = {
     "mgt_alpha_init": 0.6,
     "mgt_beta_bias_init": -0.3,
 }
-PREPOST = {"mudd_norm": "prepost"}
 PLACEMENTS = ("sandwich", "lns", "keel", "post", "deepnorm")
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
 NO_LAMBDA = {"lambda_values": "none", "lambda_input": False}
@@ -99,8 +98,7 @@ CASES = [
     ("mHC", {"mhc_mix": "identity", "hc_streams": 3}),
     ("mHC", {"mhc_readout": "sigmoid"}),
     ("mHC", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
-    *(("MUDD", {"mudd_ways": roles, **DEEP}) for roles in ("qkvr", "r")),
-    *(("MUDD", {"mudd_ways": roles, **PREPOST, **DEEP}) for roles in ("qkvr", "r")),
+    ("MUDD", DEEP),
     ("Lambdas", DEEP),
     ("Lambdas", {"lambda_values": "head", **EVERY_LAMBDA}),
     ("Lambdas", {**NO_LAMBDA, **EVERY_LAMBDA}),
@@ -233,10 +231,7 @@ def test_mixing_matrices_are_not_rounded_by_autocast():
         ("LAuReL", {"laurel_form": "lr"}),
         ("LAuReL", {"laurel_form": "zaya"}),
         ("conv", {"conv_init": "identity"}),
-        ("MUDD", {"mudd_ways": "r", **DEEP}),
         ("MUDD", DEEP),
-        ("MUDD", {**PREPOST, **DEEP}),
-        ("MUDD", {"mudd_ways": "r", **PREPOST, **DEEP}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
         ("Lambdas", MAIN_GAIN),
     ],
@@ -427,7 +422,6 @@ MISTAKES = [
     ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "omit the key"),
     ("conv", {"conv_init": "zero"}, "conv_init"),
     ("LAuReL", {"laurel_form": "lo"}, "laurel_form"),
-    ("MUDD", {"mudd_norm": "pre"}, "mudd_norm"),
     ("LAuReL", {"laurel_rank": 0}, "laurel_rank=0: give a number at least 1"),
     ("MGT", {"mgt_arm": "plain"}, "mgt_arm"),
 ]
@@ -451,7 +445,7 @@ BFLOAT16_CASES = [
     ("AttnRes", {}),
     ("ReZero", {}),
     ("DenseFormer", DEEP),
-    ("MUDD", PREPOST),
+    ("MUDD", DEEP),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_form": "lr"}),
     ("LAuReL", {"laurel_form": "zaya"}),

@@ -32,7 +32,6 @@ OTHER_CASES = (
     "NormPlacement-gpt-mha-rope+norm_placement=deepnorm",
     "NormPlacement-gpt-mha-rope+norm_placement=keel",
     "Lambdas-gpt-mha-rope+lambda_values=head+lambda_value_embeddings=True",
-    "MUDD-gpt-mha-rope+mudd_norm=prepost",
     "mHC-gpt-mha-rope+mhc_readout=sigmoid",
 )
 MUON_MODELS = ("gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", "HC-gpt-mha-rope", "MGT-gpt-mha")
