@@ -66,7 +66,6 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"norm_placement": "post"},
         {"norm_placement": "deepnorm"},
     ),
-    "conv-gpt-mha-rope": ({"canon": "ABCD"},),
     "gpt-mha-rope": ({"residual_branch_mult": 0.5},),
     "mHC-gpt-mha-rope": ({"mhc_mix": "identity", "mhc_readout": "sigmoid"},),
     "wide-gpt-mha-rope": ({"wide_read": "cc"},),

@@ -34,16 +34,6 @@ def rotate(x, position, base, ratio):
     return torch.stack(out)
 
 
-def canon(w, xs):
-    """Return x + conv4(x) over a token and the three before it, or x without such weights."""
-    if "canon.weight" not in w:
-        return xs
-    taps = w["canon.weight"]
-    return [
-        x + sum(taps[:, 3 - s] * xs[t - s] for s in range(4) if t >= s) for t, x in enumerate(xs)
-    ]
-
-
 def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
     """Return h of all tokens.
 
@@ -55,17 +45,10 @@ def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
     k_from = k_from or cs
     v_from = v_from or cs
     dim = cfg["head_dim"]
-    projections = [
-        torch.cat(
-            [
-                w["c_q.weight"] @ cs[t],
-                w["c_k.weight"] @ k_from[t],
-                w["c_v.weight"] @ v_from[t],
-            ]
-        )
+    qkvs = [
+        (w["c_q.weight"] @ cs[t], w["c_k.weight"] @ k_from[t], w["c_v.weight"] @ v_from[t])
         for t in range(len(cs))
     ]
-    qkvs = [projection.chunk(3) for projection in canon(w, projections)]
     out = [[] for _ in cs]
     for head in range(cfg["num_attention_heads"]):
         rows = slice(head * dim, (head + 1) * dim)
@@ -87,10 +70,10 @@ def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
 
 def mlp(w, cs, cfg):
     """Return h = W_o (SiLU(W_1 c) * W_2 c) of all tokens."""
-    projections = [torch.cat([w["c_fc1.weight"] @ c, w["c_fc2.weight"] @ c]) for c in cs]
     hs = []
-    for projection in canon(w, projections):
-        a, b = projection.chunk(2)
+    for c in cs:
+        a = w["c_fc1.weight"] @ c
+        b = w["c_fc2.weight"] @ c
         hs.append(w["c_proj.weight"] @ (a / (1 + (-a).exp()) * b))
     return hs
 

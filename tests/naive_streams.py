@@ -11,7 +11,7 @@ import math
 from types import SimpleNamespace
 
 import torch
-from naive import attention, branch_mult, canon, expand, mlp, read, rms_norm, select, sigmoid
+from naive import attention, branch_mult, expand, mlp, read, rms_norm, select, sigmoid
 
 
 def layer_norm(x, w, name):
@@ -322,13 +322,6 @@ def dense_former(weights, cfg, xs):
 
 
 def conv(weights, cfg, xs):
-    if cfg["canon"]:
-        for site in sites(weights, cfg):
-            cs = normed(xs, site.block, site.norm)
-            own = select(site.block, f"canon_{site.name}.")
-            cs = canon({f"canon.{name}": w for name, w in own.items()}, cs)
-            xs = [X + h for X, h in zip(xs, site.process(cs))]
-        return xs
     for site in sites(weights, cfg):
         x_ins = read(select(site.block, "compress."), [X[:, None] for X in xs], "token")
         xs = [X + h for X, h in zip(xs, sublayer(site, x_ins))]

@@ -56,10 +56,9 @@ CASES = {
     "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),
     "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
-    "canon": ("conv-gpt-mha-rope", {"canon": "ABCD"}),
 }
 # Cases with a convolution over tokens, without one, and with an untied head.
-EXAMINED_FURTHER = (CC, "canon", "plain", "folded_untied")
+EXAMINED_FURTHER = (CC, "convolution", "plain", "folded_untied")
 IN_BFLOAT16 = (f"{CC}_bfloat16", "convolution", "plain")
 TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|endoftext|>"]
 

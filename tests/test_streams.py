@@ -89,7 +89,6 @@ CASES = [
     ("MuseSpark", DEEP),
     ("nGPT", DEEP),
     ("conv", {}),
-    *(("conv", {"canon": places}) for places in ("AC", "BD", "ABCD")),
     *(
         ("wide", {"wide_read": read, "ddl_value_channels": v})
         for read in ("tc", "cc")
@@ -414,7 +413,6 @@ MISTAKES = [
     ),
     ("GatedResidual", {"gated_residual_eps": 0}, "gated_residual_eps=0.0: give"),
     ("GatedResidual", {"mhc_iterations": 3}, "mhc_iterations"),
-    ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("NormPlacement", {"norm_placement": "pre"}, "norm_placement"),
     ("wide", {"wide_read": "ct"}, "wide_read"),

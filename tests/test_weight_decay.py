@@ -98,15 +98,6 @@ ADDED_TO_SUBLAYERS = [
         {"lambda_value_embeddings": True},
         {"transformer.h.1.embedding.weight"},
     ),
-    (
-        "conv-gpt-mha-rope",
-        {"canon": "ABCD"},
-        {
-            f"transformer.h.{layer}.{name}.weight"
-            for layer in (0, 1)
-            for name in ("attn.canon", "canon_attn", "canon_mlp", "mlp.canon")
-        },
-    ),
 ]
 
 
