@@ -14,6 +14,7 @@ designs that DepthBench (arXiv 2609.32534) compares, as its code has them.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -25,7 +26,6 @@ from configurator import option
 
 from .block import Add, Block, Past
 from .gpt import GPT, GPTConfig
-from .hyper_connections import start_divided
 from .layers import LayerNorm, Positions, RMSNorm
 from .precision import at_least_fp32
 
@@ -77,6 +77,12 @@ def divide(
 ) -> torch.Tensor:
     """Return the input of a sublayer: c divided by a constant."""
     return c / divisor
+
+
+def start_divided(parameter: torch.Tensor, start: Callable, divisor: float) -> None:
+    """Initialize the parameter by `start`, and divide it."""
+    start(parameter)
+    parameter.div_(divisor)
 
 
 class NormPlacementBlock(Block):

@@ -51,11 +51,6 @@ class HyperConfig(StreamsConfig):
         "add input-dependent terms to the learned connection weights (dynamic Hyper-Connections); "
         "False uses only the learned weights (static Hyper-Connections)",
     )
-    hc_scale_outputs: bool = option(
-        False,
-        "divide the initial attention and MLP output matrices by sqrt(hc_streams), as in the "
-        "HC paper",
-    )
 
 
 @dataclass
@@ -259,22 +254,6 @@ class HyperBlock(ConnectedBlock):
     """A block of HC."""
 
     Connection = HyperConnection
-
-    def __init__(self, config: HyperConfig, layer: int):
-        super().__init__(config, layer)
-        if config.hc_scale_outputs:
-            for output_matrix in (self.attn.c_proj, self.mlp.c_proj):
-                rule = output_matrix.rules["weight"]
-                start = partial(
-                    start_divided, start=rule.start, divisor=math.sqrt(config.hc_streams)
-                )
-                output_matrix.rules = {"weight": rule._replace(start=start)}
-
-
-def start_divided(parameter: torch.Tensor, start: Callable, divisor: float) -> None:
-    """Initialize the parameter by `start`, and divide it."""
-    start(parameter)
-    parameter.div_(divisor)
 
 
 class SumOfStreams(nn.Module):

@@ -98,7 +98,6 @@ RELEASE = settings_of("small", 12)
 MANY_CHANNELS = {"ddl_value_channels": 4096}
 LOG_ODDS_LIMIT = math.log(1e6 - 1)  # of a gate: probabilities are kept in [1e-6, 1 - 1e-6]
 DEEPNORM = {"norm_placement": "deepnorm", **NORMAL}
-SCALED_OUTPUTS = {"hc_scale_outputs": True}
 EYE = torch.eye(4).flatten().tolist()
 OFF = -8.0  # logit of an entry of the mixing matrix that is not on its diagonal
 # By model: settings, pattern of the names of parameters, mean or exact values, standard deviation.
@@ -173,9 +172,6 @@ STARTS = {
         ({}, "*.scale", 0.01, 0),
         ({}, "*.write_scale", 0.01, 0),
         ({}, "*.maps.weight", 0, 0),
-        (SCALED_OUTPUTS, "*.attn.c_proj.weight", 0, 0.5 / 16 / 4 / 2),
-        ({**SCALED_OUTPUTS, **NORMAL}, "*.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
-        (NORMAL, "*.mlp.c_proj.weight", 0, 0.5 / 16 / 2),
     ],
     "LAuReL-gpt-mha-rope": [
         ({}, "*.down.weight", 0, 0.5 / 16),
