@@ -38,13 +38,15 @@ def test_the_pictures_are_there():
 
 
 def read_model_rows() -> list[tuple[str, str]]:
-    """Return the model name and the cell of config files of each row of the table of models."""
+    """Return the model name and the cell of config files of each row of the table of the paper's models."""
     return re.findall(r"^\|.*`([\w-]+)\.py` \| (`[^|]*`)", README, flags=re.M)
 
 
-def test_the_table_of_models_begins_with_those_of_the_paper():
-    model_names = [model_name for model_name, _ in read_model_rows()]
-    assert model_names[: len(PAPER)] == PAPER
+def test_the_tables_of_models_have_those_of_the_paper_and_then_all_others():
+    names_of_the_paper = [model_name for model_name, _ in read_model_rows()]
+    assert names_of_the_paper == PAPER
+    other_names = re.findall(r"^\|.*`([\w-]+)\.py` \|$", README, flags=re.M)
+    assert sorted(other_names + PAPER) == model.MODEL_NAMES
 
 
 @pytest.mark.parametrize(("model_name", "config_files"), read_model_rows())
