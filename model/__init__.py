@@ -1,4 +1,8 @@
-"""The model variants: `build(name, ...)` makes the model of `model/<name>.py`."""
+"""The model variants: `build(name, ...)` makes the model of the file `<name>.py`.
+
+The file is in model/ (Deep Delta Learning, and what it is compared with) or in model/streams/ (the
+streams of other papers, and the controls).
+"""
 
 import contextlib
 import importlib
@@ -6,6 +10,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,28 +20,64 @@ from utils import errors
 if TYPE_CHECKING:
     from .gpt import GPT, GPTConfig
 
+PACKAGES = ("model", "model.streams")
+
+
+def list_folders() -> list[Path]:
+    """Return the folders with the files of variants."""
+    folder = Path(__file__).parent
+    return [folder, folder / "streams"]
+
+
 # The file of a variant has a hyphen in its name, which no helper module can have. A name with a dot
 # cannot be imported.
 MODEL_NAMES = sorted(
-    path.stem for path in Path(__file__).parent.glob("*-*.py") if "." not in path.stem
+    {
+        path.stem
+        for folder in list_folders()
+        for path in folder.glob("*-*.py")
+        if "." not in path.stem
+    }
 )
 
 
+def find_variant(name: str) -> ModuleSpec:
+    """Return the module of a variant, which is in model/ or in model/streams/.
+
+    Raises:
+        ValueError: both folders have a file of this name
+    """
+    specs = [importlib.util.find_spec(f"{package}.{name}") for package in PACKAGES]
+    found = [spec for spec in specs if spec is not None]
+    if len(found) > 1:
+        raise ValueError(
+            f"model={name!r}: {found[0].origin} and {found[1].origin} have the same name; rename one "
+            "of them"
+        )
+    return found[0]
+
+
+def describe_file(name: str) -> str:
+    """Return "model/NAME.py" or "model/streams/NAME.py"."""
+    return f"{find_variant(name).name.replace('.', '/')}.py"
+
+
 def model_class(name: str) -> "type[GPT]":
-    """Import `model/<name>.py`, and none of the other variants, and return its class `Model`.
+    """Import the file of a variant, and none of the other variants, and return its class `Model`.
 
     Raises:
         ValueError: there is no such variant (the message suggests others), or its file is wrong
             (the message names the line)
     """
     if name not in MODEL_NAMES:
-        file = Path(__file__).parent / f"{name}.py"
-        if "." in name and file.is_file():
+        files = [folder / f"{name}.py" for folder in list_folders()]
+        file = next((file for file in files if file.is_file()), None)
+        if file is not None and "." in name:
             raise ValueError(
                 f"model={name!r}: the file name of a variant must not contain a dot; rename it to "
                 f"{name.replace('.', '_')}.py"
             )
-        if file.is_file() and b"class Model" in file.read_bytes():
+        if file is not None and b"class Model" in file.read_bytes():
             raise ValueError(
                 f"model={name!r}: the file name of a variant must contain a hyphen; rename it to "
                 f"{name}-gpt-mha-rope.py"
@@ -47,7 +88,7 @@ def model_class(name: str) -> "type[GPT]":
             f"Available: {', '.join(MODEL_NAMES)}"
         )
     with errors_as_value_errors(name):
-        variant = getattr(importlib.import_module(f"model.{name}"), "Model", None)
+        variant = getattr(importlib.import_module(find_variant(name).name), "Model", None)
         check_variant(name, variant)
     return variant
 
@@ -58,13 +99,13 @@ def check_variant(name: str, variant: object) -> None:
 
     if not (isinstance(variant, type) and issubclass(variant, GPT)):
         raise ValueError(
-            f"model/{name}.py has no class Model(GPT); end it with one that names the classes of "
+            f"{describe_file(name)} has no class Model(GPT); end it with one that names the classes of "
             "its stream"
         )
     for base in variant.Config.__mro__:
         if vars(base).get("__annotations__") and "__dataclass_fields__" not in vars(base):
             raise ValueError(
-                f"model/{name}.py: {base.__name__} has keys but is not a dataclass; put @dataclass "
+                f"{describe_file(name)}: {base.__name__} has keys but is not a dataclass; put @dataclass "
                 "above it"
             )
     collect_options(variant.Config)
@@ -95,7 +136,8 @@ def errors_as_value_errors(name: str) -> Iterator[None]:
     except Exception as error:
         if errors.describe_out_of_memory(error) is not None:
             raise
-        file = importlib.util.find_spec(f"model.{name}").origin
+        file = find_variant(name).origin
+        shown_file = describe_file(name)
         line = None
         message = str(error).strip().partition("\n")[0]
         for frame in traceback.extract_tb(error.__traceback__):
@@ -104,18 +146,12 @@ def errors_as_value_errors(name: str) -> Iterator[None]:
         if isinstance(error, SyntaxError):
             message = error.msg
             if error.filename:
-                file = error.filename
                 line = error.lineno
-        raise ValueError(
-            f"{describe_location(file, line)}: {type(error).__name__}: {message}"
-        ) from error
-
-
-def describe_location(file: str, line: int | None) -> str:
-    """Return "model/NAME.py, line N", without the line if it is not known."""
-    if line is None:
-        return f"model/{Path(file).name}"
-    return f"model/{Path(file).name}, line {line}"
+                # a module that the file imports
+                if error.filename != file:
+                    shown_file = f"model/{Path(error.filename).name}"
+        location = shown_file if line is None else f"{shown_file}, line {line}"
+        raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
 
 
 def check_settings(settings: dict[str, object], options: dict[str, Option]) -> dict[str, object]:
@@ -131,7 +167,7 @@ def check_settings(settings: dict[str, object], options: dict[str, Option]) -> d
 
 
 def make_config(name: str, settings: dict[str, object]) -> "GPTConfig":
-    """Return the Config of `model/<name>.py` with these settings.
+    """Return the Config of a variant with these settings.
 
     Raises:
         ValueError: there is no such variant, or a key or value is wrong; the message names the fix
@@ -141,7 +177,7 @@ def make_config(name: str, settings: dict[str, object]) -> "GPTConfig":
 
 
 def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "GPT":
-    """Return the model of `model/<name>.py`, initialized from the seed of torch's global generator.
+    """Return the model of a variant, initialized from the seed of torch's global generator.
 
     Args:
         config: an instance of the variant's Config

@@ -19,8 +19,8 @@ from torch.func import functional_call
 from model import build
 from model.causality import move_parameters
 from model.gpt import GPT
-from model.hyper_connections import ManifoldConnection
 from model.parameters import collect_rules
+from model.streams.hyper_connections import ManifoldConnection
 
 ROOT = Path(__file__).parents[1]
 SIZE = {**TINY, "hidden_size": 16}

@@ -45,8 +45,9 @@ def read_model_rows() -> list[tuple[str, str]]:
 def test_the_tables_of_models_have_those_of_the_paper_and_then_all_others():
     names_of_the_paper = [model_name for model_name, _ in read_model_rows()]
     assert names_of_the_paper == PAPER
-    other_names = re.findall(r"^\|.*`([\w-]+)\.py` \|$", README, flags=re.M)
-    assert sorted(other_names + PAPER) == model.MODEL_NAMES
+    other_files = re.findall(r"^\|.*`([\w/-]+\.py)` \|$", README, flags=re.M)
+    other_names = set(model.MODEL_NAMES) - set(PAPER)
+    assert {f"model/{file}" for file in other_files} == set(map(model.describe_file, other_names))
 
 
 @pytest.mark.parametrize(("model_name", "config_files"), read_model_rows())
@@ -208,7 +209,8 @@ def read_page(name: str) -> str:
 
 
 def test_the_code_on_the_variants_page_is_the_models():
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "model").glob("*.py"))
+    paths = [*(ROOT / "model").glob("*.py"), *(ROOT / "model" / "streams").glob("*.py")]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     lines = {line.strip() for line in sources.splitlines()}
     blocks = re.findall(r"```python\n(.*?)```", read_page("variants"), flags=re.S)
     assert len(blocks) == 4

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from model import build, cost
 from model.causality import move_parameters
-from model.hyper_connections import sinkhorn_knopp
 from model.parameters import collect_rules
+from model.streams.hyper_connections import sinkhorn_knopp
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
 WITH_ROPE = (

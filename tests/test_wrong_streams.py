@@ -153,6 +153,14 @@ def test_a_name_with_a_dot_is_refused(tmp_path, corpus, monkeypatch):
     assert "must not contain a dot; rename it to gated-lr0_5.py" in line
 
 
+def test_a_name_in_both_folders_is_refused(save_variant, corpus, tmp_path):
+    model_name = save_variant(GATED, "HC-gpt-mha-rope")
+    line = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", model=model_name)))
+    assert "model/HC-gpt-mha-rope.py and " in line
+    assert "model/streams/HC-gpt-mha-rope.py have the same name; rename one of them" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_faulty_file_does_not_disturb_other_runs(save_variant, corpus, tmp_path):
     save_variant(FAULTY_FILES["half a file"][0])
     arguments = small_run(corpus, tmp_path / "run", model="gpt-mha-rope", max_steps=2)

@@ -38,6 +38,7 @@ from utils.provenance import compute_digest
 # the code that the figures depend on
 CODE = (
     "model/*.py",
+    "model/streams/*.py",
     "research/analysis/common.py",
     "research/analysis/rank.py",
     "research/analysis/parts.py",

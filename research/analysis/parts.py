@@ -29,11 +29,11 @@ from torch import nn
 
 from model.block import Add, Past
 from model.ddl import DeltaRewrite, project_onto_k, read_value_channels
-from model.hyper_connections import ConnectionOutput
 from model.precision import at_least_fp32
+from model.streams.hyper_connections import ConnectionOutput
 
 # an import statement cannot name a file with hyphens in its name
-attention_residuals = importlib.import_module("model.AttnRes-gpt-mha-rope")
+attention_residuals = importlib.import_module("model.streams.AttnRes-gpt-mha-rope")
 
 Edits = dict[str, Callable]
 Details = dict[str, torch.Tensor]
@@ -369,22 +369,22 @@ def measure_mgt_details(
 
 EDITS: dict[str, Callable[[nn.Module], Edits]] = {
     "model.ddl.DeltaRewrite": make_delta_rewrite_edits,
-    "model.hyper_connections.Connection": make_connection_edits,
-    "model.AttnRes-gpt-mha-rope.DepthAttention": make_depth_attention_edits,
-    "model.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
+    "model.streams.hyper_connections.Connection": make_connection_edits,
+    "model.streams.AttnRes-gpt-mha-rope.DepthAttention": make_depth_attention_edits,
+    "model.streams.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
     "model.MGT-gpt-mha.MGTWrite": make_mgt_edits,
-    "model.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
-    "model.DenseFormer-gpt-mha-rope.DepthAverage": make_depth_average_edits,
-    "model.LAuReL-gpt-mha-rope.LAuReLWrite": make_laurel_edits,
-    "model.wide-gpt-mha-rope.WideAdd": make_wide_add_edits,
+    "model.streams.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
+    "model.streams.DenseFormer-gpt-mha-rope.DepthAverage": make_depth_average_edits,
+    "model.streams.LAuReL-gpt-mha-rope.LAuReLWrite": make_laurel_edits,
+    "model.streams.wide-gpt-mha-rope.WideAdd": make_wide_add_edits,
 }
 DETAILS: dict[str, Callable[..., Details]] = {
     "model.ddl.DeltaRewrite": measure_delta_rewrite_details,
     "model.ddl.TokenConvRead": measure_value_channel_details,
     "model.ddl.ChannelConvRead": measure_value_channel_details,
-    "model.hyper_connections.Connection": measure_connection_details,
-    "model.AttnRes-gpt-mha-rope.DepthAttention": measure_depth_attention_details,
-    "model.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
+    "model.streams.hyper_connections.Connection": measure_connection_details,
+    "model.streams.AttnRes-gpt-mha-rope.DepthAttention": measure_depth_attention_details,
+    "model.streams.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
     "model.MGT-gpt-mha.MGTWrite": measure_mgt_details,
 }
 DIRECTIONS: dict[str, Callable[..., torch.Tensor]] = {

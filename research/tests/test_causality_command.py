@@ -144,5 +144,9 @@ def test_a_file_without_a_stream_and_one_with_a_taken_name(stream_file):
     assert "has no class Model(GPT)" in line
     file = stream_file(TOKEN_BY_TOKEN, "HC-gpt-mha-rope")
     line = one_line_error(call("research/analyze.py", "causality", file))
+    assert "model/streams/HC-gpt-mha-rope.py have the same name; rename one of them" in line
+    assert str(file) in line
+    file = stream_file(TOKEN_BY_TOKEN, "gpt-mha-rope")
+    line = one_line_error(call("research/analyze.py", "causality", file))
     assert f"{file} has the same name as " in line
-    assert "model/HC-gpt-mha-rope.py; rename it" in line
+    assert "model/gpt-mha-rope.py; rename it" in line

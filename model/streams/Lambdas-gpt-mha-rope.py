@@ -17,11 +17,11 @@ from torch import nn
 
 from configurator import option
 
-from .block import Add, Block, Copies, Direct, First, Past
-from .gpt import GPT, GPTConfig
-from .layers import AttentionInputs, Positions
-from .parameters import Rule, constant
-from .precision import at_least_fp32, for_product
+from ..block import Add, Block, Copies, Direct, First, Past
+from ..gpt import GPT, GPTConfig
+from ..layers import AttentionInputs, Positions
+from ..parameters import Rule, constant
+from ..precision import at_least_fp32, for_product
 
 
 @dataclass

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .block import Add, Block, Copies, First, Past
-from .gpt import GPT, GPTConfig
-from .layers import AttentionInputs, Positions, RMSNorm
-from .parameters import FIXED, OUTPUT, Rule, constant, linear, normal, one_hot
-from .precision import at_least_fp32, linear_fp32
+from ..block import Add, Block, Copies, First, Past
+from ..gpt import GPT, GPTConfig
+from ..layers import AttentionInputs, Positions, RMSNorm
+from ..parameters import FIXED, OUTPUT, Rule, constant, linear, normal, one_hot
+from ..precision import at_least_fp32, linear_fp32
 
 NUM_WAYS = 4
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .block import Add, Direct, Past, WritingBlock
-from .gpt import GPT, GPTConfig
-from .parameters import Rule, constant
-from .precision import at_least_fp32
+from ..block import Add, Direct, Past, WritingBlock
+from ..gpt import GPT, GPTConfig
+from ..parameters import Rule, constant
+from ..precision import at_least_fp32
 
 
 def normalize(x: torch.Tensor) -> torch.Tensor:

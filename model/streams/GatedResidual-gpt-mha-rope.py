@@ -24,12 +24,12 @@ from torch import nn
 
 from configurator import option
 
-from .block import Block, Past
-from .ddl import Repeat
-from .gpt import GPT
+from ..block import Block, Past
+from ..ddl import Repeat
+from ..gpt import GPT
+from ..parameters import FIXED, HIDDEN, OUTPUT, Rule, constant, linear, normal
+from ..precision import at_least_fp32, for_product, linear_fp32
 from .hyper_connections import StreamsConfig
-from .parameters import FIXED, HIDDEN, OUTPUT, Rule, constant, linear, normal
-from .precision import at_least_fp32, for_product, linear_fp32
 
 
 @dataclass

@@ -24,10 +24,10 @@ from torch import nn
 
 from configurator import option
 
-from .block import Add, Block, Past
-from .gpt import GPT, GPTConfig
-from .layers import LayerNorm, Positions, RMSNorm
-from .precision import at_least_fp32
+from ..block import Add, Block, Past
+from ..gpt import GPT, GPTConfig
+from ..layers import LayerNorm, Positions, RMSNorm
+from ..precision import at_least_fp32
 
 
 @dataclass

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .block import Add, Block, Direct, Past
-from .gpt import GPT, GPTConfig
-from .parameters import Rule, constant, normal
-from .precision import at_least_fp32
+from ..block import Add, Block, Direct, Past
+from ..gpt import GPT, GPTConfig
+from ..parameters import Rule, constant, normal
+from ..precision import at_least_fp32
 
 
 class NormalizedEmbedding(Direct):

@@ -6,9 +6,9 @@ There is one scalar per sublayer (equation 1).
 import torch
 from torch import nn
 
-from .block import Add, Past, WritingBlock
-from .gpt import GPT, GPTConfig
-from .parameters import Rule, constant
+from ..block import Add, Past, WritingBlock
+from ..gpt import GPT, GPTConfig
+from ..parameters import Rule, constant
 
 
 class ScaledAdd(Add):

@@ -10,9 +10,9 @@ import torch
 
 from configurator import option
 
-from .block import Block, Past
-from .ddl import TokenConvRead
-from .gpt import GPT, GPTConfig
+from ..block import Block, Past
+from ..ddl import TokenConvRead
+from ..gpt import GPT, GPTConfig
 
 
 @dataclass

@@ -3,8 +3,8 @@
 mHC stands for Manifold-Constrained Hyper-Connections.
 """
 
-from .ddl import Repeat
-from .gpt import GPT
+from ..ddl import Repeat
+from ..gpt import GPT
 from .hyper_connections import ManifoldBlock, ManifoldConfig, manifold_readout
 
 

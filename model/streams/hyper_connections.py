@@ -22,11 +22,11 @@ from torch import nn
 
 from configurator import option
 
-from .block import Block, Past
-from .config import GPTConfig
-from .layers import LayerNorm
-from .parameters import OUTPUT, Rule, constant, linear, normal, one_hot
-from .precision import at_least_fp32, linear_fp32, name_operator
+from ..block import Block, Past
+from ..config import GPTConfig
+from ..layers import LayerNorm
+from ..parameters import OUTPUT, Rule, constant, linear, normal, one_hot
+from ..precision import at_least_fp32, linear_fp32, name_operator
 
 
 @dataclass

@@ -13,10 +13,10 @@ from torch import nn
 
 from configurator import option
 
-from .block import Add, Direct, Past, WritingBlock
-from .gpt import GPT, GPTConfig
-from .parameters import FIXED, OUTPUT, Rule, constant, linear, normal
-from .precision import at_least_fp32, linear_fp32
+from ..block import Add, Direct, Past, WritingBlock
+from ..gpt import GPT, GPTConfig
+from ..parameters import FIXED, OUTPUT, Rule, constant, linear, normal
+from ..precision import at_least_fp32, linear_fp32
 
 
 @dataclass

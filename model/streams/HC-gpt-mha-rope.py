@@ -3,8 +3,8 @@
 The weights with which a sublayer reads, mixes and writes the streams may depend on the token.
 """
 
-from .ddl import Repeat
-from .gpt import GPT
+from ..ddl import Repeat
+from ..gpt import GPT
 from .hyper_connections import HyperBlock, HyperConfig, SumOfStreams
 
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from configurator import option
 
-from .block import Past, WritingBlock
-from .ddl import ChannelConvRead, Repeat, TokenConvRead
-from .ddl_config import ValueChannelsConfig
-from .gpt import GPT
-from .parameters import Rule
+from ..block import Past, WritingBlock
+from ..ddl import ChannelConvRead, Repeat, TokenConvRead
+from ..ddl_config import ValueChannelsConfig
+from ..gpt import GPT
+from ..parameters import Rule
 
 
 @dataclass

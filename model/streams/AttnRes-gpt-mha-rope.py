@@ -14,10 +14,10 @@ from torch import nn
 
 from configurator import option
 
-from .block import Block, Copies, Past
-from .gpt import GPT, GPTConfig
-from .parameters import OUTPUT, Rule, constant
-from .precision import at_least_fp32
+from ..block import Block, Copies, Past
+from ..gpt import GPT, GPTConfig
+from ..parameters import OUTPUT, Rule, constant
+from ..precision import at_least_fp32
 
 NORM_EPS = 1e-5
 

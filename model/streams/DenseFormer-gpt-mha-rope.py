@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from .block import Add, Block, Direct, Past
-from .gpt import GPT, GPTConfig
-from .parameters import Rule, one_hot
-from .precision import at_least_fp32
+from ..block import Add, Block, Direct, Past
+from ..gpt import GPT, GPTConfig
+from ..parameters import Rule, one_hot
+from ..precision import at_least_fp32
 
 
 class Start(Direct):
