@@ -102,11 +102,6 @@ class GPTConfig:
         "factor in the initial standard deviation of all matrices except embeddings; see init",
         low=0,
     )
-    init_order: Literal["named", "sequential"] = option(
-        "named",
-        "order of random numbers in the initialization; named seeds each parameter by the seed and "
-        "its name; sequential draws all parameters from one generator, one after the other",
-    )
     num_hidden_layers_base: int | None = option(
         None,
         "base depth of depth scaling, which multiplies each sublayer's update of the residual "

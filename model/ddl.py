@@ -60,8 +60,8 @@ class DeltaRewrite(nn.Module):
         super().__init__()
         self.config = config
         self.rules = {}
-        # The order of the parameters is that of these lines. It decides the sum of the gradient
-        # norm, and the random numbers of init_order=sequential.
+        # The order of the parameters is that of these lines. It decides the last bits of the gradient
+        # norm.
         self.add_gate()
         if config.ddl_erase_gate == "own":
             self.add_erase_gate()

@@ -26,7 +26,6 @@ from .parameters import (
     linear,
     normal,
     start_by_name,
-    start_one_after_another,
 )
 from .precision import at_least_fp32, compute_dtype, for_product
 
@@ -134,11 +133,8 @@ class GPT(nn.Module):
         self.initialized_ids = {id(parameter) for parameter in self.parameters()}
         if self.transformer.wte.weight.is_meta:
             return
-        if self.config.init_order == "named":
-            for name, parameter in self.named_parameters():
-                start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
-        else:
-            start_one_after_another(self, rules)
+        for name, parameter in self.named_parameters():
+            start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
 
     def check_parameters(self) -> None:
         """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""

@@ -77,25 +77,6 @@ def start_by_name(name: str, parameter: torch.Tensor, rule: Rule, seed: int) -> 
         rule.start(parameter)
 
 
-def start_one_after_another(model: nn.Module, rules: dict[str, Rule]) -> None:
-    """Initialize all parameters of a model in place from torch's global generator."""
-    layer_weights = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
-    }
-    # The weights of layers come last. This order decides which random numbers each parameter gets,
-    # so it must stay.
-    in_order = sorted(model.named_parameters(), key=lambda item: item[0] in layer_weights)
-    for name, parameter in in_order:
-        source_name = rules[name].start_as
-        if source_name is None:
-            rules[name].start(parameter)
-        else:
-            # it draws no numbers, and its source comes earlier in this order
-            parameter.copy_(model.get_parameter(source_name))
-
-
 def normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that draws a parameter from N(0, std)."""
     return partial(nn.init.normal_, std=std)

@@ -179,10 +179,14 @@ def norm_placement(weights, cfg, xs):
 # Attention Residuals, of one token: V, the list of its sources.
 
 
+def depth_weights(query, V):
+    scores = torch.stack([query @ rms_norm(source, 1.0, 1e-5) for source in V]).exp()
+    return scores / scores.sum()
+
+
 def depth_attention(query, V):
     """Return x_in, from a list of sources V."""
-    scores = torch.stack([query @ rms_norm(source, 1.0, 1e-5) for source in V]).exp()
-    return sum(a * source for a, source in zip(scores / scores.sum(), V))
+    return sum(a * source for a, source in zip(depth_weights(query, V), V))
 
 
 def sources(x, hs, cfg):

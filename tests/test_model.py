@@ -260,11 +260,10 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("init_order", ["named", "sequential"])
 @pytest.mark.parametrize(("options", "num_parameters"), GATES.values(), ids=GATES)
-def test_an_own_erase_gate_starts_as_the_shared_rule(options, num_parameters, init_order):
+def test_an_own_erase_gate_starts_as_the_shared_rule(options, num_parameters):
     """A separate erase gate starts with the parameters of beta in every site."""
-    settings = {**TINY, **options, "init_order": init_order, "ddl_beta_init": 0.7}
+    settings = {**TINY, **options, "ddl_beta_init": 0.7}
     own = build("DDL-gpt-mha-rope", ddl_erase_gate="own", **settings).double()
     weights = own.state_dict()
     erase_names = [name for name in weights if ".beta_erase" in name]
