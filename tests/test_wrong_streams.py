@@ -314,7 +314,7 @@ def test_the_loss_that_is_trained_is_capped(example_streams):
 
 
 def test_attention_of_separate_inputs_for_queries_keys_and_values():
-    """Compare with the heads of each input, changed values and a softmax written out."""
+    """Compare with the heads of each input and a softmax written out."""
     tiny_model = build(
         "gpt-mha-rope",
         vocab_size=29,
@@ -330,9 +330,8 @@ def test_attention_of_separate_inputs_for_queries_keys_and_values():
     _, k, _ = attention.heads(key_input, positions)
     _, _, v = attention.heads(value_input, positions)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2 + torch.full((5, 5), -torch.inf).triu(1)
-    mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), 3 * v + 1).flatten(2)
-    inputs = AttentionInputs(query_input, key_input, value_input, lambda values: 3 * values + 1)
-    output = attention(inputs, positions)
+    mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).flatten(2)
+    output = attention(AttentionInputs(query_input, key_input, value_input), positions)
     torch.testing.assert_close(output, mixed @ attention.c_proj.weight.T, rtol=0, atol=1e-12)
 
 

@@ -10,7 +10,7 @@ by those of x_0, v_0 and the outputs of the first half that the keys ask for.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from configurator import option
 
 from ..block import Add, Block, Copies, Direct, First, Past
 from ..gpt import GPT, GPTConfig
-from ..layers import AttentionInputs, Positions
+from ..layers import CausalSelfAttention, Positions
 from ..parameters import Rule, constant
 from ..precision import at_least_fp32, for_product
 
@@ -159,6 +159,24 @@ class LambdasWrite(Add):
         return x, *rest
 
 
+class ChangedValues(NamedTuple):
+    """The input c of `LambdasAttention`, and the function that changes its values."""
+
+    # (B, T, d)
+    c: torch.Tensor
+
+    # from and to values (B, T, H, head_dim)
+    change: Callable[[torch.Tensor], torch.Tensor]
+
+
+class LambdasAttention(CausalSelfAttention):
+    """Attention that uses changed values; the cache stores them as well."""
+
+    def project(self, x: ChangedValues) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().project(for_product(x.c, self.c_q.weight))
+        return q, k, x.change(v).to(v.dtype)
+
+
 class LambdasBlock(Block):
     def __init__(self, config: LambdasConfig, layer: int):
         super().__init__(config, layer)
@@ -189,19 +207,12 @@ class LambdasBlock(Block):
             pops_skip=pops_skip,
             first_values=self.compute_values if appends_values else None,
         )
-        self.sites = (
-            replace(
-                attn,
-                read=self.begin,
-                inputs=self.attention_inputs if changes_values else None,
-                write=attn_write,
-            ),
-            replace(
-                mlp,
-                read=Direct(),
-                write=LambdasWrite(config, pushes_skip=pushes_skip),
-            ),
-        )
+        attn = replace(attn, read=self.begin, write=attn_write)
+        if changes_values:
+            self.attn = LambdasAttention(config)
+            attn = replace(attn, sublayer=self.attn, inputs=self.attention_inputs)
+        mlp = replace(mlp, read=Direct(), write=LambdasWrite(config, pushes_skip=pushes_skip))
+        self.sites = (attn, mlp)
 
     def compute_values(self, c: torch.Tensor) -> torch.Tensor:
         """Return the values of attention, (B, T, H * head_dim)."""
@@ -209,7 +220,7 @@ class LambdasBlock(Block):
 
     def attention_inputs(
         self, c: torch.Tensor, x_in: tuple[torch.Tensor, ...], positions: Positions
-    ) -> AttentionInputs:
+    ) -> ChangedValues:
         """Return c, with a change of the values by those of block 0 and by the token embedding."""
 
         def change_values(v: torch.Tensor) -> torch.Tensor:
@@ -221,7 +232,7 @@ class LambdasBlock(Block):
                 v = v + positions.embed(self.embedding).view_as(v).to(v.dtype)
             return v
 
-        return AttentionInputs(query=c, key=c, value=c, change_values=change_values)
+        return ChangedValues(c, change_values)
 
 
 def copies_of_embedding(config: LambdasConfig) -> Copies:
