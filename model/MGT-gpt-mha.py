@@ -178,7 +178,7 @@ class MGTBlock(WritingBlock):
             )
 
 
-def final_norm(config: MGTConfig) -> nn.Module:
+def norm_after_last_block(config: MGTConfig) -> nn.Module:
     """Return the norm before the output layer; none if post-norm, as the last write has one."""
     return nn.Identity() if config.post_norm else LayerNorm(config.hidden_size)
 
@@ -186,4 +186,4 @@ def final_norm(config: MGTConfig) -> nn.Module:
 class Model(GPT):
     Config = MGTConfig
     Block = MGTBlock
-    FinalNorm = staticmethod(final_norm)
+    FinalNorm = staticmethod(norm_after_last_block)

@@ -20,8 +20,6 @@ from utils import errors
 if TYPE_CHECKING:
     from .gpt import GPT, GPTConfig
 
-PACKAGES = ("model", "model.streams")
-
 
 def list_folders() -> list[Path]:
     """Return the folders with the files of variants."""
@@ -47,14 +45,14 @@ def find_variant(name: str) -> ModuleSpec:
     Raises:
         ValueError: both folders have a file of this name
     """
-    specs = [importlib.util.find_spec(f"{package}.{name}") for package in PACKAGES]
-    found = [spec for spec in specs if spec is not None]
-    if len(found) > 1:
+    beside_ddl = importlib.util.find_spec(f"model.{name}")
+    in_streams = importlib.util.find_spec(f"model.streams.{name}")
+    if beside_ddl is not None and in_streams is not None:
         raise ValueError(
-            f"model={name!r}: {found[0].origin} and {found[1].origin} have the same name; rename one "
-            "of them"
+            f"model={name!r}: {beside_ddl.origin} and {in_streams.origin} have the same name; rename "
+            "one of them"
         )
-    return found[0]
+    return beside_ddl or in_streams
 
 
 def describe_file(name: str) -> str:

@@ -196,6 +196,9 @@ STARTS = {
             0,
         ),
         ({"mhc_mix": "identity"}, "*.scales", 0.01, 0),
+        ({"mhc_readout": "sigmoid"}, "readout.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
+        ({"mhc_readout": "sigmoid"}, "readout.bias", 0, 0),
+        ({"mhc_readout": "sigmoid"}, "readout.scale", 0.01, 0),
     ],
     "MGT-gpt-mha": [
         ({}, "*.gate.weight", 0, 0.5 / 16),

@@ -75,9 +75,9 @@ class ManifoldConfig(StreamsConfig):
     )
     mhc_rows_last: bool = option(
         True,
-        "with mhc_mix=sinkhorn, normalize the rows of the mixing matrix last, so that the weights into each stream sum "
-        "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
-        "each stream sum to 1",
+        "with mhc_mix=sinkhorn, normalize the rows of the mixing matrix last, so that the weights "
+        "into each stream sum to 1, as in the mHC paper; False normalizes the columns last, so that "
+        "the weights out of each stream sum to 1",
     )
 
     def __post_init__(self):
