@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from .block import Site, State, Stream, count_state_numbers
 from .gpt import GPT, without_initialization
-from .layers import Positions
 
 
 class Cost(NamedTuple):
@@ -88,18 +87,15 @@ def run_once(model: GPT) -> Cost:
     block_size = model.config.block_size
     states = []
     for layer in model.transformer.h:
-        layer.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
+        layer.register_forward_hook(lambda module, inputs, output: states.append(output))
     counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
     checking_stream = CheckingStream(block_size, model.config.hidden_size)
     with counter, model.through(checking_stream):
         ids = torch.zeros(1, block_size, dtype=torch.int64)
-        hidden, extra_loss = model.hidden_and_extra_loss(ids)
+        hidden = model.hidden(ids)
         logits = model.logits(hidden)
     # which parameters have a gradient does not depend on the loss, as long as it reads all logits
-    loss = logits.sum()
-    if extra_loss is not None:
-        loss = loss + extra_loss.sum()
-    loss.backward()
+    logits.sum().backward()
 
     parts = [model.input_embed, model.readout]
     for site in model.sites:
@@ -131,9 +127,9 @@ class CheckingStream(Stream):
         self.x_in_shape = (1, num_tokens, hidden_size)
 
     def read(
-        self, site: Site, state: State, cache: dict | None, positions: Positions
+        self, site: Site, state: State, cache: dict | None
     ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
-        return super().read(replace(site, read=self.checked_read(site)), state, cache, positions)
+        return super().read(replace(site, read=self.checked_read(site)), state, cache)
 
     def checked_read(self, site: Site) -> Callable:
         """Return the read of the site, with a check of what it returns."""
@@ -156,8 +152,8 @@ class CheckingStream(Stream):
         x_in: torch.Tensor | tuple,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
-        new_state, extra_loss = super().write(site, state, h, x_in, c, cache)
+    ) -> State:
+        new_state = super().write(site, state, h, x_in, c, cache)
         tensors = tree_leaves(new_state)
         is_state = bool(tensors) and all(
             torch.is_tensor(tensor) and tensor.shape[:2] == self.state_shape for tensor in tensors
@@ -165,7 +161,7 @@ class CheckingStream(Stream):
         if not is_state:
             expected = "the new state, a tensor (B, T, ...) or a tuple of them"
             refuse_output(site, site.write, new_state, expected)
-        return new_state, extra_loss
+        return new_state
 
 
 def refuse_output(site: Site, part: Callable, output: object, expected: str) -> NoReturn:

@@ -128,15 +128,9 @@ class Doubled(DeltaRewrite):
 kernels.DELTA.writes.add(Doubled)
 
 
-class Penalized(Add):
-    def extra_loss(self, state, h, x_in, c, written):
-        return h.square().mean()
-
-
-def all_losses(self, ids, targets=None, cache=None, return_logits=False):
+def penalized_loss(self, ids, targets=None, cache=None, return_logits=False):
     logits, loss = GPT.forward(self, ids, targets, cache, return_logits)
-    extra = self.hidden_and_extra_loss(ids)[1]
-    return logits, None if loss is None else loss + extra
+    return logits, None if loss is None else loss + 0.01
 
 
 class Branching(Add):
@@ -207,8 +201,8 @@ BROKEN = {
         "fused",
         "form of DeltaRewrite, Doubled computes",
     ),
-    "side loss in the loss": (
-        additive(write=Penalized, forward=all_losses),
+    "a penalty in the loss": (
+        additive(forward=penalized_loss),
         "losses",
         "cross-entropy of its logits",
     ),
