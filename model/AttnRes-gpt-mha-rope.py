@@ -122,12 +122,8 @@ class RoutedAttention(nn.Module):
         self.scale = config.attn_res_scale
         self.eps = config.attn_res_norm_eps
         # the embedding, and the runs that have begun before
-        self.num_sources = 1 + math.ceil(site / config.run_length)
-        self.has_normed_values = config.attn_res_values == "normed" and self.num_sources > 1
-
-    def elementwise_flops(self) -> int:
-        # a score and a term of the weighted sum for each source
-        return 4 * self.num_sources * self.query.numel()
+        num_sources = 1 + math.ceil(site / config.run_length)
+        self.has_normed_values = config.attn_res_values == "normed" and num_sources > 1
 
     def forward(
         self, state: tuple[torch.Tensor, ...], past: Past | None = None
@@ -191,11 +187,7 @@ class Append(nn.Module):
 
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__()
-        self.hidden_size = config.hidden_size
         self.begins_run = site % config.run_length == 0
-
-    def elementwise_flops(self) -> int:
-        return 0 if self.begins_run else self.hidden_size
 
     def forward(
         self,
@@ -240,9 +232,6 @@ class DeltaAttention(DepthAttention):
         self.gate = nn.Parameter(torch.empty(1))
         self.rules["gate"] = Rule(constant(config.attn_res_gate))
 
-    def elementwise_flops(self) -> int:
-        return super().elementwise_flops() + 2 * self.query.numel()
-
     def forward(
         self, state: tuple[torch.Tensor, ...], past: Past | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,9 +246,6 @@ class AppendAndAdd(Append):
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__(config, site)
         self.add = Add(config)
-
-    def elementwise_flops(self) -> int:
-        return super().elementwise_flops() + self.hidden_size
 
     def forward(
         self,

@@ -72,7 +72,6 @@ class FracConnection(nn.Module):
         m = config.frac_parts
         part_size = config.hidden_size // m
         self.num_parts = m
-        self.hidden_size = config.hidden_size
         self.norm = LayerNorm(part_size)
         # rows of the maps: those of A, then that of b
         self.maps = linear(part_size, 2 * m + 1, Rule(constant(0.0), OUTPUT, decay=True))
@@ -86,9 +85,6 @@ class FracConnection(nn.Module):
             "scale": Rule(constant(0.01)),
             "write_scale": Rule(constant(0.01)),
         }
-
-    def elementwise_flops(self) -> int:
-        return 4 * self.num_parts * self.hidden_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> FracOutput:
         m = self.num_parts
@@ -108,10 +104,6 @@ class FracWrite(nn.Module):
 
     def __init__(self, config: FracConfig):
         super().__init__()
-        self.hidden_size = config.hidden_size
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.hidden_size
 
     def forward(
         self,

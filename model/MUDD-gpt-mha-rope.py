@@ -98,13 +98,6 @@ class DenseConnection(nn.Module):
         self.first = linear(d, size, first_rule)  # W1
         self.second = linear(size, size, second_rule)  # W2
 
-    def elementwise_flops(self) -> int:
-        num_ways = len(self.static)
-        flops = 2 * self.static.numel() * self.first.in_features
-        if self.has_norms:
-            flops += num_ways * self.first.in_features
-        return flops
-
     def forward(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, *earlier_outputs = state
         x_fp32 = x.to(at_least_fp32(x.dtype))

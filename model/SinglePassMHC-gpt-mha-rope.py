@@ -95,11 +95,7 @@ class ReadOfLastSite(nn.Module):
 
     def __init__(self, config: SinglePassConfig):
         super().__init__()
-        self.state_size = config.hc_streams * config.hidden_size
         self.rounded = config.mhc_read_dtype == "state"
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.state_size
 
     def forward(
         self, state: tuple[torch.Tensor, torch.Tensor], past: Past | None = None

@@ -75,9 +75,6 @@ class Canon(Taps):
         # a convolution of the sublayer's input: the state itself is read as it is
         super().__init__(num_features, 4, start=start)
 
-    def elementwise_flops(self) -> int:
-        return 2 * self.weight.numel()
-
     def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         x_fp32 = x.to(at_least_fp32(x.dtype))
         taps = self.weight.to(x_fp32.dtype).flip(1).unbind(1)  # the current token's first
@@ -104,9 +101,6 @@ class CanonAttention(CausalSelfAttention):
         super().__init__(config)
         self.canon = Canon(config, 3 * self.num_heads * self.head_dim)
 
-    def elementwise_flops(self) -> int:
-        return self.canon.elementwise_flops()
-
     def forward(
         self, x: torch.Tensor, positions: Positions, cache: dict | None = None
     ) -> torch.Tensor:
@@ -125,9 +119,6 @@ class CanonMLP(MLP):
     def __init__(self, config: ConvConfig):
         super().__init__(config)
         self.canon = Canon(config, 2 * self.c_proj.in_features)
-
-    def elementwise_flops(self) -> int:
-        return self.canon.elementwise_flops()
 
     def forward(
         self,

@@ -228,11 +228,7 @@ class Connection(nn.Module):
         """rounded: whether x_in is rounded to the dtype of the state"""
         super().__init__()
         self.num_streams = config.hc_streams
-        self.hidden_size = config.hidden_size
         self.rounded = rounded
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.num_streams * self.hidden_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> ConnectionOutput:
         """Read from a state (B, T, n, d)."""
@@ -255,11 +251,7 @@ class MixAndAdd(nn.Module):
         """rounded: whether the weights and each of the two terms are rounded to the state's dtype"""
         super().__init__()
         self.num_streams = config.hc_streams
-        self.hidden_size = config.hidden_size
         self.rounded = rounded
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.num_streams * (self.num_streams + 1) * self.hidden_size
 
     def forward(
         self,
@@ -393,11 +385,7 @@ class SumOfStreams(nn.Module):
     def __init__(self, config: StreamsConfig, rounded: bool = False):
         """rounded: whether the sum is rounded to the dtype of the state"""
         super().__init__()
-        self.state_size = config.hc_streams * config.hidden_size
         self.rounded = rounded
-
-    def elementwise_flops(self) -> int:
-        return self.state_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         total = self.combine(state.to(at_least_fp32(state.dtype)))
@@ -689,7 +677,6 @@ class WeightedStreams(nn.Module):
     def __init__(self, config: ManifoldConfig):
         super().__init__()
         n = config.hc_streams
-        self.hidden_size = config.hidden_size
         self.norm_eps = config.mhc_norm_eps
         self.read_eps = config.mhc_read_eps
         self.rounded = config.mhc_read_dtype == "state"
@@ -702,9 +689,6 @@ class WeightedStreams(nn.Module):
             "bias": Rule(constant(bias_init)),
             "scale": Rule(constant(config.mhc_scale_init)),
         }
-
-    def elementwise_flops(self) -> int:
-        return 2 * len(self.bias) * self.hidden_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         streams = state.to(at_least_fp32(state.dtype))

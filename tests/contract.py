@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from model import cost, kernels
 from model.block import Site, State, Stream, count_state_numbers
@@ -216,7 +215,7 @@ def check_checkpointing(cls: type[GPT]) -> None:
 
 
 def check_costs(cls: type[GPT]) -> None:
-    """Check the FLOPs against torch's count and the parts, and the state's bytes against memory."""
+    """Check the state's bytes against memory, and that they do not depend on the context."""
     model = cls(cls.Config(**{**TINY, "num_hidden_layers": 2}))
     ids = tokens(1, TINY["block_size"])
     states = []
@@ -226,24 +225,7 @@ def check_costs(cls: type[GPT]) -> None:
         model(ids[:, :1])
         state_numbers = max(map(count_state_numbers, states))
         states.clear()
-        with FlopCounterMode(display=False, custom_mapping=cost.ATTENTION) as counter:
-            model(ids)
-    parts = [
-        model.input_embed,
-        model.readout,
-        *(
-            part
-            for site in sites_of(model)
-            for part in (site.read, site.sublayer, site.write, site.post_write)
-        ),
-    ]
-    elementwise_flops = sum(
-        part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
-    )
-    # the backward pass takes twice as many as the forward pass
-    flops = 3 * (counter.get_total_flops() // TINY["block_size"] + elementwise_flops)
-    flops_per_token = cost.flops_per_token(model)
-    assert flops_per_token == flops, f"flops_per_token() is {flops_per_token}, {flops} were counted"
+        model(ids)
     memory = max(sum(tensor.nbytes for tensor in tree_leaves(state)) for state in states)
     state_bytes = memory // ids.numel()
     predicted_bytes = cost.state_bytes_per_token(model, torch.float32)
