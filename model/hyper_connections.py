@@ -12,6 +12,7 @@ addition, functions of the state of the token (dynamic). They are computed in at
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ from .block import Block, Past
 from .config import GPTConfig
 from .layers import LayerNorm
 from .parameters import OUTPUT, Rule, constant, linear, normal, one_hot
-from .precision import at_least_fp32, linear_fp32, name_operator
+from .precision import at_least_fp32, linear_fp32
 
 
 @dataclass
@@ -401,6 +402,18 @@ class MeanOfStreams(SumOfStreams):
 
     def combine(self, streams: torch.Tensor) -> torch.Tensor:
         return streams.mean(2)
+
+
+def name_operator(name: str) -> str:
+    """Return the full name of a custom operator.
+
+    An exported folder has a copy of this module, which transformers may execute in the same process.
+    Each copy has names of its own, because registering an operator frees an earlier one of the same
+    name, which may be in use.
+    """
+    if __name__.startswith("model."):
+        return f"ddl::{name}"
+    return f"ddl::{name}_{re.sub(r'[^0-9A-Za-z]', '_', __package__)}"
 
 
 # The algorithm is forty small operations in sequence, each of which the compiler would inline into
