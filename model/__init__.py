@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import importlib.util
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,63 +29,20 @@ def model_class(name: str) -> "type[GPT]":
             (the message names the line)
     """
     if name not in MODEL_NAMES:
-        file = Path(__file__).parent / f"{name}.py"
-        if "." in name and file.is_file():
-            raise ValueError(
-                f"model={name!r}: the file name of a variant must not contain a dot; rename it to "
-                f"{name.replace('.', '_')}.py"
-            )
-        if file.is_file() and b"class Model" in file.read_bytes():
-            raise ValueError(
-                f"model={name!r}: the file name of a variant must contain a hyphen; rename it to "
-                f"{name}-gpt-mha-rope.py"
-            )
         suggestion = errors.suggest(name, MODEL_NAMES)
         raise ValueError(
             f"model={name!r} is not a model variant{suggestion or '.'} "
             f"Available: {', '.join(MODEL_NAMES)}"
         )
     with errors_as_value_errors(name):
-        variant = getattr(importlib.import_module(f"model.{name}"), "Model", None)
-        check_variant(name, variant)
-    return variant
-
-
-def check_variant(name: str, variant: object) -> None:
-    """Raise ValueError if `Model` of a variant's file, or its Config, is not what it must be."""
-    from .gpt import GPT  # here, because importing torch takes seconds
-
-    if not (isinstance(variant, type) and issubclass(variant, GPT)):
-        raise ValueError(
-            f"model/{name}.py has no class Model(GPT); end it with one that names the classes of "
-            "its stream"
-        )
-    for base in variant.Config.__mro__:
-        if vars(base).get("__annotations__") and "__dataclass_fields__" not in vars(base):
-            raise ValueError(
-                f"model/{name}.py: {base.__name__} has keys but is not a dataclass; put @dataclass "
-                "above it"
-            )
-    collect_options(variant.Config)
-
-
-def every_config() -> "list[type[GPTConfig]]":
-    """Return the Config of every variant. One whose file is wrong is reported, and left out."""
-    configs = []
-    for name in MODEL_NAMES:
-        try:
-            configs.append(model_class(name).Config)
-        except ValueError as error:
-            print(f"note: {error}; its keys are not listed", file=sys.stderr)
-    return configs
+        return importlib.import_module(f"model.{name}").Model
 
 
 @contextlib.contextmanager
 def errors_as_value_errors(name: str) -> Iterator[None]:
-    """Raise whatever the code of a variant raises inside as a ValueError of one line.
+    """Raise an error of the code of a variant as a ValueError of one line, with its file and line.
 
-    The message names the file and, where it is known, the line. A ValueError stays as it is,
-    because its message says what to do, and so does a failed allocation.
+    A ValueError stays as it is, because its message says what to do, and so does a failed allocation.
     """
     try:
         yield
@@ -96,26 +52,15 @@ def errors_as_value_errors(name: str) -> Iterator[None]:
         if errors.describe_out_of_memory(error) is not None:
             raise
         file = importlib.util.find_spec(f"model.{name}").origin
-        line = None
+        location = f"model/{Path(file).name}"
         message = str(error).strip().partition("\n")[0]
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == file:
-                line = frame.lineno
+                location = f"model/{Path(file).name}, line {frame.lineno}"
         if isinstance(error, SyntaxError):
+            location = f"model/{Path(error.filename).name}, line {error.lineno}"
             message = error.msg
-            if error.filename:
-                file = error.filename
-                line = error.lineno
-        raise ValueError(
-            f"{describe_location(file, line)}: {type(error).__name__}: {message}"
-        ) from error
-
-
-def describe_location(file: str, line: int | None) -> str:
-    """Return "model/NAME.py, line N", without the line if it is not known."""
-    if line is None:
-        return f"model/{Path(file).name}"
-    return f"model/{Path(file).name}, line {line}"
+        raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
 
 
 def check_settings(settings: dict[str, object], options: dict[str, Option]) -> dict[str, object]:
@@ -153,8 +98,4 @@ def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "
     """
     if config is None:
         config = make_config(name, settings)
-    model = model_class(name)(config)
-    # its own __init__ may have changed parameters after they were initialized
-    model.check_initialized()
-    model.check_parameters()
-    return model
+    return model_class(name)(config)

@@ -20,8 +20,6 @@ from .layers import Positions, RMSNorm, rope_tables
 from .loss import linear_cross_entropy, scale_logits
 from .parameters import (
     Rule,
-    check_no_shared_memory,
-    check_registered,
     collect_rules,
     linear,
     normal,
@@ -126,31 +124,13 @@ class GPT(nn.Module):
         On the meta device there is nothing to initialize, but the rules are checked.
 
         Raises:
-            ValueError: a parameter has no rule, or two
+            ValueError: a parameter has no rule
         """
-        self.check_parameters()
         rules = collect_rules(self)
-        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
         if self.transformer.wte.weight.is_meta:
             return
         for name, parameter in self.named_parameters():
             start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
-
-    def check_parameters(self) -> None:
-        """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""
-        check_no_shared_memory(self)
-        parts = [part for site in self.sites for part in vars(site).values()]
-        check_registered(self, [part for part in parts if isinstance(part, nn.Module)])
-
-    def check_initialized(self) -> None:
-        """Raise ValueError if a subclass added a parameter after the others were initialized."""
-        for name, parameter in self.named_parameters():
-            if id(parameter) not in self.initialized_ids:
-                raise ValueError(
-                    f"{name} was added after the parameters were initialized; name the class of its "
-                    "module as Expander, Block, Readout or FinalNorm of the model, or call "
-                    "self.init_weights() at the end of __init__"
-                )
 
     def use_stream(self, stream: Stream) -> None:
         """Run the residual stream by this object."""

@@ -11,7 +11,7 @@ from model.block import Add, Block, Direct, delay
 from model.ddl import DeltaBlock, DeltaRewrite, Repeat, SingleChannelRead
 from model.ddl_config import SingleChannelConfig
 from model.gpt import GPT
-from model.parameters import Rule, constant
+from model.parameters import Rule
 
 
 def additive(read: Callable = Direct, write: Callable = Add, **members) -> type[GPT]:
@@ -75,16 +75,6 @@ class NeverFilled(Gated):
     def __init__(self, config):
         super().__init__(config)
         self.rules = {"gate": Rule(lambda gate: None)}
-
-
-class TwoRules(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.inner = NeverFilled(config)
-        self.rules = {"inner.gate": Rule(constant(1.0))}
-
-    def forward(self, *arguments):
-        return self.inner(*arguments)
 
 
 class Ahead(Direct):
@@ -162,14 +152,13 @@ BROKEN = {
     "forgets an initialization": (
         additive(write=Gated),
         "rules",
-        r"parts\.0\.1\.gate has no rule: give its Gated",
+        r"parts\.0\.1\.gate has no rule: add one to the dict `rules` of its Gated",
     ),
     "a rule that fills nothing": (
         additive(write=NeverFilled),
         "rules",
         r"rule of .*gate leaves numbers as they were",
     ),
-    "two rules": (additive(write=TwoRules), "rules", r"parts\.0\.1\.inner\.gate has two rules"),
     "no part of the block": (
         type("Model", (GPT,), {"Block": OneGate}),
         "rules",

@@ -11,6 +11,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from model import cost, kernels
@@ -60,6 +61,13 @@ def check_rules(cls: type[GPT]) -> None:
     with filled_with_nan():
         model = cls(cls.Config(**TINY))
     rules = collect_rules(model)
+    registered = set(model.parameters())
+    for site in sites_of(model):
+        for part in vars(site).values():
+            if isinstance(part, nn.Module):
+                assert registered.issuperset(part.parameters()), (
+                    f"{type(part).__name__} is used by a site, but it is not a submodule of its block"
+                )
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), (
             f"the rule of {name} leaves numbers as they were in memory"

@@ -138,7 +138,8 @@ def configure(argv: list[str]) -> tuple[TrainConfig, GPTConfig]:
 
 def every_option() -> dict[str, Option]:
     """Return the options of the run and of every model."""
-    return collect_options(TrainConfig, *model.every_config())
+    configs = [model.model_class(name).Config for name in model.MODEL_NAMES]
+    return collect_options(TrainConfig, *configs)
 
 
 def small_run(corpus: Path, out: Path, **changes) -> list[str]:
