@@ -66,10 +66,9 @@ def check_stream(variant: str) -> None:
     with torch.device("meta"):
         model = build(variant, num_hidden_layers=4)
     has_plain_sites = [site.name for site in model.sites] == ["attn", "mlp"] * 4 and not any(
-        site.inputs or site.read_positions or hasattr(site.write, "extra_loss")
-        for site in model.sites
+        site.inputs for site in model.sites
     )
-    is_run_plainly = type(model).hidden_and_extra_loss is GPT.hidden_and_extra_loss and all(
+    is_run_plainly = type(model).hidden is GPT.hidden and all(
         type(block).forward is Block.forward for block in model.transformer.h
     )
     if not (has_plain_sites and is_run_plainly):

@@ -92,14 +92,6 @@ class MGTWrite(nn.Module):
             self.alpha = nn.Parameter(torch.empty(1))
             self.rules = {"alpha": Rule(constant(config.mgt_alpha_init))}
 
-    def elementwise_flops(self) -> int:
-        flops_per_feature = 1
-        if self.config.has_gate:
-            flops_per_feature += 1
-        if self.config.has_beta:
-            flops_per_feature += 3
-        return flops_per_feature * self.config.hidden_size
-
     def compute_gate(self, state: torch.Tensor) -> torch.Tensor | float:
         """Return sigmoid(LN(X W_gate)), (B, T, d) in at least fp32, or 1 without the gate."""
         if not self.config.has_gate:

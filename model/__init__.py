@@ -7,7 +7,6 @@ streams of other papers, and the controls).
 import contextlib
 import importlib
 import importlib.util
-import sys
 import traceback
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -20,23 +19,11 @@ from utils import errors
 if TYPE_CHECKING:
     from .gpt import GPT, GPTConfig
 
-
-def list_folders() -> list[Path]:
-    """Return the folders with the files of variants."""
-    folder = Path(__file__).parent
-    return [folder, folder / "streams"]
-
-
 # The file of a variant has a hyphen in its name, which no helper module can have. A name with a dot
 # cannot be imported.
-MODEL_NAMES = sorted(
-    {
-        path.stem
-        for folder in list_folders()
-        for path in folder.glob("*-*.py")
-        if "." not in path.stem
-    }
-)
+FOLDER = Path(__file__).parent
+FILES = (*FOLDER.glob("*-*.py"), *FOLDER.glob("streams/*-*.py"))
+MODEL_NAMES = sorted({path.stem for path in FILES if "." not in path.stem})
 
 
 def find_variant(name: str) -> ModuleSpec:
@@ -68,64 +55,20 @@ def model_class(name: str) -> "type[GPT]":
             (the message names the line)
     """
     if name not in MODEL_NAMES:
-        files = [folder / f"{name}.py" for folder in list_folders()]
-        file = next((file for file in files if file.is_file()), None)
-        if file is not None and "." in name:
-            raise ValueError(
-                f"model={name!r}: the file name of a variant must not contain a dot; rename it to "
-                f"{name.replace('.', '_')}.py"
-            )
-        if file is not None and b"class Model" in file.read_bytes():
-            raise ValueError(
-                f"model={name!r}: the file name of a variant must contain a hyphen; rename it to "
-                f"{name}-gpt-mha-rope.py"
-            )
         suggestion = errors.suggest(name, MODEL_NAMES)
         raise ValueError(
             f"model={name!r} is not a model variant{suggestion or '.'} "
             f"Available: {', '.join(MODEL_NAMES)}"
         )
     with errors_as_value_errors(name):
-        variant = getattr(importlib.import_module(find_variant(name).name), "Model", None)
-        check_variant(name, variant)
-    return variant
-
-
-def check_variant(name: str, variant: object) -> None:
-    """Raise ValueError if `Model` of a variant's file, or its Config, is not what it must be."""
-    from .gpt import GPT  # here, because importing torch takes seconds
-
-    if not (isinstance(variant, type) and issubclass(variant, GPT)):
-        raise ValueError(
-            f"{describe_file(name)} has no class Model(GPT); end it with one that names the classes of "
-            "its stream"
-        )
-    for base in variant.Config.__mro__:
-        if vars(base).get("__annotations__") and "__dataclass_fields__" not in vars(base):
-            raise ValueError(
-                f"{describe_file(name)}: {base.__name__} has keys but is not a dataclass; put @dataclass "
-                "above it"
-            )
-    collect_options(variant.Config)
-
-
-def every_config() -> "list[type[GPTConfig]]":
-    """Return the Config of every variant. One whose file is wrong is reported, and left out."""
-    configs = []
-    for name in MODEL_NAMES:
-        try:
-            configs.append(model_class(name).Config)
-        except ValueError as error:
-            print(f"note: {error}; its keys are not listed", file=sys.stderr)
-    return configs
+        return importlib.import_module(find_variant(name).name).Model
 
 
 @contextlib.contextmanager
 def errors_as_value_errors(name: str) -> Iterator[None]:
-    """Raise whatever the code of a variant raises inside as a ValueError of one line.
+    """Raise an error of the code of a variant as a ValueError of one line, with its file and line.
 
-    The message names the file and, where it is known, the line. A ValueError stays as it is,
-    because its message says what to do, and so does a failed allocation.
+    A ValueError stays as it is, because its message says what to do, and so does a failed allocation.
     """
     try:
         yield
@@ -135,20 +78,14 @@ def errors_as_value_errors(name: str) -> Iterator[None]:
         if errors.describe_out_of_memory(error) is not None:
             raise
         file = find_variant(name).origin
-        shown_file = describe_file(name)
-        line = None
+        location = describe_file(name)
         message = str(error).strip().partition("\n")[0]
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == file:
-                line = frame.lineno
+                location = f"{describe_file(name)}, line {frame.lineno}"
         if isinstance(error, SyntaxError):
+            location = f"{Path(error.filename).name}, line {error.lineno}"
             message = error.msg
-            if error.filename:
-                line = error.lineno
-                # a module that the file imports
-                if error.filename != file:
-                    shown_file = f"model/{Path(error.filename).name}"
-        location = shown_file if line is None else f"{shown_file}, line {line}"
         raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
 
 
@@ -187,8 +124,4 @@ def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "
     """
     if config is None:
         config = make_config(name, settings)
-    model = model_class(name)(config)
-    # its own __init__ may have changed parameters after they were initialized
-    model.check_initialized()
-    model.check_parameters()
-    return model
+    return model_class(name)(config)

@@ -255,21 +255,6 @@ class DeltaRewrite(nn.Module):
         # With a constant value the layer stays in the state dict, but it is not trained.
         self.v_proj.requires_grad_(not config.ddl_v_constant)
 
-    def elementwise_flops(self) -> int:
-        """Count k^T X, the rank-1 write, and the attention and means over the value channels."""
-        config = self.config
-        state_size = config.hidden_size * config.ddl_value_channels
-        flops = 2 * state_size
-        if config.erases:
-            flops += 2 * state_size
-        if config.ddl_map == "v" and config.ddl_k_branch == "attention":
-            flops += 4 * state_size
-        elif config.ddl_map == "v" and config.ddl_k_input == "mean":
-            flops += state_size
-        if config.ddl_beta_input == "mean":
-            flops += state_size
-        return flops
-
     def statistics(
         self,
         state: torch.Tensor,
@@ -443,9 +428,6 @@ class EmbeddingConv(nn.Module):
         kernel_size = config.input_embed_shortconv_kernel_size
         self.conv = Taps(num_filters, 1, kernel_size, start=partial(one_hot, index=-1))
 
-    def elementwise_flops(self) -> int:
-        return 2 * self.conv.weight.numel()
-
     def weights(self) -> torch.Tensor:
         """Return the filters (K, d_v, d); the first entry weights the current token."""
         filters = self.conv.weight.squeeze(1).unflatten(0, (-1, self.value_channels))  # (d, d_v, K)
@@ -491,9 +473,6 @@ class TokenConvRead(nn.Module):
         """
         taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, d_v, K)
         return arrange(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.shortconv.weight.numel()
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return read_value_channels(state, fold_once(past, self.weights), past)
@@ -559,9 +538,6 @@ class ChannelConvRead(nn.Module):
         if self.pair:
             weight = fold_channel_conv(self.weight, self.read, self.causal)
         return arrange(weight.unsqueeze(2))
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.config.hidden_size * self.config.ddl_value_channels
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return read_value_channels(state, fold_once(past, self.weights), past)

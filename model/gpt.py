@@ -20,8 +20,6 @@ from .layers import Positions, RMSNorm, rope_tables
 from .loss import linear_cross_entropy, scale_logits
 from .parameters import (
     Rule,
-    check_no_shared_memory,
-    check_registered,
     collect_rules,
     linear,
     normal,
@@ -126,31 +124,13 @@ class GPT(nn.Module):
         On the meta device there is nothing to initialize, but the rules are checked.
 
         Raises:
-            ValueError: a parameter has no rule, or two
+            ValueError: a parameter has no rule
         """
-        self.check_parameters()
         rules = collect_rules(self)
-        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
         if self.transformer.wte.weight.is_meta:
             return
         for name, parameter in self.named_parameters():
             start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
-
-    def check_parameters(self) -> None:
-        """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""
-        check_no_shared_memory(self)
-        parts = [part for site in self.sites for part in vars(site).values()]
-        check_registered(self, [part for part in parts if isinstance(part, nn.Module)])
-
-    def check_initialized(self) -> None:
-        """Raise ValueError if a subclass added a parameter after the others were initialized."""
-        for name, parameter in self.named_parameters():
-            if id(parameter) not in self.initialized_ids:
-                raise ValueError(
-                    f"{name} was added after the parameters were initialized; name the class of its "
-                    "module as Expander, Block, Readout or FinalNorm of the model, or call "
-                    "self.init_weights() at the end of __init__"
-                )
 
     def use_stream(self, stream: Stream) -> None:
         """Run the residual stream by this object."""
@@ -246,13 +226,6 @@ class GPT(nn.Module):
             cache: a cache that has reserved places for ids
             num_attended: with a cache, the number of its positions to attend to
         """
-        hidden, _ = self.hidden_and_extra_loss(ids, cache, num_attended)
-        return hidden
-
-    def hidden_and_extra_loss(
-        self, ids: torch.Tensor, cache: Cache | None = None, num_attended: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `hidden`, and the extra losses (B, T) of all sites, summed, or None without any."""
         # A cache has an entry for each block and a last one for the expander and the readout.
         block_caches = [None] * len(self.transformer.h)
         outer_cache = None
@@ -262,18 +235,14 @@ class GPT(nn.Module):
         x = positions.embed(self.transformer.wte).to(self.state_dtype())
         state = self.stream.begin(self, x, outer_cache)
         recompute = self.activation_checkpointing and cache is None and torch.is_grad_enabled()
-        extra_losses = []
         for block, block_cache in zip(self.transformer.h, block_caches):
             if recompute:
-                state, extra_loss = checkpoint(block, state, positions, use_reentrant=False)
+                state = checkpoint(block, state, positions, use_reentrant=False)
             else:
-                state, extra_loss = block(state, positions, block_cache)
-            if extra_loss is not None:
-                extra_losses.append(extra_loss)
+                state = block(state, positions, block_cache)
         if cache is not None:
             cache.position.add_(ids.shape[1])
-        hidden = self.stream.finish(self, state, outer_cache)
-        return hidden, sum(extra_losses) if extra_losses else None
+        return self.stream.finish(self, state, outer_cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (..., vocab_size) of `hidden` (..., d).
@@ -311,9 +280,7 @@ class GPT(nn.Module):
 
         Returns:
             logits (B, T, vocab_size), or None
-            the mean cross-entropy in nats, a scalar in at least fp32, or None. If the stream has an
-                extra loss, the gradient of this scalar is that of both losses, but its value
-                remains the cross-entropy.
+            the mean cross-entropy in nats, a scalar in at least fp32, or None
 
         Raises:
             ValueError: there are more tokens than block_size, or than fit in the cache
@@ -321,10 +288,10 @@ class GPT(nn.Module):
         if cache is not None:
             num_attended = cache.reserve(ids)
             with torch.no_grad():
-                hidden, extra_loss = self.hidden_and_extra_loss(ids, cache, num_attended)
+                hidden = self.hidden(ids, cache, num_attended)
         else:
             self.check_length(ids)
-            hidden, extra_loss = self.hidden_and_extra_loss(ids)
+            hidden = self.hidden(ids)
 
         if targets is None:
             return self.logits(hidden), None
@@ -343,13 +310,6 @@ class GPT(nn.Module):
             logits = self.logits(hidden)
             flat_logits = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
             loss = F.cross_entropy(flat_logits, targets.flatten(), ignore_index=-1)
-
-        if extra_loss is not None:
-            # tokens without a target are padding, whose extra loss does not count
-            has_target = targets != -1
-            extra_loss = (extra_loss * has_target).sum() / has_target.sum().clamp_min(1)
-            # add the gradient, but keep the value, by which runs are compared
-            loss = loss + (extra_loss - extra_loss.detach())
         return logits if return_logits else None, loss
 
     def check_length(self, ids: torch.Tensor) -> None:
@@ -359,8 +319,3 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{ids.shape[1]} tokens do not fit block_size={block_size}: give fewer"
             )
-
-
-def without_initialization(cls: type[GPT]) -> type[GPT]:
-    """Return the class of a model whose parameters are not initialized, for tensors without data."""
-    return type(cls.__name__, (cls,), {"init_weights": lambda self: None})

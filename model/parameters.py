@@ -2,14 +2,14 @@
 
 A module that creates parameters has a dict `rules` from their names to `Rule`s; `linear` creates a
 layer together with its rules. `collect_rules(model)` collects them, and refuses a parameter that has
-none, or two.
+none.
 """
 
 import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -135,84 +135,25 @@ def find_aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def check_no_shared_memory(model: nn.Module) -> None:
-    """Raise ValueError if two parameters share memory, which they would not after a move to a GPU."""
-    first_names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        memory = parameter.untyped_storage()._cdata
-        first_name = first_names.setdefault(memory, name)
-        if first_name != name:
-            raise ValueError(
-                f"{name} is a copy of {first_name} in the same memory: to tie them, assign "
-                f"{first_name} itself"
-            )
-
-
-def refuse_missing_rule(model: nn.Module, name: str) -> NoReturn:
-    """Raise ValueError for a parameter without a rule; the message says how to give it one."""
-    owner_name, _, last_name = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    if isinstance(owner, nn.Linear):
-        bias_rule = "" if owner.bias is None else ", bias=Rule(constant(0.0))"
-        raise ValueError(
-            f"{name} has no rule: make the layer with model.parameters.linear("
-            f"{owner.in_features}, {owner.out_features}, "
-            f"Rule(config.matrix_start(), kind=HIDDEN, decay=True){bias_rule}) in place of "
-            "nn.Linear"
-        )
-    raise ValueError(
-        f"{name} has no rule: give its {type(owner).__name__} an attribute "
-        f"rules = {{{last_name!r}: Rule(...)}} (model/parameters.py)"
-    )
-
-
 def collect_rules(model: nn.Module) -> dict[str, Rule]:
     """Return the rule of each parameter by name; tied parameters have one, of the first name.
 
     Raises:
-        ValueError: a parameter has no rule or two, a rule has no parameter, or a rule has muon=True
-            and a kind that Muon does not train; the message names it and the fix
+        ValueError: a parameter has no rule
     """
     rules: dict[str, Rule] = {}
     for module_name, module in model.named_modules():
         for name, rule in getattr(module, "rules", {}).items():
             full_name = f"{module_name}.{name}".removeprefix(".")
-            if full_name in rules:
-                raise ValueError(
-                    f"{full_name} has two rules: {type(module).__name__} declares it, and so does a "
-                    "module that contains it; keep one"
-                )
             if rule.start_as is not None:
-                source_name = f"{module_name}.{rule.start_as}".removeprefix(".")
-                rule = rule._replace(start_as=source_name)
-            if rule.muon and rule.kind.muon is None:
-                raise ValueError(
-                    f"{full_name} has muon=True, but a kind of parameters that Muon does not train; "
-                    "give its rule the kind HIDDEN"
-                )
+                rule = rule._replace(start_as=f"{module_name}.{rule.start_as}".removeprefix("."))
             rules[full_name] = rule
-    for name in find_aliases(model):
-        rules.pop(name, None)
     parameter_names = [name for name, _ in model.named_parameters()]
     for name in parameter_names:
         if name not in rules:
-            refuse_missing_rule(model, name)
-    unused_names = sorted(rules.keys() - set(parameter_names))
-    if unused_names:
-        raise ValueError(
-            f"there is a rule for {unused_names[0]}, which is not a parameter of "
-            f"{type(model).__name__}; remove the rule or correct its name"
-        )
-    return {name: rules[name] for name in parameter_names}
-
-
-def check_registered(model: nn.Module, parts: list[nn.Module]) -> None:
-    """Raise ValueError if a part has a parameter that the model does not, as nobody would train it."""
-    registered = {id(parameter) for parameter in model.parameters()}
-    for part in parts:
-        if not registered.issuperset(map(id, part.parameters())):
-            name = type(part).__name__
+            owner = model.get_submodule(name.rpartition(".")[0])
             raise ValueError(
-                f"{name} is used by a site, but it is not a submodule of its block: assign it, "
-                f"self.part = {name}(...)"
+                f"{name} has no rule: add one to the dict `rules` of its {type(owner).__name__}, or "
+                "make the layer with `linear` (model/parameters.py)"
             )
+    return {name: rules[name] for name in parameter_names}

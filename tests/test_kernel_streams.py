@@ -312,7 +312,7 @@ class OtherWrite(DeltaRewrite):
 
 class OtherBlock(Block):
     def forward(self, state, positions, cache=None):
-        return state, None
+        return state
 
 
 class OtherRead(SingleChannelRead):

@@ -85,10 +85,7 @@ def find_unfused(site: Site, parts: FusedParts, config: GPTConfig) -> str | None
         f"the read {read.__name__}": read in parts.reads,
         f"the norm {type(site.norm).__name__}": type(site.norm) is RMSNorm,
         "the input of the sublayer": site.inputs is None,
-        "the read of positions": not site.read_positions,
         "the norm after the write": site.post_write is None,
-        # it depends on every state, and the kernel skips some
-        "the extra loss": not hasattr(site.write, "extra_loss"),
         # the fused stream takes the options of every write from the model's configuration
         "the config of the write": getattr(site.write, "config", config) == config,
         "the branch_mult of the write": getattr(site.write, "branch_mult", config.branch_mult)

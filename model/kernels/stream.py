@@ -16,7 +16,7 @@ from ..cache import get_or_create_buffer
 from ..ddl import DeltaRewrite, SingleChannelRead
 from ..ddl_config import DeltaConfig
 from ..gpt import GPT
-from ..layers import Positions, RMSNorm
+from ..layers import RMSNorm
 from ..precision import compute_dtype, linear_fp32
 from .residual_step import StepOutput, residual_step
 from .tiles import check_dtype
@@ -276,7 +276,7 @@ class DeltaStream(Stream):
         return projections
 
     def read(
-        self, site: Site, state: DeltaState, cache: dict | None, positions: Positions
+        self, site: Site, state: DeltaState, cache: dict | None
     ) -> tuple[DeltaState, DeltaRead, torch.Tensor]:
         return self.step(
             state,
@@ -295,7 +295,7 @@ class DeltaStream(Stream):
         x_in: DeltaRead,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[DeltaState, None]:
+    ) -> DeltaState:
         """Compute what the kernel left of the write of h, which then waits for the next read."""
         read_output = x_in
         rewrite = site.write
@@ -316,9 +316,7 @@ class DeltaStream(Stream):
             gate_logit = scale_gate(gate_logit, self.branch_mult)
         if self.value_is_constant:
             value_logit = None
-        return state._replace(
-            direction=direction, gate_logit=gate_logit, value_logit=value_logit
-        ), None
+        return state._replace(direction=direction, gate_logit=gate_logit, value_logit=value_logit)
 
     def finish(self, model: GPT, state: DeltaState, cache: dict | None) -> torch.Tensor:
         _, _, context = self.step(

@@ -63,10 +63,6 @@ class DepthAttention(nn.Module):
         # the embedding, and the runs that have begun before
         self.num_sources = 1 + math.ceil(site / config.run_length)
 
-    def elementwise_flops(self) -> int:
-        # a score and a term of the weighted sum for each source
-        return 4 * self.num_sources * self.query.numel()
-
     def forward(
         self, state: tuple[torch.Tensor, ...], past: Past | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,11 +108,7 @@ class Append(nn.Module):
 
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__()
-        self.hidden_size = config.hidden_size
         self.begins_run = site % config.run_length == 0
-
-    def elementwise_flops(self) -> int:
-        return 0 if self.begins_run else self.hidden_size
 
     def forward(
         self,

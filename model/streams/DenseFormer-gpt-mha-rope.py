@@ -53,12 +53,8 @@ class DepthAverage(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.hidden_size = config.hidden_size
         self.weights = nn.Parameter(torch.empty(layer + 2))
         self.rules = {"weights": Rule(partial(one_hot, index=-1))}
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.weights.numel() * self.hidden_size
 
     def forward(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         dtype = at_least_fp32(outputs[0].dtype)

@@ -84,9 +84,6 @@ class GatedMean(nn.Module):
             up_rule = Rule(normal(0.02), FIXED, decay=True)
         self.up = linear(config.rank, state_size, up_rule)
 
-    def elementwise_flops(self) -> int:
-        return 2 * self.num_streams * self.hidden_size
-
     def normalize(self, state: torch.Tensor) -> torch.Tensor:
         """Return u (B, T, n, d) of a state (B, T, n, d), in at least fp32."""
         streams = state.to(at_least_fp32(state.dtype))
@@ -144,10 +141,6 @@ class Inject(nn.Module):
     def __init__(self, config: GatedResidualConfig):
         super().__init__()
         self.branch_mult = config.branch_mult
-        self.state_size = config.hc_streams * config.hidden_size
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.state_size
 
     def forward(
         self,

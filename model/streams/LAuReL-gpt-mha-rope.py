@@ -48,9 +48,6 @@ class Affine(nn.Module):
             "scale": Rule(constant(1.0)),
         }
 
-    def elementwise_flops(self) -> int:
-        return 2 * len(self.scale)
-
     def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return ((x.to(at_least_fp32(x.dtype)) + self.bias) * self.scale).to(x.dtype)
 
@@ -77,9 +74,6 @@ class LAuReLWrite(Add):
             up_rule = Rule(constant(0.0), FIXED, decay=True)
             self.down = linear(d, config.laurel_rank, down_rule)  # A
             self.up = linear(config.laurel_rank, d, up_rule)  # B
-
-    def elementwise_flops(self) -> int:
-        return {"rw": 3, "lr": 2, "zaya": 5}[self.form] * self.hidden_size
 
     def forward(
         self,

@@ -80,7 +80,6 @@ class BlockInput(nn.Module):
 
     def __init__(self, config: LambdasConfig, pops_skip: bool):
         super().__init__()
-        self.hidden_size = config.hidden_size
         self.mixes_embedding = config.lambda_input
         self.has_gain = config.lambda_gain
         self.pops_skip = pops_skip
@@ -97,12 +96,6 @@ class BlockInput(nn.Module):
         """Add a learned scalar; lr_scale is a factor on its learning rate."""
         self.register_parameter(name, nn.Parameter(torch.empty(1)))
         self.rules[name] = Rule(constant(start), lr_scale=lr_scale)
-
-    def elementwise_flops(self) -> int:
-        if self.has_gain:
-            # the gain is a product alone; each of the other scalars is a product and a sum
-            return (2 * len(self.rules) - 1) * self.hidden_size
-        return 2 * len(self.rules) * self.hidden_size
 
     def forward(
         self, state: tuple[torch.Tensor, ...], past: Past | None = None

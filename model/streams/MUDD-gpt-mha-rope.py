@@ -59,9 +59,6 @@ class DenseConnection(nn.Module):
         self.first = linear(d, size, Rule(normal(config.hidden_init_std), OUTPUT, decay=True))  # W1
         self.second = linear(size, size, Rule(constant(0.0), FIXED, decay=True))  # W2
 
-    def elementwise_flops(self) -> int:
-        return 2 * self.static.numel() * self.first.in_features
-
     def forward(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, *earlier_outputs = state
         outputs = (*earlier_outputs, x)

@@ -35,9 +35,6 @@ class GatedWrite(Add):
             self.output_scale = nn.Parameter(torch.empty(config.hidden_size))
             self.rules["output_scale"] = Rule(constant(1.0))
 
-    def elementwise_flops(self) -> int:
-        return (3 if self.output_scale is None else 4) * self.hidden_size
-
     def forward(
         self,
         state: torch.Tensor,

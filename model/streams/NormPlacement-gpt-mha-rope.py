@@ -56,9 +56,6 @@ class PlacedAdd(Add):
         self.factor = factor
         self.norm = nn.Identity() if norm is None else norm
 
-    def elementwise_flops(self) -> int:
-        return self.hidden_size if self.factor == 1 else 2 * self.hidden_size
-
     def forward(
         self,
         state: torch.Tensor,

@@ -19,9 +19,6 @@ class ScaledAdd(Add):
         self.scale = nn.Parameter(torch.empty(1))
         self.rules = {"scale": Rule(constant(0.0))}
 
-    def elementwise_flops(self) -> int:
-        return 2 * self.hidden_size
-
     def forward(
         self,
         state: torch.Tensor,

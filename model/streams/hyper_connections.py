@@ -11,6 +11,7 @@ addition, functions of the state of the token (dynamic). They are computed in at
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from ..block import Block, Past
 from ..config import GPTConfig
 from ..layers import LayerNorm
 from ..parameters import OUTPUT, Rule, constant, linear, normal, one_hot
-from ..precision import at_least_fp32, linear_fp32, name_operator
+from ..precision import at_least_fp32, linear_fp32
 
 
 @dataclass
@@ -128,10 +129,6 @@ class Connection(nn.Module):
     def __init__(self, config: StreamsConfig):
         super().__init__()
         self.num_streams = config.hc_streams
-        self.hidden_size = config.hidden_size
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.num_streams * self.hidden_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> ConnectionOutput:
         """Read from a state (B, T, n, d)."""
@@ -152,10 +149,6 @@ class MixAndAdd(nn.Module):
     def __init__(self, config: StreamsConfig):
         super().__init__()
         self.num_streams = config.hc_streams
-        self.hidden_size = config.hidden_size
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.num_streams * (self.num_streams + 1) * self.hidden_size
 
     def forward(
         self,
@@ -261,13 +254,21 @@ class SumOfStreams(nn.Module):
 
     def __init__(self, config: StreamsConfig):
         super().__init__()
-        self.state_size = config.hc_streams * config.hidden_size
-
-    def elementwise_flops(self) -> int:
-        return self.state_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return state.to(at_least_fp32(state.dtype)).sum(2)
+
+
+def name_operator(name: str) -> str:
+    """Return the full name of a custom operator.
+
+    An exported folder has a copy of this module, which transformers may execute in the same process.
+    Each copy has names of its own, because registering an operator frees an earlier one of the same
+    name, which may be in use.
+    """
+    if __name__.startswith("model."):
+        return f"ddl::{name}"
+    return f"ddl::{name}_{re.sub(r'[^0-9A-Za-z]', '_', __package__)}"
 
 
 # The algorithm is forty small operations in sequence, each of which the compiler would inline into
@@ -446,7 +447,6 @@ class WeightedStreams(nn.Module):
     def __init__(self, config: ManifoldConfig):
         super().__init__()
         n = config.hc_streams
-        self.hidden_size = config.hidden_size
         maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True)
         self.maps = linear(n * config.hidden_size, n, maps_rule)
         self.bias = nn.Parameter(torch.empty(n))
@@ -455,9 +455,6 @@ class WeightedStreams(nn.Module):
             "bias": Rule(constant(0.0)),
             "scale": Rule(constant(0.01)),
         }
-
-    def elementwise_flops(self) -> int:
-        return 2 * len(self.bias) * self.hidden_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         streams = state.to(at_least_fp32(state.dtype))

@@ -39,9 +39,6 @@ class SphereWrite(Add):
         # moves alpha by 0.05 / 0.0177 times the learning rate
         self.rules = {"alpha": Rule(constant(0.05), lr_scale=0.05 / 0.0177)}
 
-    def elementwise_flops(self) -> int:
-        return 3 * self.hidden_size
-
     def forward(
         self,
         state: torch.Tensor,

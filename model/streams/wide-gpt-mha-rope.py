@@ -49,10 +49,6 @@ class WideAdd(nn.Module):
         self.weights = nn.Parameter(torch.empty(config.ddl_value_channels))
         # the spread makes the value channels differ
         self.rules = {"weights": Rule(partial(nn.init.normal_, mean=1.0, std=0.5))}
-        self.state_size = config.hidden_size * config.ddl_value_channels
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.state_size
 
     def forward(
         self,

@@ -331,7 +331,7 @@ def test_a_stream_is_drawn_with_what_it_names(model_name, pictures, corpus, tmp_
 
 @pytest.mark.parametrize(
     "model_name",
-    [*MODEL_NAMES, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "sparse-gpt-mha-rope"],
+    [*MODEL_NAMES, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "measured-gpt-mha-rope"],
 )
 def test_every_stream_is_audited_and_has_a_page(model_name, corpus, example_streams):
     group = audit_as_group(model_name, corpus)
