@@ -84,7 +84,7 @@ def errors_as_value_errors(name: str) -> Iterator[None]:
             if frame.filename == file:
                 location = f"{describe_file(name)}, line {frame.lineno}"
         if isinstance(error, SyntaxError):
-            location = f"{Path(error.filename).name}, line {error.lineno}"
+            location = f"{error.filename}, line {error.lineno}"
             message = error.msg
         raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
 

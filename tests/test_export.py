@@ -457,11 +457,11 @@ def test_the_code_in_the_card_compiles(reloaded):
 
 
 def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, monkeypatch):
-    importlib.import_module("model.hyper_connections")
+    importlib.import_module("model.streams.hyper_connections")
     first = torch.ops.ddl.sinkhorn_knopp.default
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("copy_1", "copy-2"):
-        shutil.copytree(reloaded.folder / CC, tmp_path / name)
+        shutil.copytree(reloaded.folder / "streams", tmp_path / name)
         hyper_connections = importlib.import_module(f"{name}.hyper_connections")
         mix = hyper_connections.sinkhorn_knopp(torch.zeros(1, 1, 2, 2), 1, 0.0)
         assert (mix == 0.5).all()
