@@ -122,8 +122,8 @@ class RoutedAttention(nn.Module):
         self.scale = config.attn_res_scale
         self.eps = config.attn_res_norm_eps
         # the embedding, and the runs that have begun before
-        num_sources = 1 + math.ceil(site / config.run_length)
-        self.has_normed_values = config.attn_res_values == "normed" and num_sources > 1
+        self.num_sources = 1 + math.ceil(site / config.run_length)
+        self.has_normed_values = config.attn_res_values == "normed" and self.num_sources > 1
 
     def forward(
         self, state: tuple[torch.Tensor, ...], past: Past | None = None

@@ -24,7 +24,6 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     "DDL-gpt-mha-rope": (
         AUTHORS,
         {"ddl_map": "v"},
-        {"ddl_erase_gate": "own"},
         {"ddl_update": "erase_only"},
     ),
     "DDL-gpt-mha-rope-CC": (
@@ -51,7 +50,7 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     ),
     "DDL-vdim1-gpt-mha-rope": (
         {"ddl_map": "v"},
-        {"ddl_erase_gate": "own", "ddl_beta_single_linear": False},
+        {"ddl_beta_single_linear": False},
     ),
     "Frac-gpt-mha-rope": ({"frac_parts": 5},),
     "GatedResidual-gpt-mha-rope": ({"hc_streams": 2, "gated_residual_rank": 3},),

@@ -151,12 +151,9 @@ def rewrite(w, X, h, x_in, c, cfg):
     else:
         gate_input = pool(X, cfg["ddl_beta_input"])
     beta = gate(w, "beta", gate_input) * branch_mult(cfg)
-    beta_erase = beta
-    if cfg["ddl_erase_gate"] == "own":
-        beta_erase = gate(w, "beta_erase", gate_input) * branch_mult(cfg)
     A = torch.eye(d, dtype=X.dtype)
     if cfg["ddl_update"] in ("delta", "erase_only"):
-        A = A - beta_erase * torch.outer(k, k)
+        A = A - beta * torch.outer(k, k)
     if cfg["ddl_update"] == "erase_only":
         return A @ X
     value = w["v_proj.weight"] @ value_input + (w["v_proj.bias"] if cfg["ddl_v_bias"] else 0)

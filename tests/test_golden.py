@@ -159,7 +159,6 @@ RUNS = {
     "RD-AttnRes": (1, {**ATTN_RES, "attn_res_blocks": 2, "attn_res_routes": "qk_v"}),
     "Inkling-2": (1, INKLING_2),
     "MUDD_prepost": (1, {"model": "MUDD-gpt-mha-rope", "mudd_norm": "prepost"}),
-    "own_erase_gate": (1, {"model": "DDL-gpt-mha-rope", "ddl_erase_gate": "own"}),
     "erase_only": (1, {"model": "DDL-gpt-mha-rope", "ddl_update": "erase_only"}),
     "main_gain": (1, {"model": "Lambdas-gpt-mha-rope", **MAIN_GAIN}),
     "MGT_full_post": (1, {"model": "MGT-gpt-mha", "mgt_arm": "full_post"}),

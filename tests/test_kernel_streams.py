@@ -274,11 +274,6 @@ WITHOUT_KERNELS = [
         {"ddl_beta_input": "flat"},
         "ddl_beta_input=flat has no fused kernel (ddl_beta_input=context has one)",
     ),
-    (
-        CC,
-        {"ddl_erase_gate": "own"},
-        "ddl_erase_gate=own has no fused kernel (ddl_erase_gate=shared has one)",
-    ),
 ]
 
 

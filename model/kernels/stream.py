@@ -25,14 +25,13 @@ from .tiles import check_dtype
 VALUE_CHANNELS = (1, 2, 4, 8)
 
 # The only value of each of these keys that DeltaStream supports. Most other values of the first three
-# need more of the state than x_in, which is all that the kernel passes on. It has no gate on x_in, no
-# other normalization of k, and no second gate.
+# need more of the state than x_in, which is all that the kernel passes on. It has no gate on x_in and no
+# other normalization of k.
 SUPPORTED_OPTIONS = {
     "ddl_k_branch": "mlp",
     "ddl_k_input": "read",
     "ddl_beta_input": "context",
     "ddl_k_norm": "guarded",
-    "ddl_erase_gate": "shared",
 }
 
 

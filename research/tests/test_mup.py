@@ -27,7 +27,6 @@ OTHER_CASES = (
     "AttnRes-gpt-mha-rope+attn_res_routes=qk_v",
     "AttnRes-gpt-mha-rope+attn_res_routes=q_k_v+attn_res_values=normed",
     "DDL-gpt-mha-rope+ddl_map=v",
-    "DDL-gpt-mha-rope+ddl_erase_gate=own",
     "DDL-gpt-mha-rope-CC+ddl_beta_single_linear=False",
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention",
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat",
