@@ -29,8 +29,6 @@ state_dtype = "float32"
 # N(0, 0.02), and output matrices N(0, 0.02 / sqrt(24)), which is the value of 24 blocks here
 init = "normal"
 hidden_init_std_factor = 0.5543  # 0.02 * sqrt(768)
-num_hidden_layers_base = 24
-residual_branch_mult = 1.0
 
 # one recipe for all of its streams, without tuning
 optimizer = "adamw"

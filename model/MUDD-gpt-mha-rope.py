@@ -53,8 +53,6 @@ POST_NORM_WEIGHT = 1e-3
 class AddToLastWay(Add):
     """The additive write to the last way, the residual stream; it drops the other ways."""
 
-    takes_branch_mult = True
-
     def __init__(self, config: MUDDConfig, num_ways: int):
         super().__init__(config)
         self.num_ways = num_ways

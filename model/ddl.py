@@ -50,7 +50,6 @@ from .precision import at_least_fp32, for_product, linear_fp32
 class DeltaRewrite(nn.Module):
     """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6)."""
 
-    takes_branch_mult = True
     ranges: ClassVar = {"beta": (0.0, 2.0)}
 
     def __init__(self, config: DeltaConfig):

@@ -101,10 +101,8 @@ def sigmoid(x):
 
 def branch_mult(cfg):
     """Return the factor on what a sublayer adds to its state."""
-    if cfg.get("residual_branch_mult") is not None:
-        return cfg["residual_branch_mult"]
-    base = cfg.get("num_hidden_layers_base")
-    return 1.0 if base is None else base / cfg["num_hidden_layers"]
+    factor = cfg.get("residual_branch_mult")
+    return 1.0 if factor is None else factor
 
 
 def pool(X, form):

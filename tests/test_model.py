@@ -127,7 +127,7 @@ CASES = [
     *[(model_name, {"residual_branch_mult": 0.3}) for model_name in (DDL[0], DDL[-1])],
     *[(model_name, options) for model_name in (DDL[0], DDL[-1]) for options in INPUTS.values()],
     *[
-        (model_name, {"num_hidden_layers_base": 1, "ddl_beta_init": "1/L"})
+        (model_name, {"residual_branch_mult": 0.5, "ddl_beta_init": "1/L"})
         for model_name in DDL[:2]
     ],
     (DDL[-1], {"ddl_map": "v", "ddl_k_branch": "attention"}),
@@ -392,7 +392,6 @@ def test_defaults_are_the_specification():
         "hidden_size_base": 1024,
         "init": "spectral",
         "mup": False,
-        "num_hidden_layers_base": None,
         "residual_branch_mult": None,
         "rope_base": 10000.0,
         "rope_ratio": 1.0,
@@ -458,29 +457,6 @@ def test_the_configs_of_the_factory_have_its_published_sizes(name, added):
         model = build(keys["model"], vocab_size=50304, **settings)
     num_parameters = model.num_parameters() - model.transformer.wte.weight.numel()
     assert num_parameters / 1e3 == pytest.approx(38_547.968 + added, abs=0.05)
-
-
-WITHOUT_BRANCH_MULT = {
-    f"{name}-gpt-mha-rope"
-    for name in (
-        "AttnRes",
-        "Frac",
-        "HC",
-        "LAuReL",
-        "MuseSpark",
-        "ReZero",
-        "SinglePassMHC",
-        "mHC",
-        "nGPT",
-        "wide",
-    )
-}
-
-
-@pytest.mark.parametrize("model_name", sorted(WITHOUT_BRANCH_MULT))
-def test_a_model_whose_write_does_not_apply_branch_mult_refuses_it(model_name):
-    with pytest.raises(ValueError, match="have no effect on this model, whose write"):
-        build_tiny(model_name, residual_branch_mult=0.5)
 
 
 # a list, because a variant of the user's need not apply it

@@ -142,7 +142,7 @@ NO_ERASE = {"ddl_update": "write_only"}
     ("keys", "gate"),
     [
         ({"residual_branch_mult": 0.8}, "beta"),
-        ({"num_hidden_layers_base": 4}, "beta"),  # a factor of 2
+        ({"residual_branch_mult": 2.0}, "beta"),
         ({"residual_branch_mult": 0.4}, "beta"),
         (NO_ERASE, "beta"),
     ],
