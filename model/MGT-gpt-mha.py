@@ -76,7 +76,6 @@ class MGTWrite(nn.Module):
     residual_branch_mult multiplies the update X' - X, before the LayerNorm of the post-norm arms.
     """
 
-    takes_branch_mult = True
     ranges: ClassVar = {"beta_negative": (0.0, 1.0), "gate": (0.0, 1.0)}
 
     def __init__(self, config: MGTConfig):

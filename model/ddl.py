@@ -48,13 +48,9 @@ from .precision import at_least_fp32, for_product, linear_fp32
 
 
 class DeltaRewrite(nn.Module):
-    """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6).
+    """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6)."""
 
-    With ddl_erase_gate=own, the erase has a second gate, X' = X + k (beta v^T - beta_erase k^T X).
-    """
-
-    takes_branch_mult = True
-    ranges: ClassVar = {"beta": (0.0, 2.0), "beta_erase": (0.0, 2.0)}
+    ranges: ClassVar = {"beta": (0.0, 2.0)}
 
     def __init__(self, config: DeltaConfig):
         super().__init__()
@@ -63,8 +59,6 @@ class DeltaRewrite(nn.Module):
         # The order of the parameters is that of these lines. It decides the last bits of the gradient
         # norm.
         self.add_gate()
-        if config.ddl_erase_gate == "own":
-            self.add_erase_gate()
         self.add_direction()
         self.add_value()
 
@@ -91,21 +85,12 @@ class DeltaRewrite(nn.Module):
         beta = self.gate(state, x_in, c)
         # by default, v = W x_in, or sigmoid(w . x_in) if d_v = 1
         v = self.value(h, x_in, c)
-        beta_erase = self.erase_gate(state, x_in, c)
         # what is multiplied into the update is no part of the gate that `statistics` returns
         branch_mult = self.config.branch_mult
         if branch_mult != 1:
             beta = branch_mult * beta
-            beta_erase = None if beta_erase is None else branch_mult * beta_erase
         # X' = X + beta k (v^T - k^T X) (equation 6)
-        return delta_rewrite(
-            state,
-            k_hat,
-            beta,
-            v,
-            erase=self.config.erases,
-            beta_erase=beta_erase,
-        )
+        return delta_rewrite(state, k_hat, beta, v, erase=self.config.erases)
 
     # The layers of k, beta and v belong to the write itself, so that a checkpoint has
     # `ddl_attn.v_proj.weight`, as those of the authors' code do. Therefore k, beta and v are methods,
@@ -139,17 +124,6 @@ class DeltaRewrite(nn.Module):
             return compute_gate(x, self.beta)
         return compute_gate(x, self.beta_in, self.beta_out)
 
-    def erase_gate(
-        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the gate of the erase (B, T, 1), or None if it is beta."""
-        if self.config.ddl_erase_gate == "shared":
-            return None
-        x = self.gate_input(state, x_in, c)
-        if self.config.ddl_beta_single_linear:
-            return compute_gate(x, self.beta_erase)
-        return compute_gate(x, self.beta_erase_in, self.beta_erase_out)
-
     def value(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return the write value v (B, T, d_v), in at least fp32.
 
@@ -175,7 +149,7 @@ class DeltaRewrite(nn.Module):
         return v
 
     def gate_input(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """Return what the gates are computed from, (B, T, d) or (B, T, d_v * d)."""
+        """Return what the gate is computed from, (B, T, d) or (B, T, d_v * d)."""
         # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
         if self.config.ddl_beta_input == "context":
             return c
@@ -206,15 +180,6 @@ class DeltaRewrite(nn.Module):
             (self.beta,) = make_gate_layers(self.config)
         else:
             self.beta_in, self.beta_out = make_gate_layers(self.config)
-
-    def add_erase_gate(self) -> None:
-        """Register a gate that starts with the values of beta, so that the first update is the same."""
-        names = ["beta"] if self.config.ddl_beta_single_linear else ["beta_in", "beta_out"]
-        for name, layer in zip(names, make_gate_layers(self.config)):
-            erase_name = name.replace("beta", "beta_erase")
-            self.add_module(erase_name, layer)
-            rule = layer.rules.pop("weight")
-            self.rules[f"{erase_name}.weight"] = rule._replace(start_as=f"{name}.weight")
 
     def add_direction(self) -> None:
         """Register the branch of k in the v-Map; the k-Map has none."""
@@ -263,16 +228,10 @@ class DeltaRewrite(nn.Module):
         c: torch.Tensor,
         written: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Return, for each token (B, T), the gates and the RMS of v - k^T X before and after.
-
-        `beta_erase` is there if the erase has a gate of its own.
-        """
+        """Return, for each token (B, T), the gates and the RMS of v - k^T X before and after."""
         k_hat = self.direction(state, h, x_in, c)
         v = self.value(h, x_in, c)
         statistics = {"beta": self.gate(state, x_in, c).squeeze(-1)}
-        beta_erase = self.erase_gate(state, x_in, c)
-        if beta_erase is not None:
-            statistics["beta_erase"] = beta_erase.squeeze(-1)
         statistics["discrepancy_before"] = (
             (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt()
         )
@@ -288,7 +247,6 @@ def delta_rewrite(
     beta: torch.Tensor,
     v: torch.Tensor,
     erase: bool = True,
-    beta_erase: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return X' = X + beta k (v^T - k^T X) (equation 6).
 
@@ -300,19 +258,14 @@ def delta_rewrite(
         beta: the gate (B, T, 1)
         v: the write value (B, T, d_v)
         erase: False leaves out the erase, X' = X + beta k v^T
-        beta_erase: a gate of the erase's own (B, T, 1), X' = X + k (beta v^T - beta_erase k^T X);
-            None for beta itself
     """
     x = state.to(k_hat.dtype)
     k_hat = k_hat.unsqueeze(2)  # (B, T, 1, d): one direction for all value channels
     # k = scale * k_hat; the factor stays outside the dot products, as in the authors' code
     scale = 1 / math.sqrt(k_hat.shape[-1])
-    if not erase:
-        update = beta * v  # (B, T, d_v)
-    elif beta_erase is None:
-        update = beta * (v - (x * k_hat).sum(-1) * scale)
-    else:
-        update = beta * v - beta_erase * ((x * k_hat).sum(-1) * scale)
+    if erase:
+        v = v - (x * k_hat).sum(-1) * scale  # v^T - k^T X
+    update = beta * v  # (B, T, d_v)
     return (x + (update * scale).unsqueeze(-1) * k_hat).to(state.dtype)
 
 

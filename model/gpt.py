@@ -33,13 +33,6 @@ def final_norm(config: GPTConfig) -> nn.Module:
     return RMSNorm(config.hidden_size)
 
 
-def takes_branch_mult(write: type) -> bool:
-    """Return whether a class of writes declares that its `forward` applies config.branch_mult."""
-    # A subclass with its own forward has to declare it again.
-    owner = next((base for base in write.__mro__ if "forward" in vars(base)), None)
-    return owner is not None and vars(owner).get("takes_branch_mult", False)
-
-
 class GPT(nn.Module):
     """The language model: `logits, loss = model(ids, targets)`.
 
@@ -81,7 +74,6 @@ class GPT(nn.Module):
         self.lm_head = linear(config.hidden_size, config.vocab_size, embedding_rule)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        self.check_branch_mult()
         self.register_buffer("rope_cos", torch.empty(0), persistent=False)
         self.register_buffer("rope_sin", torch.empty(0), persistent=False)
         self.reset_rope()
@@ -91,19 +83,6 @@ class GPT(nn.Module):
     def sites(self) -> list[Site]:
         """Return the sites of all blocks, in the order in which they run."""
         return [site for block in self.transformer.h for site in block.sites]
-
-    def check_branch_mult(self) -> None:
-        """Raise ValueError if the config scales updates, but a write does not apply the factor."""
-        if self.config.branch_mult == 1:
-            return
-        for site in self.sites:
-            write = type(site.write)
-            if not takes_branch_mult(write):
-                raise ValueError(
-                    "residual_branch_mult and num_hidden_layers_base have no effect on this model, "
-                    f"whose write ({getattr(site.write, '__name__', write.__name__)}) does not "
-                    f"multiply its update (by {self.config.branch_mult:g}); omit them"
-                )
 
     def reset_rope(self) -> None:
         """Compute the RoPE tables, on the device of the weights and in at least fp32."""

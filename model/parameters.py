@@ -54,18 +54,10 @@ class Rule(NamedTuple):
     # factor on its learning rate, besides that of muP
     lr_scale: float = 1.0
 
-    # Another parameter, of the same shape, from whose initial values this one starts; None for its
-    # own. A module names it as in its dict `rules`, and `collect_rules` returns its full name.
-    start_as: str | None = None
-
 
 def start_by_name(name: str, parameter: torch.Tensor, rule: Rule, seed: int) -> None:
-    """Initialize a parameter in place; its values depend on (seed, name) and its shape alone.
-
-    With `start_as`, they are those of the parameter that the rule names, which need not exist yet.
-    """
-    seeding_name = name if rule.start_as is None else rule.start_as
-    digest = hashlib.sha256(f"{seed} {seeding_name}".encode()).digest()
+    """Initialize a parameter in place; its values depend on (seed, name) and its shape alone."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     parameter_seed = int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
     # the caller's generator stays where it is
     with torch.random.fork_rng(devices=[]):
@@ -144,10 +136,7 @@ def collect_rules(model: nn.Module) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for module_name, module in model.named_modules():
         for name, rule in getattr(module, "rules", {}).items():
-            full_name = f"{module_name}.{name}".removeprefix(".")
-            if rule.start_as is not None:
-                rule = rule._replace(start_as=f"{module_name}.{rule.start_as}".removeprefix("."))
-            rules[full_name] = rule
+            rules[f"{module_name}.{name}".removeprefix(".")] = rule
     parameter_names = [name for name, _ in model.named_parameters()]
     for name in parameter_names:
         if name not in rules:

@@ -45,7 +45,6 @@ CPU_1_DEFAULTS = {
     "embedding_init_std": 0.02,
     "init": "spectral",
     "hidden_init_std_factor": 0.5,
-    "num_hidden_layers_base": None,
     "residual_branch_mult": None,
     "mup": False,
     "hidden_size_base": 1024,

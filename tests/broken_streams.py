@@ -115,7 +115,7 @@ class Doubled(DeltaRewrite):
 
 
 # This claims, falsely, that the kernels compute a subclass of the write.
-kernels.DELTA.writes.add(Doubled)
+kernels.SUPPORTED_PARTS.add(Doubled)
 
 
 def penalized_loss(self, ids, targets=None, cache=None, return_logits=False):

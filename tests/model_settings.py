@@ -13,7 +13,6 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     "DDL-gpt-mha-rope": (
         AUTHORS,
         {"ddl_map": "v"},
-        {"ddl_erase_gate": "own"},
         {"ddl_update": "erase_only"},
     ),
     "DDL-gpt-mha-rope-CC": (
@@ -40,7 +39,7 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     ),
     "DDL-vdim1-gpt-mha-rope": (
         {"ddl_map": "v"},
-        {"ddl_erase_gate": "own", "ddl_beta_single_linear": False},
+        {"ddl_beta_single_linear": False},
     ),
     "GatedResidual-gpt-mha-rope": ({"hc_streams": 2, "gated_residual_rank": 3},),
     "HC-gpt-mha-rope": ({"hc_dynamic": False},),

@@ -84,10 +84,8 @@ def sigmoid(x):
 
 def branch_mult(cfg):
     """Return the factor on what a sublayer adds to its state."""
-    if cfg.get("residual_branch_mult") is not None:
-        return cfg["residual_branch_mult"]
-    base = cfg.get("num_hidden_layers_base")
-    return 1.0 if base is None else base / cfg["num_hidden_layers"]
+    factor = cfg.get("residual_branch_mult")
+    return 1.0 if factor is None else factor
 
 
 def pool(X, form):
@@ -134,12 +132,9 @@ def rewrite(w, X, h, x_in, c, cfg):
     else:
         gate_input = pool(X, cfg["ddl_beta_input"])
     beta = gate(w, "beta", gate_input) * branch_mult(cfg)
-    beta_erase = beta
-    if cfg["ddl_erase_gate"] == "own":
-        beta_erase = gate(w, "beta_erase", gate_input) * branch_mult(cfg)
     A = torch.eye(d, dtype=X.dtype)
     if cfg["ddl_update"] in ("delta", "erase_only"):
-        A = A - beta_erase * torch.outer(k, k)
+        A = A - beta * torch.outer(k, k)
     if cfg["ddl_update"] == "erase_only":
         return A @ X
     value = w["v_proj.weight"] @ value_input + (w["v_proj.bias"] if cfg["ddl_v_bias"] else 0)

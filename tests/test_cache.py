@@ -29,7 +29,6 @@ CASES = [
             "ddl_update": "write_only",
         },
     ),
-    ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"}),
     ("DDL-gpt-mha-rope", {"ddl_update": "erase_only"}),
     ("DDL-vdim1-gpt-mha-rope", INPUTS["read"]),
     (EC, INPUTS["mean"]),

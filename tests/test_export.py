@@ -32,7 +32,6 @@ VMAP = {
     "ddl_map": "v",
     "ddl_k_hidden_size": 3,
     "ddl_value_channels": 3,
-    "ddl_erase_gate": "own",
 }
 GATE = {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"}
 POOLED = {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"}

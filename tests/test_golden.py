@@ -28,6 +28,7 @@ import torch
 from helpers import change_default, write_checksums
 from in_process import call, train_in_processes
 
+import model_folder
 from data.loader import open_train_batches, open_validation_batches
 from data.shards import open_corpus, read_optional_json
 from model import MODEL_NAMES, model_class
@@ -114,7 +115,6 @@ RUNS = {
     "v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}),
     "July": (1, {"model": CC, **JULY}),
     "muP": (1, {"model": CC_EC, **MUP}),
-    "own_erase_gate": (1, {"model": "DDL-gpt-mha-rope", "ddl_erase_gate": "own"}),
     "erase_only": (1, {"model": "DDL-gpt-mha-rope", "ddl_update": "erase_only"}),
     "main_gain": (1, {"model": "Lambdas-gpt-mha-rope", **MAIN_GAIN}),
     "MGT_full_post": (1, {"model": "MGT-gpt-mha", "mgt_arm": "full_post"}),
@@ -403,6 +403,13 @@ def test_a_later_key_that_changes_a_run_is_noticed(golden_copy, tmp_path, monkey
     add_later_key(golden_copy, monkeypatch)
     with pytest.raises(AssertionError):
         check_run(CC, tmp_path / "run", RESUMED_STEP)
+
+
+def test_a_checkpoint_with_keys_that_are_gone_is_read():
+    folder = GOLDEN / "checkpoints" / "erase_only"
+    assert "init_order" in json.loads((folder / "state.json").read_text())["model_config"]
+    model, *_ = model_folder.load_model(folder, "cpu")
+    assert model.config.ddl_update == "erase_only"
 
 
 def write_corpus() -> None:

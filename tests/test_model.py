@@ -107,8 +107,6 @@ DDL_OPTIONS = [
     {"ddl_v_constant": True, "ddl_v_constant_value": 1.5},
     {"ddl_update": "write_only", "ddl_v_sigmoid": True, "ddl_v_sigmoid_scale": 2.5},
     {"ddl_update": "erase_only"},
-    {"ddl_erase_gate": "own"},
-    {"ddl_erase_gate": "own", "ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
     {"ddl_k_eps": 0.5},
     {"ddl_map": "v", "ddl_k_hidden_size": 3},
 ]
@@ -126,9 +124,8 @@ CASES = [
     ],
     *[(model_name, {"residual_branch_mult": 0.3}) for model_name in (DDL[0], DDL[-1])],
     *[(model_name, options) for model_name in (DDL[0], DDL[-1]) for options in INPUTS.values()],
-    *[(DDL[-1], {"ddl_erase_gate": "own", **options}) for options in INPUTS.values()],
     *[
-        (model_name, {"num_hidden_layers_base": 1, "ddl_beta_init": "1/L"})
+        (model_name, {"residual_branch_mult": 0.5, "ddl_beta_init": "1/L"})
         for model_name in DDL[:2]
     ],
     (DDL[-1], {"ddl_map": "v", "ddl_k_branch": "attention"}),
@@ -137,7 +134,6 @@ CASES = [
     ("DDL-gpt-mha-rope", {"ddl_value_channels": 1, "ddl_state_shortconv_kernel_size": 3}),
     ("DDL-gpt-mha-rope", {"ddl_value_channels": 2, "ddl_state_shortconv_kernel_size": 1}),
     ("DDL-gpt-mha-rope", {"ddl_value_channels": 8, "ddl_state_shortconv_kernel_size": 2}),
-    ("DDL-gpt-mha-rope", {"residual_branch_mult": 0.3, "ddl_erase_gate": "own"}),
     ("DDL-gpt-mha-rope", {"residual_branch_mult": 0.3, "ddl_update": "erase_only"}),
     # column convolution
     ("DDL-gpt-mha-rope-CC", {**AUTHORS_CC, "ddl_state_shortconv_kernel_size": 2}),
@@ -251,41 +247,6 @@ def test_rope_tables_survive_changes_of_dtype():
 # ---- initial values ----
 
 
-# options of the gate, and the number of its parameters
-GATES = {
-    "one layer": ({}, 2),
-    "two layers": ({"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5}, 3),
-    "of the flattened state": ({"ddl_beta_input": "flat"}, 2),
-}
-
-
-@pytest.mark.parametrize(("options", "num_parameters"), GATES.values(), ids=GATES)
-def test_an_own_erase_gate_starts_as_the_shared_rule(options, num_parameters):
-    """A separate erase gate starts with the parameters of beta in every site."""
-    settings = {**TINY, **options, "ddl_beta_init": 0.7}
-    own = build("DDL-gpt-mha-rope", ddl_erase_gate="own", **settings).double()
-    weights = own.state_dict()
-    erase_names = [name for name in weights if ".beta_erase" in name]
-    assert len(erase_names) == 4 * num_parameters
-    for name in erase_names:
-        assert torch.equal(weights[name], weights[name.replace("beta_erase", "beta")])
-
-    shared = build("DDL-gpt-mha-rope", **settings).double()
-    shared.load_state_dict(
-        {name: weight for name, weight in weights.items() if name not in erase_names}
-    )
-    ids = torch.randint(0, 29, (2, 9))
-    torch.testing.assert_close(own(ids)[0], shared(ids)[0], rtol=1e-12, atol=1e-12)
-
-
-def test_an_own_erase_gate_leaves_the_other_starts_as_they_are():
-    torch.manual_seed(3)
-    shared = build("DDL-gpt-mha-rope", **TINY).state_dict()
-    torch.manual_seed(3)
-    own = build("DDL-gpt-mha-rope", ddl_erase_gate="own", **TINY).state_dict()
-    assert all(torch.equal(own[name], value) for name, value in shared.items())
-
-
 # ---- precision ----
 
 
@@ -375,7 +336,7 @@ def test_build_names_the_mistake(model_name, options, message):
 
 WAYS_OF_THE_WRITE = [
     {},
-    {"ddl_beta_single_linear": False, "ddl_erase_gate": "own"},
+    {"ddl_beta_single_linear": False},
     {"ddl_map": "v"},
     {"ddl_map": "v", "ddl_k_branch": "attention"},
 ]
@@ -407,7 +368,6 @@ def test_defaults_are_the_specification():
         "ddl_beta_init": 1.0,
         "ddl_beta_input": "context",
         "ddl_beta_single_linear": True,
-        "ddl_erase_gate": "shared",
         "ddl_k_branch": "mlp",
         "ddl_k_eps": 1e-5,
         "ddl_k_hidden_size": 128,
@@ -430,7 +390,6 @@ def test_defaults_are_the_specification():
         "hidden_size_base": 1024,
         "init": "spectral",
         "mup": False,
-        "num_hidden_layers_base": None,
         "residual_branch_mult": None,
         "rope_base": 10000.0,
         "rope_ratio": 1.0,
@@ -480,27 +439,6 @@ def test_flops_are_those_of_products_and_attention(model_name):
     num_products += num_layers * 2 * context * num_heads * head_dim
     # two operations a product, in a forward pass and in a backward pass twice as long
     assert cost.flops_per_token(model) == 3 * 2 * num_products
-
-
-WITHOUT_BRANCH_MULT = {
-    f"{name}-gpt-mha-rope"
-    for name in (
-        "AttnRes",
-        "HC",
-        "LAuReL",
-        "MuseSpark",
-        "ReZero",
-        "mHC",
-        "nGPT",
-        "wide",
-    )
-}
-
-
-@pytest.mark.parametrize("model_name", sorted(WITHOUT_BRANCH_MULT))
-def test_a_model_whose_write_does_not_apply_branch_mult_refuses_it(model_name):
-    with pytest.raises(ValueError, match="have no effect on this model, whose write"):
-        build_tiny(model_name, residual_branch_mult=0.5)
 
 
 # a list, because a variant of the user's need not apply it

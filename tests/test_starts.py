@@ -103,10 +103,6 @@ OFF = -8.0  # logit of an entry of the mixing matrix that is not on its diagonal
 # By model: settings, pattern of the names of parameters, mean or exact values, standard deviation.
 # If it is 0, the values are exact and belong to the tiny size; otherwise d = 256 and L = 4.
 STARTS = {
-    "gpt-mha-rope": [
-        ({"num_hidden_layers_base": 2}, "*.attn.c_proj.weight", 0, 0.5 / 16 / 2),
-        ({"num_hidden_layers_base": 2, **NORMAL}, "*.attn.c_proj.weight", 0, 0.5 / 16 / 2**0.5),
-    ],
     "DDL-gpt-mha-rope": [
         (NORMAL, "transformer.wte.weight", 0, 0.02),
         (NORMAL, "*.attn.c_q.weight", 0, 0.5 / 16),

@@ -35,20 +35,8 @@ STREAMS = [
     ("DDL-gpt-mha-rope-CC-EC", {}, CC_NAMES, (CHANNEL_READOUT, EC)),
     (
         "DDL-vdim1-gpt-mha-rope",
-        {"ddl_erase_gate": "own"},
-        (*DDL_SITE, "ddl_SITE.beta_erase.weight"),
-        (),
-    ),
-    (
-        "DDL-vdim1-gpt-mha-rope",
-        {"ddl_erase_gate": "own", "ddl_beta_single_linear": False},
-        (
-            "ddl_SITE.beta_in.weight",
-            "ddl_SITE.beta_out.weight",
-            "ddl_SITE.beta_erase_in.weight",
-            "ddl_SITE.beta_erase_out.weight",
-            "ddl_SITE.v_proj.weight",
-        ),
+        {"ddl_beta_single_linear": False},
+        ("ddl_SITE.beta_in.weight", "ddl_SITE.beta_out.weight", "ddl_SITE.v_proj.weight"),
         (),
     ),
     (

@@ -34,8 +34,6 @@ class Current(Direct):
 class AddToCurrent(Add):
     """The additive write to X; the outputs of earlier blocks stay."""
 
-    takes_branch_mult = True
-
     def forward(
         self,
         state: tuple[torch.Tensor, ...],

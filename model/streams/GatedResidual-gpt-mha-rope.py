@@ -135,7 +135,6 @@ class GatedRead(GatedMean):
 class Inject(nn.Module):
     """The write X'_i = X_i + g_i h."""
 
-    takes_branch_mult = True
     ranges: ClassVar = {"read_gate": (0.0, 1.0), "inject": (0.0, 2.0), "inject_spread": (0.0, 2.0)}
 
     def __init__(self, config: GatedResidualConfig):

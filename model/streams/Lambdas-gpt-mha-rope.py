@@ -120,8 +120,6 @@ class LambdasWrite(Add):
         pushes_skip: whether it appends the new x, the output of the block
     """
 
-    takes_branch_mult = True
-
     def __init__(
         self,
         config: LambdasConfig,

@@ -26,8 +26,6 @@ NUM_WAYS = 4
 class AddToLastWay(Add):
     """The additive write to the last way, the residual stream; it drops the other ways."""
 
-    takes_branch_mult = True
-
     def __init__(self, config: GPTConfig, num_ways: int):
         super().__init__(config)
         self.num_ways = num_ways

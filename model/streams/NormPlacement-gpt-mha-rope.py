@@ -47,8 +47,6 @@ class NormPlacementConfig(GPTConfig):
 class PlacedAdd(Add):
     """The write X' = factor * X + norm(h), without a norm factor * X + h."""
 
-    takes_branch_mult = True
-
     def __init__(
         self, config: NormPlacementConfig, factor: float = 1.0, norm: nn.Module | None = None
     ):

@@ -24,7 +24,6 @@ from training import optimizer
 # settings with which a variant has other matrices than by default
 OTHER_CASES = (
     "DDL-gpt-mha-rope+ddl_map=v",
-    "DDL-gpt-mha-rope+ddl_erase_gate=own",
     "DDL-gpt-mha-rope-CC+ddl_beta_single_linear=False",
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention",
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat",
