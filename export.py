@@ -10,7 +10,6 @@ for a model of your own.
 """
 
 import dataclasses
-import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from configurator import argument, option, read_command_line
 from data import tokenizer
 from huggingface import card
 from huggingface.modeling_files import collect_modeling_files, collect_package_files
-from model import MODEL_NAMES
+from model import MODEL_NAMES, find_variant
 from model.gpt import GPT
 from model.parameters import find_aliases
 from training import checkpoint
@@ -134,18 +133,13 @@ def collect_model_files(
     variant = state["model"]
     json_files = make_json_files(variant, model, model_tokenizer, dtype)
     return {
-        **collect_modeling_files(find_file(variant)),
+        **collect_modeling_files(Path(find_variant(variant).origin)),
         **{
             file: json.dumps(content, indent=1, ensure_ascii=False)
             for file, content in json_files.items()
         },
         "README.md": card.write_card(name, variant, model, state),
     }
-
-
-def find_file(variant: str) -> Path:
-    """Return the file of a variant."""
-    return Path(importlib.util.find_spec(f"model.{variant}").origin)
 
 
 def main() -> None:
@@ -157,7 +151,7 @@ def main() -> None:
             raise ValueError(f"{out_dir} is not empty; give another out_dir, or --overwrite")
         model = None
         if args.run in MODEL_NAMES and not run.exists():
-            texts = collect_package_files(args.run, find_file(args.run))
+            texts = collect_package_files(args.run, Path(find_variant(args.run).origin))
         else:
             also_accepted = f", or the name of a variant{errors.suggest(args.run, MODEL_NAMES)}"
             source = run if model_folder.is_exported(run) else checkpoint.find(run, also_accepted)

@@ -3,6 +3,7 @@
 import importlib
 from pathlib import Path
 
+from model import find_variant
 from model.gpt import GPT
 
 LOADING_CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,7 +60,7 @@ def write_card(name: str, variant: str, model: GPT, state: dict) -> str:
 
     state: state.json of the checkpoint; {} if it is not known how the model was trained
     """
-    docstring = importlib.import_module(f"model.{variant}").__doc__ or ""
+    docstring = importlib.import_module(find_variant(variant).name).__doc__ or ""
     return CARD.format(
         name=name,
         variant=variant,

@@ -1,8 +1,9 @@
 """The modeling code of an exported folder: copies of the shared files of model/, side by side.
 
-Files of model/ import each other relatively, so their copies work in any folder. One line of them
-changes: `option` comes from option.py, which is copied from this folder as well. The fused kernels
-and the files that work on whole models of this repository are left out.
+Files of model/ import each other relatively, so their copies work in any folder. Two kinds of lines
+change: `option` comes from option.py, which is copied from this folder as well, and what a file of
+model/streams/ imports from model/ lies beside it. The fused kernels and the files that work on whole
+models of this repository are left out.
 """
 
 import re
@@ -16,8 +17,12 @@ from model.gpt import GPT
 
 FOLDER = Path(__file__).parent
 MODEL_FOLDER = FOLDER.parent / "model"
+STREAMS_FOLDER = MODEL_FOLDER / "streams"
 # The import that is not relative in model/, and becomes `from .option import ...` in a copy.
 OPTION_IMPORT = re.compile(r"^from configurator import (option|check_ranges, option)$", re.M)
+# transformers follows the imports of files in the same folder alone.
+IMPORT_ACROSS_FOLDERS = re.compile(r"^from \.(?:\.|streams\.)(?=\w)", re.M)
+STREAM_IMPORT = re.compile(r"^from \.(?:streams\.)?(\w+) import ", re.M)
 # What a model does not need.
 LEFT_OUT = ("__init__", "causality", "cost", "generation", "weights")
 # The two files that transformers itself loads. They import the variant as `stem`.
@@ -33,11 +38,21 @@ def copy_model_files(variant_file: Path) -> dict[str, str]:
         if "-" not in path.stem and path.stem not in LEFT_OUT
     ]
     files = {"stem.py": variant_file, "option.py": FOLDER / "option.py"}
-    files.update({path.name: path for path in shared})
-    return {
-        name: OPTION_IMPORT.sub(r"from .option import \1", path.read_text(encoding="utf-8"))
-        for name, path in files.items()
-    }
+    files.update({path.name: path for path in [*shared, *find_stream_helpers(variant_file)]})
+    return {name: copy_code(path.read_text(encoding="utf-8")) for name, path in files.items()}
+
+
+def find_stream_helpers(file: Path) -> list[Path]:
+    """Return the modules of model/streams/ that a file imports, such as hyper_connections.py."""
+    names = STREAM_IMPORT.findall(file.read_text(encoding="utf-8"))
+    helpers = [STREAMS_FOLDER / f"{name}.py" for name in names]
+    return [helper for helper in helpers if helper.is_file()]
+
+
+def copy_code(code: str) -> str:
+    """Return the code of a file as its copy in one folder with all others has it."""
+    code = IMPORT_ACROSS_FOLDERS.sub("from .", code)
+    return OPTION_IMPORT.sub(r"from .option import \1", code)
 
 
 def collect_modeling_files(variant_file: Path) -> dict[str, str]:
@@ -51,10 +66,9 @@ def check_stream(variant: str) -> None:
     with torch.device("meta"):
         model = build(variant, num_hidden_layers=4)
     has_plain_sites = [site.name for site in model.sites] == ["attn", "mlp"] * 4 and not any(
-        site.inputs or site.read_positions or hasattr(site.write, "extra_loss")
-        for site in model.sites
+        site.inputs for site in model.sites
     )
-    is_run_plainly = type(model).hidden_and_extra_loss is GPT.hidden_and_extra_loss and all(
+    is_run_plainly = type(model).hidden is GPT.hidden and all(
         type(block).forward is Block.forward for block in model.transformer.h
     )
     if not (has_plain_sites and is_run_plainly):

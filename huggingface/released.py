@@ -145,9 +145,11 @@ def read_settings(config: dict, variant: str) -> dict[str, object]:
         )
     if "stem" not in config:
         config = {**FORM_OF_RELEASED_CODE, **config}
-        # the released code ignores the base without depth scaling
-        if scaling not in DEPTH_SCALING:
-            config.pop("num_hidden_layers_base", None)
+    base_depth = config.get("num_hidden_layers_base")
+    # the released code ignores the base without depth scaling
+    scales_depth = scaling in DEPTH_SCALING or "stem" in config
+    if scales_depth and base_depth is not None and config.get("residual_branch_mult") is None:
+        config["residual_branch_mult"] = base_depth / config["num_hidden_layers"]
     settings = check_settings(
         {key: value for key, value in config.items() if key in options}, options
     )

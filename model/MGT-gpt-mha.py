@@ -76,31 +76,20 @@ class MGTWrite(nn.Module):
     residual_branch_mult multiplies the update X' - X, before the LayerNorm of the post-norm arms.
     """
 
-    takes_branch_mult = True
     ranges: ClassVar = {"beta_negative": (0.0, 1.0), "gate": (0.0, 1.0)}
 
     def __init__(self, config: MGTConfig):
         super().__init__()
         self.config = config
         d = config.hidden_size
-        matrix_rule = Rule(normal(config.hidden_init_std), HIDDEN, decay=True, mixing=True)
+        matrix_rule = Rule(normal(config.hidden_init_std), HIDDEN, decay=True)
         if config.has_gate:
             self.gate = linear(d, d, matrix_rule)
             self.gate_norm = LayerNorm(d)
         if config.has_beta:
-            self.beta = linear(
-                d, d, matrix_rule, Rule(constant(config.mgt_beta_bias_init), mixing=True)
-            )
+            self.beta = linear(d, d, matrix_rule, Rule(constant(config.mgt_beta_bias_init)))
             self.alpha = nn.Parameter(torch.empty(1))
-            self.rules = {"alpha": Rule(constant(config.mgt_alpha_init), mixing=True)}
-
-    def elementwise_flops(self) -> int:
-        flops_per_feature = 1
-        if self.config.has_gate:
-            flops_per_feature += 1
-        if self.config.has_beta:
-            flops_per_feature += 3
-        return flops_per_feature * self.config.hidden_size
+            self.rules = {"alpha": Rule(constant(config.mgt_alpha_init))}
 
     def compute_gate(self, state: torch.Tensor) -> torch.Tensor | float:
         """Return sigmoid(LN(X W_gate)), (B, T, d) in at least fp32, or 1 without the gate."""
@@ -180,7 +169,7 @@ class MGTBlock(WritingBlock):
             )
 
 
-def final_norm(config: MGTConfig) -> nn.Module:
+def norm_after_last_block(config: MGTConfig) -> nn.Module:
     """Return the norm before the output layer; none if post-norm, as the last write has one."""
     return nn.Identity() if config.post_norm else LayerNorm(config.hidden_size)
 
@@ -188,4 +177,4 @@ def final_norm(config: MGTConfig) -> nn.Module:
 class Model(GPT):
     Config = MGTConfig
     Block = MGTBlock
-    FinalNorm = staticmethod(final_norm)
+    FinalNorm = staticmethod(norm_after_last_block)

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .block import Site, State, Stream
-from .layers import Positions
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,9 @@ class RecordingStream(Stream):
         return state
 
     def read(
-        self, site: Site, state: State, cache: dict | None, positions: Positions
+        self, site: Site, state: State, cache: dict | None
     ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
-        state, read_output, c = super().read(site, state, cache, positions)
+        state, read_output, c = super().read(site, state, cache)
         self.record("what the read returns", read_output, site)
         self.record("the normalized input of the sublayer", c, site)
         return state, read_output, c
@@ -104,11 +103,11 @@ class RecordingStream(Stream):
         x_in: torch.Tensor | tuple,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
+    ) -> State:
         self.record("what the sublayer returns", h, site)
-        written, extra_loss = super().write(site, state, h, x_in, c, cache)
+        written = super().write(site, state, h, x_in, c, cache)
         self.record("the state that the write returns", written, site)
-        return written, extra_loss
+        return written
 
     def finish(self, model: nn.Module, state: State, cache: dict | None) -> torch.Tensor:
         hidden = super().finish(model, state, cache)

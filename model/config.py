@@ -102,23 +102,12 @@ class GPTConfig:
         "factor in the initial standard deviation of all matrices except embeddings; see init",
         low=0,
     )
-    init_order: Literal["named", "sequential"] = option(
-        "named",
-        "order of random numbers in the initialization; named seeds each parameter by the seed and "
-        "its name; sequential draws all parameters from one generator, one after the other",
-    )
-    num_hidden_layers_base: int | None = option(
-        None,
-        "base depth of depth scaling, which multiplies each sublayer's update of the residual "
-        "state by num_hidden_layers_base / num_hidden_layers and initializes output matrices as at "
-        "this depth, so that hyperparameters tuned at it transfer to other depths (default: no "
-        "depth scaling)",
-        low=1,
-    )
     residual_branch_mult: float | None = option(
         None,
-        "factor on each sublayer's update X' - X of the residual state (default: "
-        "num_hidden_layers_base / num_hidden_layers, or 1 without num_hidden_layers_base)",
+        "factor on each sublayer's update X' - X of the residual state (default: 1); B / "
+        "num_hidden_layers is the depth scaling of CompleteP from a base depth of B blocks, which "
+        "makes hyperparameters tuned at it transfer to other depths; streams whose write has "
+        "weights of its own for the state and the update do not apply it",
         above=0,
     )
     mup: bool = option(
@@ -157,7 +146,7 @@ class GPTConfig:
             last: for the output matrix of a sublayer, which is scaled down because the outputs of
                 all sublayers add up in the residual stream
         """
-        layers = self.num_hidden_layers_base or self.num_hidden_layers
+        layers = self.num_hidden_layers
         if self.init == "spectral":
             return by_shape(self.hidden_init_std_factor / (layers if last else 1))
         return normal(self.hidden_init_std / (math.sqrt(layers) if last else 1))
@@ -165,11 +154,7 @@ class GPTConfig:
     @property
     def branch_mult(self) -> float:
         """Return the factor on the update X' - X of every sublayer."""
-        if self.residual_branch_mult is not None:
-            return self.residual_branch_mult
-        if self.num_hidden_layers_base is None:
-            return 1.0
-        return self.num_hidden_layers_base / self.num_hidden_layers
+        return 1.0 if self.residual_branch_mult is None else self.residual_branch_mult
 
     @property
     def mup_scale(self) -> float:

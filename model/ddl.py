@@ -48,23 +48,17 @@ from .precision import at_least_fp32, for_product, linear_fp32
 
 
 class DeltaRewrite(nn.Module):
-    """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6).
+    """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6)."""
 
-    With ddl_erase_gate=own, the erase has a second gate, X' = X + k (beta v^T - beta_erase k^T X).
-    """
-
-    takes_branch_mult = True
-    ranges: ClassVar = {"beta": (0.0, 2.0), "beta_erase": (0.0, 2.0)}
+    ranges: ClassVar = {"beta": (0.0, 2.0)}
 
     def __init__(self, config: DeltaConfig):
         super().__init__()
         self.config = config
         self.rules = {}
-        # The order of the parameters is that of these lines. It decides the sum of the gradient
-        # norm, and the random numbers of init_order=sequential.
+        # The order of the parameters is that of these lines. It decides the last bits of the gradient
+        # norm.
         self.add_gate()
-        if config.ddl_erase_gate == "own":
-            self.add_erase_gate()
         self.add_direction()
         self.add_value()
 
@@ -91,21 +85,12 @@ class DeltaRewrite(nn.Module):
         beta = self.gate(state, x_in, c)
         # by default, v = W x_in, or sigmoid(w . x_in) if d_v = 1
         v = self.value(h, x_in, c)
-        beta_erase = self.erase_gate(state, x_in, c)
         # what is multiplied into the update is no part of the gate that `statistics` returns
         branch_mult = self.config.branch_mult
         if branch_mult != 1:
             beta = branch_mult * beta
-            beta_erase = None if beta_erase is None else branch_mult * beta_erase
         # X' = X + beta k (v^T - k^T X) (equation 6)
-        return delta_rewrite(
-            state,
-            k_hat,
-            beta,
-            v,
-            erase=self.config.erases,
-            beta_erase=beta_erase,
-        )
+        return delta_rewrite(state, k_hat, beta, v, erase=self.config.erases)
 
     # The layers of k, beta and v belong to the write itself, so that a checkpoint has
     # `ddl_attn.v_proj.weight`, as those of the authors' code do. Therefore k, beta and v are methods,
@@ -139,17 +124,6 @@ class DeltaRewrite(nn.Module):
             return compute_gate(x, self.beta)
         return compute_gate(x, self.beta_in, self.beta_out)
 
-    def erase_gate(
-        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the gate of the erase (B, T, 1), or None if it is beta."""
-        if self.config.ddl_erase_gate == "shared":
-            return None
-        x = self.gate_input(state, x_in, c)
-        if self.config.ddl_beta_single_linear:
-            return compute_gate(x, self.beta_erase)
-        return compute_gate(x, self.beta_erase_in, self.beta_erase_out)
-
     def value(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return the write value v (B, T, d_v), in at least fp32.
 
@@ -175,7 +149,7 @@ class DeltaRewrite(nn.Module):
         return v
 
     def gate_input(self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """Return what the gates are computed from, (B, T, d) or (B, T, d_v * d)."""
+        """Return what the gate is computed from, (B, T, d) or (B, T, d_v * d)."""
         # G(X) in equation 8 may be a convolution; here, that is the compressor, with output x_in.
         if self.config.ddl_beta_input == "context":
             return c
@@ -207,15 +181,6 @@ class DeltaRewrite(nn.Module):
         else:
             self.beta_in, self.beta_out = make_gate_layers(self.config)
 
-    def add_erase_gate(self) -> None:
-        """Register a gate that starts with the values of beta, so that the first update is the same."""
-        names = ["beta"] if self.config.ddl_beta_single_linear else ["beta_in", "beta_out"]
-        for name, layer in zip(names, make_gate_layers(self.config)):
-            erase_name = name.replace("beta", "beta_erase")
-            self.add_module(erase_name, layer)
-            rule = layer.rules.pop("weight")
-            self.rules[f"{erase_name}.weight"] = rule._replace(start_as=f"{name}.weight")
-
     def add_direction(self) -> None:
         """Register the branch of k in the v-Map; the k-Map has none."""
         config = self.config
@@ -224,9 +189,9 @@ class DeltaRewrite(nn.Module):
         d = config.hidden_size
         start = config.matrix_start()
         if config.ddl_k_branch == "attention":
-            matrix_rule = Rule(start, HIDDEN, decay=True, mixing=True)
+            matrix_rule = Rule(start, HIDDEN, decay=True)
             self.k_query = nn.Parameter(torch.empty(d))
-            self.rules["k_query"] = Rule(constant(0.0), mixing=True)
+            self.rules["k_query"] = Rule(constant(0.0))
             self.k_key = linear(d, d, matrix_rule)
             self.k_out = linear(d, d, matrix_rule)
             return
@@ -234,8 +199,8 @@ class DeltaRewrite(nn.Module):
         hidden_size = config.ddl_k_hidden_size
         # With init=spectral, the start of k_out does not depend on d.
         out_kind = INPUT if config.init == "normal" else FIXED
-        in_rule = Rule(start, OUTPUT, decay=True, mixing=True)
-        out_rule = Rule(start, out_kind, decay=True, mixing=True)
+        in_rule = Rule(start, OUTPUT, decay=True)
+        out_rule = Rule(start, out_kind, decay=True)
         self.k_in = linear(input_size, hidden_size, in_rule)
         self.k_out = linear(hidden_size, d, out_rule)
 
@@ -249,26 +214,11 @@ class DeltaRewrite(nn.Module):
         if config.ddl_v_bias:
             # as in a layer of torch, so that the value channels differ from the first step on
             bound = 1 / math.sqrt(d)
-            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound), mixing=True)
-        weight_rule = Rule(config.matrix_start(), OUTPUT, decay=True, mixing=True)
+            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound))
+        weight_rule = Rule(config.matrix_start(), OUTPUT, decay=True)
         self.v_proj = linear(d, config.ddl_value_channels, weight_rule, bias_rule)
         # With a constant value the layer stays in the state dict, but it is not trained.
         self.v_proj.requires_grad_(not config.ddl_v_constant)
-
-    def elementwise_flops(self) -> int:
-        """Count k^T X, the rank-1 write, and the attention and means over the value channels."""
-        config = self.config
-        state_size = config.hidden_size * config.ddl_value_channels
-        flops = 2 * state_size
-        if config.erases:
-            flops += 2 * state_size
-        if config.ddl_map == "v" and config.ddl_k_branch == "attention":
-            flops += 4 * state_size
-        elif config.ddl_map == "v" and config.ddl_k_input == "mean":
-            flops += state_size
-        if config.ddl_beta_input == "mean":
-            flops += state_size
-        return flops
 
     def statistics(
         self,
@@ -278,16 +228,10 @@ class DeltaRewrite(nn.Module):
         c: torch.Tensor,
         written: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Return, for each token (B, T), the gates and the RMS of v - k^T X before and after.
-
-        `beta_erase` is there if the erase has a gate of its own.
-        """
+        """Return, for each token (B, T), the gates and the RMS of v - k^T X before and after."""
         k_hat = self.direction(state, h, x_in, c)
         v = self.value(h, x_in, c)
         statistics = {"beta": self.gate(state, x_in, c).squeeze(-1)}
-        beta_erase = self.erase_gate(state, x_in, c)
-        if beta_erase is not None:
-            statistics["beta_erase"] = beta_erase.squeeze(-1)
         statistics["discrepancy_before"] = (
             (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt()
         )
@@ -303,7 +247,6 @@ def delta_rewrite(
     beta: torch.Tensor,
     v: torch.Tensor,
     erase: bool = True,
-    beta_erase: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return X' = X + beta k (v^T - k^T X) (equation 6).
 
@@ -315,19 +258,14 @@ def delta_rewrite(
         beta: the gate (B, T, 1)
         v: the write value (B, T, d_v)
         erase: False leaves out the erase, X' = X + beta k v^T
-        beta_erase: a gate of the erase's own (B, T, 1), X' = X + k (beta v^T - beta_erase k^T X);
-            None for beta itself
     """
     x = state.to(k_hat.dtype)
     k_hat = k_hat.unsqueeze(2)  # (B, T, 1, d): one direction for all value channels
     # k = scale * k_hat; the factor stays outside the dot products, as in the authors' code
     scale = 1 / math.sqrt(k_hat.shape[-1])
-    if not erase:
-        update = beta * v  # (B, T, d_v)
-    elif beta_erase is None:
-        update = beta * (v - (x * k_hat).sum(-1) * scale)
-    else:
-        update = beta * v - beta_erase * ((x * k_hat).sum(-1) * scale)
+    if erase:
+        v = v - (x * k_hat).sum(-1) * scale  # v^T - k^T X
+    update = beta * v  # (B, T, d_v)
     return (x + (update * scale).unsqueeze(-1) * k_hat).to(state.dtype)
 
 
@@ -363,12 +301,12 @@ def make_gate_layers(config: DeltaConfig) -> tuple[nn.Linear, ...]:
     # the bounds keep the logit finite for a gate of 0 or 2
     probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
     logit = math.log(probability) - math.log1p(-probability)
-    input_rule = Rule(start, OUTPUT, decay=True, mixing=True)
-    bias_rule = Rule(constant(logit), mixing=True)
+    input_rule = Rule(start, OUTPUT, decay=True)
+    bias_rule = Rule(constant(logit))
     if config.ddl_beta_single_linear:
         return (linear(input_size, 1, input_rule, bias_rule),)
     hidden_size = config.ddl_beta_hidden_size
-    output_rule = Rule(start, FIXED, decay=True, mixing=True)
+    output_rule = Rule(start, FIXED, decay=True)
     return (
         linear(input_size, hidden_size, input_rule),
         linear(hidden_size, 1, output_rule, bias_rule),
@@ -422,10 +360,10 @@ class Repeat(nn.Module):
 class Taps(nn.Module):
     """Holds the weight of a convolution under the name `<owner>.weight`."""
 
-    def __init__(self, *shape: int, start: Callable, mixing: bool = True):
+    def __init__(self, *shape: int, start: Callable):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
-        self.rules = {"weight": Rule(start, decay=True, mixing=mixing)}
+        self.rules = {"weight": Rule(start, decay=True)}
 
 
 class EmbeddingConv(nn.Module):
@@ -442,9 +380,6 @@ class EmbeddingConv(nn.Module):
         num_filters = config.hidden_size * self.value_channels
         kernel_size = config.input_embed_shortconv_kernel_size
         self.conv = Taps(num_filters, 1, kernel_size, start=partial(one_hot, index=-1))
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.conv.weight.numel()
 
     def weights(self) -> torch.Tensor:
         """Return the filters (K, d_v, d); the first entry weights the current token."""
@@ -482,7 +417,7 @@ class TokenConvRead(nn.Module):
         start = make_conv_start(config, kernel_size, identity_tap=kernel_size - 1)
         self.shortconv = Taps(num_filters, kernel_size, start=start)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
-        self.rules = {"read": Rule(constant(config.read_start), mixing=True)}
+        self.rules = {"read": Rule(constant(config.read_start))}
 
     def weights(self, arrange: Callable = taps_first) -> torch.Tensor:
         """Return e (K, d_v, d) in at least fp32; its first entry weights the current token.
@@ -491,9 +426,6 @@ class TokenConvRead(nn.Module):
         """
         taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, d_v, K)
         return arrange(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.shortconv.weight.numel()
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return read_value_channels(state, fold_once(past, self.weights), past)
@@ -534,8 +466,8 @@ class ChannelConvRead(nn.Module):
         if self.pair:
             self.read = nn.Parameter(torch.empty(value_channels))
             self.rules = {
-                "weight": Rule(start, decay=True, mixing=True),
-                "read": Rule(constant(config.read_start), mixing=True),
+                "weight": Rule(start, decay=True),
+                "read": Rule(constant(config.read_start)),
             }
         else:
             # the read starts as the mean of the value channels, unless the convolution is random
@@ -544,7 +476,7 @@ class ChannelConvRead(nn.Module):
                 folded_start = normal(abs(config.read_start) * math.sqrt(value_channels))
             elif config.conv_start == "normal":
                 folded_start = partial(self.start_folded, conv_start=start)
-            self.rules = {"weight": Rule(folded_start, decay=True, mixing=True)}
+            self.rules = {"weight": Rule(folded_start, decay=True)}
 
     def start_folded(self, weight: torch.Tensor, conv_start: Callable) -> None:
         """Initialize the folded weight (d, d_v) as a pair would start, folded."""
@@ -559,9 +491,6 @@ class ChannelConvRead(nn.Module):
         if self.pair:
             weight = fold_channel_conv(self.weight, self.read, self.causal)
         return arrange(weight.unsqueeze(2))
-
-    def elementwise_flops(self) -> int:
-        return 2 * self.config.hidden_size * self.config.ddl_value_channels
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return read_value_channels(state, fold_once(past, self.weights), past)

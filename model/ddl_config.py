@@ -45,12 +45,6 @@ class DeltaConfig(GPTConfig):
         "hidden size of the two-layer gate, with ddl_beta_single_linear=False",
         low=1,
     )
-    ddl_erase_gate: Literal["shared", "own"] = option(
-        "shared",
-        "gate of the erase of ddl_update=delta; shared uses the gate beta for the erase and for the write; own gives "
-        "the erase a gate of the same form with parameters of its own, which start equal to those "
-        "of beta, X' = X + k (beta v^T - beta_erase k^T X)",
-    )
     ddl_beta_input: Literal["context", "residual", "mean", "flat"] = option(
         "context",
         "input of the gate beta; context is the normalized context c, residual is the compressed "

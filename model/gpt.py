@@ -20,13 +20,10 @@ from .layers import Positions, RMSNorm, rope_tables
 from .loss import linear_cross_entropy, scale_logits
 from .parameters import (
     Rule,
-    check_no_shared_memory,
-    check_registered,
     collect_rules,
     linear,
     normal,
     start_by_name,
-    start_one_after_another,
 )
 from .precision import at_least_fp32, compute_dtype, for_product
 
@@ -34,13 +31,6 @@ from .precision import at_least_fp32, compute_dtype, for_product
 def final_norm(config: GPTConfig) -> nn.Module:
     """Return the norm between the readout and the output layer."""
     return RMSNorm(config.hidden_size)
-
-
-def takes_branch_mult(write: type) -> bool:
-    """Return whether a class of writes declares that its `forward` applies config.branch_mult."""
-    # A subclass with its own forward has to declare it again.
-    owner = next((base for base in write.__mro__ if "forward" in vars(base)), None)
-    return owner is not None and vars(owner).get("takes_branch_mult", False)
 
 
 class GPT(nn.Module):
@@ -84,7 +74,6 @@ class GPT(nn.Module):
         self.lm_head = linear(config.hidden_size, config.vocab_size, embedding_rule)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        self.check_branch_mult()
         self.register_buffer("rope_cos", torch.empty(0), persistent=False)
         self.register_buffer("rope_sin", torch.empty(0), persistent=False)
         self.reset_rope()
@@ -94,19 +83,6 @@ class GPT(nn.Module):
     def sites(self) -> list[Site]:
         """Return the sites of all blocks, in the order in which they run."""
         return [site for block in self.transformer.h for site in block.sites]
-
-    def check_branch_mult(self) -> None:
-        """Raise ValueError if the config scales updates, but a write does not apply the factor."""
-        if self.config.branch_mult == 1:
-            return
-        for site in self.sites:
-            write = type(site.write)
-            if not takes_branch_mult(write):
-                raise ValueError(
-                    "residual_branch_mult and num_hidden_layers_base have no effect on this model, "
-                    f"whose write ({getattr(site.write, '__name__', write.__name__)}) does not "
-                    f"multiply its update (by {self.config.branch_mult:g}); omit them"
-                )
 
     def reset_rope(self) -> None:
         """Compute the RoPE tables, on the device of the weights and in at least fp32."""
@@ -127,34 +103,13 @@ class GPT(nn.Module):
         On the meta device there is nothing to initialize, but the rules are checked.
 
         Raises:
-            ValueError: a parameter has no rule, or two
+            ValueError: a parameter has no rule
         """
-        self.check_parameters()
         rules = collect_rules(self)
-        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
         if self.transformer.wte.weight.is_meta:
             return
-        if self.config.init_order == "named":
-            for name, parameter in self.named_parameters():
-                start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
-        else:
-            start_one_after_another(self, rules)
-
-    def check_parameters(self) -> None:
-        """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""
-        check_no_shared_memory(self)
-        parts = [part for site in self.sites for part in vars(site).values()]
-        check_registered(self, [part for part in parts if isinstance(part, nn.Module)])
-
-    def check_initialized(self) -> None:
-        """Raise ValueError if a subclass added a parameter after the others were initialized."""
         for name, parameter in self.named_parameters():
-            if id(parameter) not in self.initialized_ids:
-                raise ValueError(
-                    f"{name} was added after the parameters were initialized; name the class of its "
-                    "module as Expander, Block, Readout or FinalNorm of the model, or call "
-                    "self.init_weights() at the end of __init__"
-                )
+            start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
 
     def use_stream(self, stream: Stream) -> None:
         """Run the residual stream by this object."""
@@ -250,13 +205,6 @@ class GPT(nn.Module):
             cache: a cache that has reserved places for ids
             num_attended: with a cache, the number of its positions to attend to
         """
-        hidden, _ = self.hidden_and_extra_loss(ids, cache, num_attended)
-        return hidden
-
-    def hidden_and_extra_loss(
-        self, ids: torch.Tensor, cache: Cache | None = None, num_attended: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `hidden`, and the extra losses (B, T) of all sites, summed, or None without any."""
         # A cache has an entry for each block and a last one for the expander and the readout.
         block_caches = [None] * len(self.transformer.h)
         outer_cache = None
@@ -266,18 +214,14 @@ class GPT(nn.Module):
         x = positions.embed(self.transformer.wte).to(self.state_dtype())
         state = self.stream.begin(self, x, outer_cache)
         recompute = self.activation_checkpointing and cache is None and torch.is_grad_enabled()
-        extra_losses = []
         for block, block_cache in zip(self.transformer.h, block_caches):
             if recompute:
-                state, extra_loss = checkpoint(block, state, positions, use_reentrant=False)
+                state = checkpoint(block, state, positions, use_reentrant=False)
             else:
-                state, extra_loss = block(state, positions, block_cache)
-            if extra_loss is not None:
-                extra_losses.append(extra_loss)
+                state = block(state, positions, block_cache)
         if cache is not None:
             cache.position.add_(ids.shape[1])
-        hidden = self.stream.finish(self, state, outer_cache)
-        return hidden, sum(extra_losses) if extra_losses else None
+        return self.stream.finish(self, state, outer_cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (..., vocab_size) of `hidden` (..., d).
@@ -315,9 +259,7 @@ class GPT(nn.Module):
 
         Returns:
             logits (B, T, vocab_size), or None
-            the mean cross-entropy in nats, a scalar in at least fp32, or None. If the stream has an
-                extra loss, the gradient of this scalar is that of both losses, but its value
-                remains the cross-entropy.
+            the mean cross-entropy in nats, a scalar in at least fp32, or None
 
         Raises:
             ValueError: there are more tokens than block_size, or than fit in the cache
@@ -325,10 +267,10 @@ class GPT(nn.Module):
         if cache is not None:
             num_attended = cache.reserve(ids)
             with torch.no_grad():
-                hidden, extra_loss = self.hidden_and_extra_loss(ids, cache, num_attended)
+                hidden = self.hidden(ids, cache, num_attended)
         else:
             self.check_length(ids)
-            hidden, extra_loss = self.hidden_and_extra_loss(ids)
+            hidden = self.hidden(ids)
 
         if targets is None:
             return self.logits(hidden), None
@@ -347,13 +289,6 @@ class GPT(nn.Module):
             logits = self.logits(hidden)
             flat_logits = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
             loss = F.cross_entropy(flat_logits, targets.flatten(), ignore_index=-1)
-
-        if extra_loss is not None:
-            # tokens without a target are padding, whose extra loss does not count
-            has_target = targets != -1
-            extra_loss = (extra_loss * has_target).sum() / has_target.sum().clamp_min(1)
-            # add the gradient, but keep the value, by which runs are compared
-            loss = loss + (extra_loss - extra_loss.detach())
         return logits if return_logits else None, loss
 
     def check_length(self, ids: torch.Tensor) -> None:
@@ -363,8 +298,3 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{ids.shape[1]} tokens do not fit block_size={block_size}: give fewer"
             )
-
-
-def without_initialization(cls: type[GPT]) -> type[GPT]:
-    """Return the class of a model whose parameters are not initialized, for tensors without data."""
-    return type(cls.__name__, (cls,), {"init_weights": lambda self: None})

@@ -3,7 +3,6 @@
 Notation in shapes: B batch, T tokens, d hidden_size, H heads.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -120,10 +119,6 @@ class AttentionInputs(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
 
-    # change_values(v) -> (B, T, H, head_dim): what attention uses, and the cache stores, in place
-    # of the values v (B, T, H, head_dim); None for v itself
-    change_values: Callable[[torch.Tensor], torch.Tensor] | None = None
-
 
 def sublayer_matrix(
     config: GPTConfig, in_features: int, out_features: int, last: bool = False
@@ -192,8 +187,6 @@ class CausalSelfAttention(nn.Module):
         q = self.c_q(for_product(x.query, self.c_q.weight)).unflatten(-1, head_shape)
         k = self.c_k(for_product(x.key, self.c_k.weight)).unflatten(-1, head_shape)
         v = self.c_v(for_product(x.value, self.c_v.weight)).unflatten(-1, head_shape)
-        if x.change_values is not None:
-            v = x.change_values(v).to(v.dtype)
         return q, k, v
 
     def attend(

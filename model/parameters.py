@@ -2,14 +2,14 @@
 
 A module that creates parameters has a dict `rules` from their names to `Rule`s; `linear` creates a
 layer together with its rules. `collect_rules(model)` collects them, and refuses a parameter that has
-none, or two.
+none.
 """
 
 import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -54,22 +54,10 @@ class Rule(NamedTuple):
     # factor on its learning rate, besides that of muP
     lr_scale: float = 1.0
 
-    # whether the residual stream is read, written or mixed with it: it belongs to an expander, a
-    # read, a write or a readout; mixing_decay=False takes weight decay off all of these
-    mixing: bool = False
-
-    # Another parameter, of the same shape, from whose initial values this one starts; None for its
-    # own. A module names it as in its dict `rules`, and `collect_rules` returns its full name.
-    start_as: str | None = None
-
 
 def start_by_name(name: str, parameter: torch.Tensor, rule: Rule, seed: int) -> None:
-    """Initialize a parameter in place; its values depend on (seed, name) and its shape alone.
-
-    With `start_as`, they are those of the parameter that the rule names, which need not exist yet.
-    """
-    seeding_name = name if rule.start_as is None else rule.start_as
-    digest = hashlib.sha256(f"{seed} {seeding_name}".encode()).digest()
+    """Initialize a parameter in place; its values depend on (seed, name) and its shape alone."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     parameter_seed = int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
     # the caller's generator stays where it is
     with torch.random.fork_rng(devices=[]):
@@ -79,25 +67,6 @@ def start_by_name(name: str, parameter: torch.Tensor, rule: Rule, seed: int) -> 
         else:
             torch.manual_seed(parameter_seed)
         rule.start(parameter)
-
-
-def start_one_after_another(model: nn.Module, rules: dict[str, Rule]) -> None:
-    """Initialize all parameters of a model in place from torch's global generator."""
-    layer_weights = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
-    }
-    # The weights of layers come last. This order decides which random numbers each parameter gets,
-    # so it must stay.
-    in_order = sorted(model.named_parameters(), key=lambda item: item[0] in layer_weights)
-    for name, parameter in in_order:
-        source_name = rules[name].start_as
-        if source_name is None:
-            rules[name].start(parameter)
-        else:
-            # it draws no numbers, and its source comes earlier in this order
-            parameter.copy_(model.get_parameter(source_name))
 
 
 def normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -158,84 +127,22 @@ def find_aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def check_no_shared_memory(model: nn.Module) -> None:
-    """Raise ValueError if two parameters share memory, which they would not after a move to a GPU."""
-    first_names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        memory = parameter.untyped_storage()._cdata
-        first_name = first_names.setdefault(memory, name)
-        if first_name != name:
-            raise ValueError(
-                f"{name} is a copy of {first_name} in the same memory: to tie them, assign "
-                f"{first_name} itself"
-            )
-
-
-def refuse_missing_rule(model: nn.Module, name: str) -> NoReturn:
-    """Raise ValueError for a parameter without a rule; the message says how to give it one."""
-    owner_name, _, last_name = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    if isinstance(owner, nn.Linear):
-        bias_rule = "" if owner.bias is None else ", bias=Rule(constant(0.0))"
-        raise ValueError(
-            f"{name} has no rule: make the layer with model.parameters.linear("
-            f"{owner.in_features}, {owner.out_features}, "
-            f"Rule(config.matrix_start(), kind=HIDDEN, decay=True){bias_rule}) in place of "
-            "nn.Linear"
-        )
-    raise ValueError(
-        f"{name} has no rule: give its {type(owner).__name__} an attribute "
-        f"rules = {{{last_name!r}: Rule(...)}} (model/parameters.py)"
-    )
-
-
 def collect_rules(model: nn.Module) -> dict[str, Rule]:
     """Return the rule of each parameter by name; tied parameters have one, of the first name.
 
     Raises:
-        ValueError: a parameter has no rule or two, a rule has no parameter, or a rule has muon=True
-            and a kind that Muon does not train; the message names it and the fix
+        ValueError: a parameter has no rule
     """
     rules: dict[str, Rule] = {}
     for module_name, module in model.named_modules():
         for name, rule in getattr(module, "rules", {}).items():
-            full_name = f"{module_name}.{name}".removeprefix(".")
-            if full_name in rules:
-                raise ValueError(
-                    f"{full_name} has two rules: {type(module).__name__} declares it, and so does a "
-                    "module that contains it; keep one"
-                )
-            if rule.start_as is not None:
-                source_name = f"{module_name}.{rule.start_as}".removeprefix(".")
-                rule = rule._replace(start_as=source_name)
-            if rule.muon and rule.kind.muon is None:
-                raise ValueError(
-                    f"{full_name} has muon=True, but a kind of parameters that Muon does not train; "
-                    "give its rule the kind HIDDEN"
-                )
-            rules[full_name] = rule
-    for name in find_aliases(model):
-        rules.pop(name, None)
+            rules[f"{module_name}.{name}".removeprefix(".")] = rule
     parameter_names = [name for name, _ in model.named_parameters()]
     for name in parameter_names:
         if name not in rules:
-            refuse_missing_rule(model, name)
-    unused_names = sorted(rules.keys() - set(parameter_names))
-    if unused_names:
-        raise ValueError(
-            f"there is a rule for {unused_names[0]}, which is not a parameter of "
-            f"{type(model).__name__}; remove the rule or correct its name"
-        )
-    return {name: rules[name] for name in parameter_names}
-
-
-def check_registered(model: nn.Module, parts: list[nn.Module]) -> None:
-    """Raise ValueError if a part has a parameter that the model does not, as nobody would train it."""
-    registered = {id(parameter) for parameter in model.parameters()}
-    for part in parts:
-        if not registered.issuperset(map(id, part.parameters())):
-            name = type(part).__name__
+            owner = model.get_submodule(name.rpartition(".")[0])
             raise ValueError(
-                f"{name} is used by a site, but it is not a submodule of its block: assign it, "
-                f"self.part = {name}(...)"
+                f"{name} has no rule: add one to the dict `rules` of its {type(owner).__name__}, or "
+                "make the layer with `linear` (model/parameters.py)"
             )
+    return {name: rules[name] for name in parameter_names}

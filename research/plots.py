@@ -919,7 +919,6 @@ def plot_final(rows: list[tuple[Line, Estimate, str]], baseline_name: str, unit:
 
 STATISTIC_LABELS = {  # in the order in which a figure prefers them
     "beta": "gate β",
-    "beta_erase": "gate of the erase",
     "discrepancy_after": "discrepancy after",
     "discrepancy_before": "discrepancy before",
     "gate": "gate",

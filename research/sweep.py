@@ -42,7 +42,7 @@ import torch
 
 import configurator
 from configurator import Option, check_ranges, collect_options, option
-from model import MODEL_NAMES, every_config, model_class
+from model import MODEL_NAMES, model_class
 from research import compare, plots, runs, tables, tuning
 from training import checkpoint, metrics, settings
 from training.config import TrainConfig
@@ -165,7 +165,8 @@ def read_arguments(argv: list[str]) -> SweepArguments:
     if "help" in options:
         errors.end_quietly_on_closed_pipe()
         print(f"{__doc__}\nKeys and defaults:\n")
-        print(configurator.help_text(collect_options(SweepConfig, TrainConfig, *every_config())))
+        configs = [model_class(name).Config for name in MODEL_NAMES]
+        print(configurator.help_text(collect_options(SweepConfig, TrainConfig, *configs)))
         sys.exit(0)
     train_options = {key: text for key, text in options.items() if key not in sweep_options}
     known_keys = {**sweep_options, **known_options(train)}

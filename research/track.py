@@ -271,7 +271,7 @@ def update_code(entry: Entry, stored: dict) -> None:
     }
     for name, losses in first_losses.items():
         if old and not have_same_losses(losses, old["first_losses"][name]):
-            changed = f"model/{entry.model}.py" if name == "own" else "the code of training"
+            changed = models.describe_file(entry.model) if name == "own" else "the code of training"
             raise ValueError(
                 f"{changed} computes other losses than when the runs of {entry.path} were stored; "
                 "give the file another name, which makes another entry, or delete the stored runs "
@@ -300,8 +300,9 @@ def compute_digests(entry: Entry) -> dict[str, str]:
     """Return the SHA-256 of the code that all models share, and of the file of the entry's model."""
     # a model's file, such as gpt-mha-rope.py, has a hyphen in its name, and other modules have none
     shared_modules = [
-        f"model/{path.name}"
-        for path in (provenance.ROOT / "model").glob("*.py")
+        path.relative_to(provenance.ROOT).as_posix()
+        for pattern in ("model/*.py", "model/streams/*.py")
+        for path in provenance.ROOT.glob(pattern)
         if "-" not in path.stem
     ]
     code = provenance.compute_digest(
@@ -318,7 +319,7 @@ def compute_digests(entry: Entry) -> dict[str, str]:
     )
     return {
         "code_sha256": code,
-        "model_sha256": provenance.compute_digest(f"model/{entry.model}.py"),
+        "model_sha256": provenance.compute_digest(models.describe_file(entry.model)),
     }
 
 

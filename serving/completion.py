@@ -87,7 +87,7 @@ def describe_statistics(model: GPT) -> list[dict]:
     for name, by_site in recorder.values.items():
         writes = recorder.writes[name]
         ranges = {getattr(write, "ranges", {}).get(name) for write in writes}
-        is_gate = name in ("beta", "beta_erase")
+        is_gate = name == "beta"
         descriptions.append(
             {
                 "name": name,

@@ -1,7 +1,6 @@
 """The fixtures and hooks of helpers.py, and the test files that are skipped because packages are missing."""
 
 from helpers import (  # noqa: F401
-    _precision,
     _seed,
     _signals,
     client,

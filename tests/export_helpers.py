@@ -19,8 +19,7 @@ CC = "DDL-gpt-mha-rope-CC"
 
 def build_noisy(model_name: str, settings: dict) -> GPT:
     """Build a model with noisy weights, so that the most likely token is not the last one."""
-    # init_order=sequential draws from the same random numbers as the noise
-    model = build(model_name, **{**TINY, "init_order": "sequential", **settings})
+    model = build(model_name, **{**TINY, **settings})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

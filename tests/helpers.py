@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,17 +105,6 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@contextmanager
-def precision(setting: str) -> Iterator[None]:
-    """Set the precision of float32 matrix products within the block, and restore it afterwards."""
-    previous_setting = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(setting)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous_setting)
-
-
 def pytest_collection_finish() -> None:
     """Let the garbage collector skip the objects of imported packages, and run less often.
 
@@ -125,13 +114,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
-
-
-@pytest.fixture(autouse=True)
-def _precision(request) -> Iterator[None]:
-    """Run tests that need a GPU with the setting of train.py, which allows TF32."""
-    with precision("high") if request.node.get_closest_marker("gpu") else nullcontext():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +162,8 @@ def configure(argv: list[str]) -> tuple[TrainConfig, GPTConfig]:
 
 def every_option() -> dict[str, Option]:
     """Return the options of the run and of every model."""
-    return collect_options(TrainConfig, *model.every_config())
+    configs = [model.model_class(name).Config for name in model.MODEL_NAMES]
+    return collect_options(TrainConfig, *configs)
 
 
 def small_run(corpus: Path, out: Path, **changes) -> list[str]:

@@ -34,16 +34,6 @@ def rotate(x, position, base, ratio):
     return torch.stack(out)
 
 
-def canon(w, xs):
-    """Return x + conv4(x) over a token and the three before it, or x without such weights."""
-    if "canon.weight" not in w:
-        return xs
-    taps = w["canon.weight"]
-    return [
-        x + sum(taps[:, 3 - s] * xs[t - s] for s in range(4) if t >= s) for t, x in enumerate(xs)
-    ]
-
-
 def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
     """Return h of all tokens.
 
@@ -55,17 +45,10 @@ def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
     k_from = k_from or cs
     v_from = v_from or cs
     dim = cfg["head_dim"]
-    projections = [
-        torch.cat(
-            [
-                w["c_q.weight"] @ cs[t],
-                w["c_k.weight"] @ k_from[t],
-                w["c_v.weight"] @ v_from[t],
-            ]
-        )
+    qkvs = [
+        (w["c_q.weight"] @ cs[t], w["c_k.weight"] @ k_from[t], w["c_v.weight"] @ v_from[t])
         for t in range(len(cs))
     ]
-    qkvs = [projection.chunk(3) for projection in canon(w, projections)]
     out = [[] for _ in cs]
     for head in range(cfg["num_attention_heads"]):
         rows = slice(head * dim, (head + 1) * dim)
@@ -87,10 +70,10 @@ def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
 
 def mlp(w, cs, cfg):
     """Return h = W_o (SiLU(W_1 c) * W_2 c) of all tokens."""
-    projections = [torch.cat([w["c_fc1.weight"] @ c, w["c_fc2.weight"] @ c]) for c in cs]
     hs = []
-    for projection in canon(w, projections):
-        a, b = projection.chunk(2)
+    for c in cs:
+        a = w["c_fc1.weight"] @ c
+        b = w["c_fc2.weight"] @ c
         hs.append(w["c_proj.weight"] @ (a / (1 + (-a).exp()) * b))
     return hs
 
@@ -101,10 +84,8 @@ def sigmoid(x):
 
 def branch_mult(cfg):
     """Return the factor on what a sublayer adds to its state."""
-    if cfg.get("residual_branch_mult") is not None:
-        return cfg["residual_branch_mult"]
-    base = cfg.get("num_hidden_layers_base")
-    return 1.0 if base is None else base / cfg["num_hidden_layers"]
+    factor = cfg.get("residual_branch_mult")
+    return 1.0 if factor is None else factor
 
 
 def pool(X, form):
@@ -151,12 +132,9 @@ def rewrite(w, X, h, x_in, c, cfg):
     else:
         gate_input = pool(X, cfg["ddl_beta_input"])
     beta = gate(w, "beta", gate_input) * branch_mult(cfg)
-    beta_erase = beta
-    if cfg["ddl_erase_gate"] == "own":
-        beta_erase = gate(w, "beta_erase", gate_input) * branch_mult(cfg)
     A = torch.eye(d, dtype=X.dtype)
     if cfg["ddl_update"] in ("delta", "erase_only"):
-        A = A - beta_erase * torch.outer(k, k)
+        A = A - beta * torch.outer(k, k)
     if cfg["ddl_update"] == "erase_only":
         return A @ X
     value = w["v_proj.weight"] @ value_input + (w["v_proj.bias"] if cfg["ddl_v_bias"] else 0)

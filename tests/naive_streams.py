@@ -7,12 +7,11 @@ A function of a stream takes the embeddings xs of all tokens, and returns what t
 """
 
 import functools
-import itertools
 import math
 from types import SimpleNamespace
 
 import torch
-from naive import attention, branch_mult, canon, expand, mlp, read, rms_norm, select, sigmoid
+from naive import attention, branch_mult, expand, mlp, read, rms_norm, select, sigmoid
 
 
 def layer_norm(x, w, name):
@@ -110,58 +109,19 @@ def rows_last(logits, iterations):
     return res
 
 
-def complex_matrix(quaternion):
-    """Return a + b i + c j + d k as the matrix [[a + b i, c + d i], [-c + d i, a - b i]]."""
-    a, b, c, d = quaternion
-    return torch.stack(
-        (
-            torch.stack((torch.complex(a, b), torch.complex(c, d))),
-            torch.stack((torch.complex(-c, d), torch.complex(a, -b))),
-        )
-    )
-
-
-def quaternion_rotation(p, q):
-    """Return res (4, 4) with res x = p x conj(q) / |p| |q|.
-
-    Quaternions are complex 2 x 2 matrices here, and their conjugate is the conjugate transpose.
-    """
-    columns = []
-    for unit_vector in torch.eye(4, dtype=p.dtype):
-        product = complex_matrix(p) @ complex_matrix(unit_vector) @ complex_matrix(q).mH
-        first, second = product[0]
-        columns.append(torch.stack((first.real, first.imag, second.real, second.imag)))
-    return torch.stack(columns, dim=1) / ((p @ p) * (q @ q)).sqrt()
-
-
 def manifold_weights(w, H, cfg):
     """Return pre (n,), post (n,) and res (n, n) of one token."""
     n = len(H)
-    z = rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"])
+    z = rms_norm(torch.cat(list(H)), 1.0, 1e-6)
     phi = w["maps.weight"].T
     b = w["bias"]
     a_pre, a_post, *a_res = w["scales"]
     a_res = a_res[0] if a_res else None
-    pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n]) + cfg["mhc_read_eps"]
-    post = cfg["mhc_write_magnitude"] * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
-    post = post + cfg["mhc_write_eps"]
+    pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n])
+    post = 2 * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
     if cfg["mhc_mix"] == "identity":
         return pre, post, torch.eye(n, dtype=H.dtype)
     logits = a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]
-    if cfg["mhc_mix"] == "permutations":
-        res = sum(
-            e * torch.eye(n, dtype=H.dtype)[list(order)]
-            for e, order in zip(logits.exp(), itertools.permutations(range(n)))
-        )
-        return pre, post, res.T / logits.exp().sum()
-    if cfg["mhc_mix"] == "kronecker":
-        res = torch.ones(1, 1, dtype=H.dtype)
-        for one, other in logits.exp().reshape(-1, 2):
-            pair = torch.stack((torch.stack((one, other)), torch.stack((other, one))))
-            res = torch.kron(res, pair / (one + other))
-        return pre, post, res
-    if cfg["mhc_mix"] == "orthogonal":
-        return pre, post, quaternion_rotation(logits[:4], logits[4:])
     logits = logits.reshape(n, n)
     if cfg["mhc_rows_last"]:
         return pre, post, rows_last(logits, cfg["mhc_iterations"])
@@ -177,56 +137,13 @@ def manifold_connections(weights, cfg, xs):
         states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, maps)]
     if cfg["mhc_readout"] == "sum":
         return [H.sum(0) for H in states]
-    if cfg["mhc_readout"] == "mean":
-        return [sum(H) / len(H) for H in states]
     w = select(weights, "readout.")
     finals = []
     for H in states:
-        z = rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"])
-        pre = sigmoid(w["scale"] * (w["maps.weight"] @ z) + w["bias"]) + cfg["mhc_read_eps"]
+        z = rms_norm(torch.cat(list(H)), 1.0, 1e-6)
+        pre = sigmoid(w["scale"] * (w["maps.weight"] @ z) + w["bias"])
         finals.append(pre @ H)
     return finals
-
-
-def single_pass(weights, cfg, xs):
-    n = cfg["hc_streams"]
-    states = [torch.stack([x] * n) for x in xs]
-    pres = [torch.eye(n, dtype=xs[0].dtype)[0] for _ in xs]  # those of the site before
-    for site in sites(weights, cfg):
-        own = select(site.block, f"hc_{site.name}.")
-        maps = [manifold_weights(own, H, cfg) for H in states]
-        hs = sublayer(site, [pre @ H for H, pre in zip(states, pres)])
-        states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, maps)]
-        pres = [pre for pre, _, _ in maps]
-    return [pre @ H for H, pre in zip(states, pres)]
-
-
-# Frac-Connections, of one token: H (m, d / m), its parts.
-
-
-def frac_weights(w, H):
-    """Return A (m, 2m) and b (m,) of one token."""
-    normed = torch.stack([layer_norm(part, w, "norm") for part in H])
-    *maps_of_mix, maps_of_write = w["maps.weight"]
-    W_a = torch.stack(maps_of_mix).T
-    A = w["mix"] + w["scale"] * (normed @ W_a).tanh()
-    b = w["write"] + w["write_scale"] * (normed @ maps_of_write).tanh()
-    return A, b
-
-
-def frac(weights, cfg, xs):
-    m = cfg["frac_parts"]
-    states = [torch.stack(x.chunk(m)) for x in xs]
-    for site in sites(weights, cfg):
-        own = select(site.block, f"hc_{site.name}.")
-        coefficients = [frac_weights(own, H) for H in states]
-        mixes = [A.T @ H for H, (A, _) in zip(states, coefficients)]  # (2m, d / m)
-        hs = sublayer(site, [torch.cat(list(mix[:m])) for mix in mixes])
-        states = [
-            torch.stack([mix[m + j] + b[j] * h.chunk(m)[j] for j in range(m)])
-            for mix, h, (_, b) in zip(mixes, hs, coefficients)
-        ]
-    return [torch.cat(list(H)) for H in states]
 
 
 # Norms in other places, of one token: X (d,).
@@ -262,24 +179,14 @@ def norm_placement(weights, cfg, xs):
 # Attention Residuals, of one token: V, the list of its sources.
 
 
-def depth_weights(query, V, eps=1e-5):
-    scores = torch.stack([query @ rms_norm(source, 1.0, eps) for source in V]).exp()
+def depth_weights(query, V):
+    scores = torch.stack([query @ rms_norm(source, 1.0, 1e-5) for source in V]).exp()
     return scores / scores.sum()
 
 
-def depth_attention(query, V, cfg):
-    """Return x_in of one route, from a list of sources V."""
-    eps = cfg["attn_res_norm_eps"]
-    keys = [rms_norm(source, 1.0, eps) for source in V]
-    values = keys if cfg["attn_res_values"] == "normed" and len(V) > 1 else V
-    size = len(query) // cfg["attn_res_heads"]
-    x_in = []
-    for begin in range(0, len(query), size):
-        head = slice(begin, begin + size)
-        scores = torch.stack([cfg["attn_res_scale"] * (query[head] @ key[head]) for key in keys])
-        weights = scores.exp() / scores.exp().sum()
-        x_in.append(sum(a * value[head] for a, value in zip(weights, values)))
-    return torch.cat(x_in)
+def depth_attention(query, V):
+    """Return x_in, from a list of sources V."""
+    return sum(a * source for a, source in zip(depth_weights(query, V), V))
 
 
 def sources(x, hs, cfg):
@@ -292,37 +199,15 @@ def sources(x, hs, cfg):
 
 def attention_residuals(weights, cfg, xs):
     outputs = [[] for _ in xs]
-    is_delta = cfg["attn_res_form"] == "delta"
 
     def read(query):
-        return [depth_attention(query, sources(x, hs, cfg), cfg) for x, hs in zip(xs, outputs)]
+        return [depth_attention(query, sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
 
     for site in sites(weights, cfg):
-        query = site.block[f"depth_{site.name}.query"]
-        if query.ndim == 2:
-            new_outputs = attend_by_routes(site.block, cfg, [read(row) for row in query])
-        else:
-            x_ins = read(query)
-            if is_delta:
-                g = site.block[f"depth_{site.name}.gate"]
-                x_ins = [x + sum(hs) + g * x_in for x, hs, x_in in zip(xs, outputs, x_ins)]
-            new_outputs = sublayer(site, x_ins)
+        new_outputs = sublayer(site, read(site.block[f"depth_{site.name}.query"]))
         for hs, h in zip(outputs, new_outputs):
             hs.append(h)
-    if is_delta:
-        return [x + sum(hs) for x, hs in zip(xs, outputs)]
     return read(weights["readout.query"])
-
-
-def attend_by_routes(block, cfg, x_ins):
-    """Return the attention's outputs; x_ins are of (queries and keys, values) or of each."""
-    if cfg["attn_res_routes"] == "qk_v":
-        x_qk, x_v = x_ins
-        q = k = normed(x_qk, block, "ln_1")
-        v = normed(x_v, block, "ln_1")
-    else:
-        q, k, v = (normed(x, block, norm) for x, norm in zip(x_ins, ("ln_1", "ln_k", "ln_v")))
-    return attention(select(block, "attn."), q, cfg, k, v)
 
 
 # MGT, of one token: X (d,).
@@ -441,13 +326,6 @@ def dense_former(weights, cfg, xs):
 
 
 def conv(weights, cfg, xs):
-    if cfg["canon"]:
-        for site in sites(weights, cfg):
-            cs = normed(xs, site.block, site.norm)
-            own = select(site.block, f"canon_{site.name}.")
-            cs = canon({f"canon.{name}": w for name, w in own.items()}, cs)
-            xs = [X + h for X, h in zip(xs, site.process(cs))]
-        return xs
     for site in sites(weights, cfg):
         x_ins = read(select(site.block, "compress."), [X[:, None] for X in xs], "token")
         xs = [X + h for X, h in zip(xs, sublayer(site, x_ins))]
@@ -507,19 +385,14 @@ def plus_mlp(xs, block, cfg):
 
 
 def mudd(weights, cfg, xs):
-    has_separate_inputs = cfg["mudd_ways"] == "qkvr"
-    norms = ("ln_1", "ln_k", "ln_v") if has_separate_inputs else ("ln_1",)
-    num_inputs = 4 if has_separate_inputs else 1
-    inputs = [[x] * num_inputs for x in xs]  # of each token; the last is the residual's
+    inputs = [[x] * 4 for x in xs]  # of each token: queries, keys, values and the residual's
     outputs = [[x] for x in xs]  # h_0, h_1, ... of each token
-    is_normed = cfg["mudd_norm"] == "prepost"
-    pre_norms = [weights["input_embed.pre_norm.weight"]] if is_normed else []
     for _, block in blocks(weights, cfg):
-        cs, *other_cs = [
+        qs, ks, vs = (
             normed([token_inputs[i] for token_inputs in inputs], block, norm)
-            for i, norm in enumerate(norms)
-        ]
-        hs = attention(select(block, "attn."), cs, cfg, *other_cs)
+            for i, norm in enumerate(("ln_1", "ln_k", "ln_v"))
+        )
+        hs = attention(select(block, "attn."), qs, cfg, ks, vs)
         xs = [token_inputs[-1] + h for token_inputs, h in zip(inputs, hs)]
         xs = plus_mlp(xs, block, cfg)
         w = select(block, "dense.")
@@ -529,26 +402,8 @@ def mudd(weights, cfg, xs):
             hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
             dynamic = (w["second.weight"] @ hidden).reshape(w["static"].shape)
             rows = dynamic + w["static"]
-            if is_normed:
-                inputs[t] = normed_sums(x, outputs[t], rows, [*pre_norms, w["pre_norm.weight"]], w)
-            else:
-                inputs[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
-        if is_normed:
-            pre_norms.append(w["pre_norm.weight"])
+            inputs[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
     return [token_inputs[-1] for token_inputs in inputs]
-
-
-def normed_sums(x, outputs, rows, pre_norms, w):
-    """Return x plus the sum of normed outputs of each way, normed for the last one, of one token."""
-    sums = []
-    for way, row in enumerate(rows):
-        way_sum = sum(
-            a * rms_norm(h, norm, 1e-6) for a, h, norm in zip(row, outputs, pre_norms, strict=True)
-        )
-        if way == len(rows) - 1:
-            way_sum = rms_norm(way_sum, w["post_norm.weight"], 1e-6)
-        sums.append(x + way_sum)
-    return sums
 
 
 def lambdas(weights, cfg, xs):
@@ -590,8 +445,6 @@ STREAMS = {
     "Lambdas": lambdas,
     "HC": hyper_connections,
     "mHC": manifold_connections,
-    "SinglePassMHC": single_pass,
-    "Frac": frac,
     "NormPlacement": norm_placement,
     "AttnRes": attention_residuals,
     "MGT": mgt,

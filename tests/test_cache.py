@@ -29,7 +29,6 @@ CASES = [
             "ddl_update": "write_only",
         },
     ),
-    ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"}),
     ("DDL-gpt-mha-rope", {"ddl_update": "erase_only"}),
     ("DDL-vdim1-gpt-mha-rope", INPUTS["read"]),
     (EC, INPUTS["mean"]),
@@ -162,7 +161,7 @@ def test_a_full_cache_is_refused_before_anything_is_computed(monkeypatch):
     ids = tokens_of(2, 16)
     cache = model.new_cache(8)
     read(model, cache, ids[:, :8])
-    monkeypatch.setattr(type(model), "hidden_and_extra_loss", None)
+    monkeypatch.setattr(type(model), "hidden", None)
     with pytest.raises(ValueError, match="9 tokens do not fit a cache of length=8: give fewer"):
         read(model, cache, ids[:, :1])
     assert cache.num_tokens == 8

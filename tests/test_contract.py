@@ -9,14 +9,14 @@ import broken_streams
 import contract
 import pytest
 import torch
-from helpers import EXAMPLES, SMALL, find_example_streams, small_run
-from in_process import restore_signals, train_in_processes
+from helpers import EXAMPLES, find_example_streams, small_run
+from in_process import restore_signals
 from model_settings import names_and_settings
 
 import export
 import model_folder
 import train
-from model import MODEL_NAMES, build, model_class
+from model import MODEL_NAMES, model_class
 from model.gpt import GPT
 from training import checkpoint, metrics
 
@@ -98,7 +98,7 @@ RUN_SETTINGS = {
 }
 
 
-# streams with parameters, states or losses of different kinds
+# streams with parameters or states of different kinds
 TRAINED = {
     "AttnRes-gpt-mha-rope",
     "DDL-gpt-mha-rope-CC-EC",
@@ -107,7 +107,6 @@ TRAINED = {
     "MUDD-gpt-mha-rope",
     "mHC-gpt-mha-rope",
     "shared-gpt-mha-rope",
-    "sparse-gpt-mha-rope",
     "untied-gpt-mha-rope",
 }
 
@@ -158,59 +157,3 @@ def test_an_exported_run_computes_the_same_logits(trained_run, tmp_path, monkeyp
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 55
-
-
-SPARSE = "sparse-gpt-mha-rope"  # a stream with extra losses
-SPARSE_SETTINGS = {
-    "model": SPARSE,
-    "max_steps": 3,
-    "eval_interval": 3,
-    "statistics_interval": 3,
-}
-
-
-@pytest.fixture(scope="module")
-def sparse_run(corpus, tmp_path_factory) -> Path:
-    """Train the stream with extra losses on one process, without accumulation."""
-    run = tmp_path_factory.mktemp("sparse") / "one_process"
-    with find_example_streams():
-        train_here(small_run(corpus, run, **SPARSE_SETTINGS, micro_batch_size=4))
-    return run
-
-
-def test_extra_losses_are_logged_by_site_and_block(sparse_run):
-    records = metrics.read(sparse_run / "metrics.jsonl")
-    [record] = [record for record in records if "residual" in record]
-    statistics = record["residual"]
-    assert len(statistics["mlp.extra_loss"]) == 2
-    assert statistics["attn.extra_loss"][1] == pytest.approx(0.01 * statistics["attn.beta_mean"][1])
-
-
-def test_extra_losses_of_two_processes_with_accumulation(sparse_run, corpus, tmp_path):
-    """The weights are those of one process without accumulation, except for rounding."""
-    run = tmp_path / "two_processes"
-    arguments = small_run(corpus, run, **SPARSE_SETTINGS, micro_batch_size=1)
-    # forks of this process know the example streams
-    train_in_processes(2, arguments, tmp_path / "log")
-    weights, expected = (
-        checkpoint.load_tensors(checkpoint.find(folder) / "model.safetensors")
-        for folder in (run, sparse_run)
-    )
-    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_extra_losses_leave_out_padding():
-    """No token sees later ones, so padding at the end must change no gradient."""
-    model = build("sparse-gpt-mha-rope", **SMALL).double()
-    ids = torch.randint(0, 256, (2, 10))
-    targets = ids.roll(-1, 1)
-
-    def compute_gradients(num_tokens: int, padded_targets: torch.Tensor) -> list[torch.Tensor]:
-        _, loss = model(ids[:, :num_tokens], padded_targets)
-        return torch.autograd.grad(loss, list(model.parameters()))
-
-    padded_targets = targets.clone()
-    padded_targets[:, 6:] = -1
-    torch.testing.assert_close(
-        compute_gradients(10, padded_targets), compute_gradients(6, targets[:, :6])
-    )

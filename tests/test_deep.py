@@ -35,7 +35,7 @@ STREAMS = [
     ("MGT-gpt-mha", {}),
     ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 8}),
     (CC, {"ddl_beta_init": "1/L"}),
-    (CC, {"num_hidden_layers_base": 12}),
+    (CC, {"residual_branch_mult": 12 / 200}),
     (CC, {"ddl_beta_init": "1/L", "init": "normal", "ddl_cc_read": "folded"}),
 ]
 
@@ -45,7 +45,7 @@ STREAMS = [
     [
         ({}, True),
         ({"ddl_beta_init": "1/L"}, False),
-        ({"num_hidden_layers_base": 12}, False),
+        ({"residual_branch_mult": 12 / 200}, False),
         ({"num_hidden_layers": 12}, False),
         ({"hidden_size": 768, "num_hidden_layers": 24}, False),
         ({"ddl_update": "write_only"}, False),

@@ -32,7 +32,6 @@ VMAP = {
     "ddl_map": "v",
     "ddl_k_hidden_size": 3,
     "ddl_value_channels": 3,
-    "ddl_erase_gate": "own",
 }
 GATE = {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"}
 POOLED = {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"}
@@ -55,13 +54,11 @@ CASES = {
     "gated": ("gated-gpt-mha-rope", {}),  # the example of the README
     "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),
+    "streams": ("mHC-gpt-mha-rope", {"mhc_readout": "sigmoid"}),
     "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
-    "normed_ways": ("MUDD-gpt-mha-rope", {"mudd_norm": "prepost"}),
-    "routes": ("AttnRes-gpt-mha-rope", {"attn_res_routes": "q_k_v", "attn_res_values": "normed"}),
-    "canon": ("conv-gpt-mha-rope", {"canon": "ABCD"}),
 }
 # Cases with a convolution over tokens, without one, and with an untied head.
-EXAMINED_FURTHER = (CC, "canon", "plain", "folded_untied")
+EXAMINED_FURTHER = (CC, "convolution", "plain", "folded_untied")
 IN_BFLOAT16 = (f"{CC}_bfloat16", "convolution", "plain")
 TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|endoftext|>"]
 
@@ -363,22 +360,27 @@ def test_our_scripts_read_every_folder(reloaded, name, ids):
     assert not {module for module in new_modules if "ddl" in module or "stem" in module}
 
 
-def test_a_copy_differs_from_its_file_in_the_import_of_option_alone(reloaded):
-    folder = reloaded.cases[CC].folder
+def find_original(name: str, variant: str) -> Path:
+    """Return the file of model/ or model/streams/ whose copy is name.py in an exported folder."""
+    stem = variant if name == "stem" else name
+    folders = (ROOT / "model", ROOT / "model" / "streams")
+    return next(folder / f"{stem}.py" for folder in folders if (folder / f"{stem}.py").is_file())
+
+
+@pytest.mark.parametrize("case", [CC, "streams"])
+def test_a_copy_differs_from_its_file_in_imports_alone(reloaded, case):
+    folder = reloaded.cases[case].folder
     names = {path.stem for path in folder.glob("*.py")}
     assert {"stem", "gpt", "ddl"} <= names
-    changed_lines = set()
+    assert ("hyper_connections" in names) == (case == "streams")
     for name in names - {"option", "modeling_ddl", "configuration_ddl"}:
-        file = ROOT / "model" / f"{CC if name == 'stem' else name}.py"
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = find_original(name, CASES[case][0]).read_text(encoding="utf-8").splitlines()
         copied_lines = (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
-        changed_lines |= {
-            copy for line, copy in zip(lines, copied_lines, strict=True) if line != copy
-        }
-    assert changed_lines == {
-        "from .option import option",
-        "from .option import check_ranges, option",
-    }
+        for line, copied_line in zip(lines, copied_lines, strict=True):
+            expected = line.replace("from configurator import", "from .option import")
+            if line.startswith("from .."):
+                expected = line.replace("from ..", "from .")
+            assert copied_line == expected, name
 
 
 @pytest.mark.parametrize(
@@ -454,15 +456,16 @@ def test_the_code_in_the_card_compiles(reloaded):
 
 
 def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, monkeypatch):
-    first = torch.ops.ddl.exact_linear.default
+    importlib.import_module("model.streams.hyper_connections")
+    first = torch.ops.ddl.sinkhorn_knopp.default
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("copy_1", "copy-2"):
-        shutil.copytree(reloaded.folder / CC, tmp_path / name)
-        precision = importlib.import_module(f"{name}.precision")
-        product = precision.exact_linear(torch.ones(1, 2), torch.ones(3, 2), None)
-        assert product.tolist() == [[2.0, 2.0, 2.0]]
+        shutil.copytree(reloaded.folder / "streams", tmp_path / name)
+        hyper_connections = importlib.import_module(f"{name}.hyper_connections")
+        mix = hyper_connections.sinkhorn_knopp(torch.zeros(1, 1, 2, 2), 1, 0.0)
+        assert (mix == 0.5).all()
     # an operator of the same name would have freed the first, and taken its place
-    assert torch.ops.ddl.exact_linear.default is first
+    assert torch.ops.ddl.sinkhorn_knopp.default is first
 
 
 def test_an_empty_folder_is_written_to(noisy_run, tmp_path):

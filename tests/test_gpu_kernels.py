@@ -9,7 +9,6 @@ import copy
 
 import pytest
 import torch
-from helpers import precision
 from models import PAPER, TINY
 
 from model.causality import move_parameters
@@ -121,11 +120,8 @@ def test_plain_model_of_joined_products(monkeypatch):
     ids, targets = fused.tokens_of(model)
     _, expected_loss = copy.deepcopy(model).double()(ids, targets)
     model.to("cuda")
-    # with TF32 emulated: up to 1.0e-3 over twelve seeds
-    for name, rtol in (("high", 3e-3), ("highest", 1e-5)):
-        with precision(name):
-            _, loss = model(ids.to("cuda"), targets.to("cuda"))
-        torch.testing.assert_close(loss.cpu().double(), expected_loss, rtol=rtol, atol=1e-6)
+    _, loss = model(ids.to("cuda"), targets.to("cuda"))
+    torch.testing.assert_close(loss.cpu().double(), expected_loss, rtol=1e-5, atol=1e-6)
 
 
 def test_two_layer_gate_and_v_map():
@@ -139,13 +135,7 @@ def test_intervals_change_no_bit(model_name):
 
 @pytest.mark.parametrize("model_name", ["DDL-gpt-mha-rope-EC", "gpt-mha-rope"])
 def test_compiled_by_inductor(model_name):
-    """Its attention may round other numbers to TF32; with that emulated, a gradient is up to 1.9e-2
-    from float64.
-    """
-    model = tiny(model_name, num_hidden_layers=1)
-    fused.check_compiled(model, "inductor", 6e-2)
-    with precision("highest"):
-        fused.check_compiled(model, "inductor", 1e-3)
+    fused.check_compiled(tiny(model_name, num_hidden_layers=1), "inductor", 1e-3)
 
 
 def test_activation_checkpointing():

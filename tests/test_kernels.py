@@ -4,12 +4,9 @@ The kernels run under Triton's interpreter here, which conftest.py enables; test
 the same checks compiled.
 """
 
-import inspect
 import itertools
 import math
 import random
-import re
-import shutil
 
 import numpy as np
 import pytest
@@ -31,7 +28,6 @@ from fused import (
 from triton.runtime import interpreter
 
 from model.kernels import residual_step as residual_step_module
-from model.kernels import tiles
 from model.kernels.launch import choose_chunks
 from model.kernels.tiles import choose_block, get_state_strides
 
@@ -216,91 +212,6 @@ def test_every_form_compiles():
     result = run_script("tests/compile_kernels.py", env={"TRITON_INTERPRET": ""})
     assert result.returncode == 0, result.stderr.decode()
     assert len(result.stdout.splitlines()) == 40
-
-
-SMALL_LAUNCHES = [
-    "v=1 no write",
-    "v=2 K=4",
-    "v=2 K=3 constant, no heads, fp32",
-    "carried",
-    "rope_norm",
-    "SwiGLU",
-]
-
-
-@pytest.mark.skipif(not shutil.which("cc") and not shutil.which("gcc"), reason="needs a C compiler")
-@pytest.mark.parametrize(
-    "cases", [SMALL_LAUNCHES, pytest.param([], marks=pytest.mark.slow)], ids=["small", "all"]
-)
-def test_operators_launch(cases):
-    """Kernels compile for sm_90 and launch on a driver without a GPU: interpreting shows neither."""
-    result = run_script("tests/launch_kernels.py", *cases, env={"TRITON_INTERPRET": ""})
-    assert result.returncode == 0, result.stderr.decode()
-    assert result.stdout.decode().splitlines()[-1] == "ok SwiGLU"
-
-
-def as_float(bits):
-    return torch.tensor(bits & 0xFFFFFFFF, dtype=torch.int64).to(torch.uint32).view(torch.float32)
-
-
-def as_bits(value) -> int:
-    return int(value.float().view(torch.int32)) & 0xFFFFFFFF
-
-
-def execute_ptx(name: str, *inputs: int) -> list[int]:
-    """Execute the PTX of a function in tiles.py, and return its result registers.
-
-    Instructions do what PTX's manual says.
-    """
-    code = re.search(
-        rf"def {name}\(.*?\"\"\"\{{\n(.*?)\}}\"\"\"", inspect.getsource(tiles), flags=re.S
-    )[1]
-    results = 1 if name == "sigmoid" else 2
-    registers = {f"${results + i}": bits for i, bits in enumerate(inputs)}
-
-    def value(word: str) -> int:
-        if word in registers:
-            return registers[word]
-        # 0f begins the bits of a float32 in hexadecimal
-        return int(word.replace("0f", "0x") if word.startswith("0f") else word, 0)
-
-    def rounded_half(word: str) -> int:
-        return int(as_float(value(word)).to(torch.bfloat16).view(torch.int16)) & 0xFFFF
-
-    instructions = {
-        "mov.b32": lambda a: value(a),
-        "shl.b32": lambda a, b: value(a) << value(b) & 0xFFFFFFFF,
-        "and.b32": lambda a, b: value(a) & value(b),
-        # a in the upper half
-        "cvt.rn.bf16x2.f32": lambda a, b: rounded_half(a) << 16 | rounded_half(b),
-        "mul.f32": lambda a, b: as_bits(as_float(value(a)) * as_float(value(b))),
-        "add.f32": lambda a, b: as_bits(as_float(value(a)) + as_float(value(b))),
-        "ex2.approx.ftz.f32": lambda a: as_bits(as_float(value(a)).exp2()),
-        "rcp.approx.ftz.f32": lambda a: as_bits(1 / as_float(value(a))),
-    }
-    for line in map(str.strip, code.splitlines()):
-        if not line or line.startswith(".reg"):
-            continue
-        name, _, operands = line.rstrip(";").partition(" ")
-        target, *sources = operands.split(", ")
-        registers[target] = instructions[name](*sources)
-    return [registers[f"${i}"] for i in range(results)]
-
-
-def test_ptx_that_the_interpreter_skips():
-    values = torch.tensor([1.0, -2.71828, 3e-5, 1.00390625, -1.0078125, 6e4, 0.0, -0.0])
-    for one, other in itertools.permutations(values, 2):
-        # the tie 1.00390625 goes to even
-        halves = [x.to(torch.bfloat16).float() for x in (one, other)]
-        assert execute_ptx("round_to", as_bits(one), as_bits(other)) == [
-            as_bits(half) for half in halves
-        ]
-        # A pair lies with its first number in the lower half of a word.
-        pair = as_bits(halves[0]) >> 16 | as_bits(halves[1]) & 0xFFFF0000
-        assert execute_ptx("widen", pair) == [as_bits(half) for half in halves]
-    for x in (-40.0, -3.5, 0.0, 1.0, 17.0):
-        [result] = execute_ptx("sigmoid", as_bits(torch.tensor(x)))
-        torch.testing.assert_close(as_float(result), torch.tensor(x).sigmoid(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

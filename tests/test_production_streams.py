@@ -1,15 +1,13 @@
-"""Compare streams with the layers of nine production models in transformers.
+"""Compare streams with the layers of six production models in transformers.
 
-These are DeepSeek-V4 and GLM-5.3 (mHC), Hunyuan V4 (iHC), Inkling 2 (Attention Residuals), Qwen4-exp
-(Gated Residual), Muse Spark, ZAYA, Dory (nGPT) and Beam (sandwich norms). The oracle is their own
-code, which computes the residual stream with our parameters and our sublayers.
+These are DeepSeek-V4 (mHC), Qwen4-exp (Gated Residual), Muse Spark, ZAYA, Dory (nGPT) and Beam
+(sandwich norms). The oracle is their own code, which computes the residual stream with our
+parameters and our sublayers.
 """
 
 import importlib
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,13 +15,12 @@ import torch.nn.functional as F
 from contract import TINY, tokens
 from torch import nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from model import build
 from model.causality import move_parameters
 from model.gpt import GPT
-from model.layers import AttentionInputs
 from model.parameters import collect_rules
+from model.streams.hyper_connections import ManifoldConnection
 
 ROOT = Path(__file__).parents[1]
 SIZE = {**TINY, "hidden_size": 16}
@@ -85,86 +82,28 @@ def check_model(model: GPT, run_public: Callable) -> None:
         )
 
 
-# ---- mHC and iHC: DeepSeek-V4, GLM-5.3, Hunyuan V4 ----
+def with_weights(module: nn.Module, **weights: torch.Tensor) -> Callable:
+    """Return a module's forward with other values of all its parameters."""
+    return lambda *args: functional_call(module, weights, args, strict=True)
 
 
-class Production(NamedTuple):
-    """A production model whose residual stream a config of mHC has."""
+def blocks_with_sublayers(
+    model: GPT, num_tokens: int
+) -> Iterator[tuple[nn.Module, Callable, Callable]]:
+    """Yield each block with its attention and its MLP, called as decoder layers call theirs."""
+    positions = model.positions(torch.zeros(1, num_tokens, dtype=torch.int64))
+    for block in model.transformer.h:
 
-    config_file: str
-    package: str  # in transformers.models
-    prefix: str  # of the names of its classes
-    decoder_layer: str
-    settings: str
-    pretrained_model: str
+        def attend(hidden_states, block=block, **_):
+            return block.attn(hidden_states, positions), None
 
-    # of its decoder layer, beyond hyper-connections, norms and sublayers
-    attributes: dict
+        def run_mlp(hidden_states, block=block):
+            return block.mlp(hidden_states, positions)
 
-    # what its attention returns for our h
-    attention_output: Callable
+        yield block, attend, run_mlp
 
-    def find(self, name: str) -> type:
-        return find_class(self.package, name)
 
-    def stream_keys(self) -> dict:
-        """Return the keys of the residual stream that its config sets."""
-        keys = runpy.run_path(str(ROOT / "config" / f"{self.config_file}.py"))
-        return {key: value for key, value in keys.items() if key.startswith(("hc_", "mhc_"))}
-
-    def public_settings(self) -> object:
-        """Return its configuration at the width of our tiny models."""
-        return self.find(self.settings)(hidden_size=SIZE["hidden_size"])
-
-    def connection(self, read: nn.Module) -> Callable:
-        """Return its hyper-connection with the parameters of a read."""
-        public = self.find(f"{self.prefix}HyperConnection")(self.public_settings())
-        weights = {"fn": read.maps.weight, "base": read.bias, "scale": read.scales}
-        return lambda state: functional_call(public, weights, (state,))
-
-    def layer(self, block: nn.Module, sublayers: list[Callable]) -> Callable:
-        """Return its decoder layer, from state to state, with a block's parameters and sublayers."""
-        layer = empty_module(
-            self.find(self.decoder_layer),
-            attn_hc=self.connection(block.hc_attn),
-            ffn_hc=self.connection(block.hc_mlp),
-            input_layernorm=block.ln_1,
-            post_attention_layernorm=block.ln_2,
-            self_attn=lambda hidden_states, **_: self.attention_output(sublayers[0](hidden_states)),
-            mlp=lambda hidden_states, input_ids=None: sublayers[1](hidden_states),
-            **self.attributes,
-        )
-
-        def run(state: torch.Tensor) -> torch.Tensor:
-            result = layer(state)
-            return result[0] if isinstance(result, tuple) else result
-
-        return run
-
-    def readout(self, readout: nn.Module) -> Callable:
-        """Return its readout with the parameters of ours."""
-        public_class = self.find(f"{self.prefix}HyperHead")
-        if not list(readout.parameters()):
-            return public_class()
-        public = public_class(self.public_settings())
-        weights = {
-            "hc_fn": readout.maps.weight,
-            "hc_base": readout.bias,
-            "hc_scale": readout.scale,
-        }
-        return lambda state: functional_call(public, weights, (state,))
-
-    def run(self, model: GPT, x: torch.Tensor) -> torch.Tensor:
-        """Compute the residual stream of our model."""
-        positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
-        state = repeat_as_streams(model, x)
-        for block in model.transformer.h:
-            sublayers = [
-                lambda c, sublayer=sublayer: sublayer(c, positions)
-                for sublayer in (block.attn, block.mlp)
-            ]
-            state = self.layer(block, sublayers)(state)
-        return self.readout(model.readout)(state)
+# ---- mHC: DeepSeek-V4 ----
 
 
 def repeat_as_streams(model: GPT, x: torch.Tensor) -> torch.Tensor:
@@ -172,221 +111,50 @@ def repeat_as_streams(model: GPT, x: torch.Tensor) -> torch.Tensor:
     return x.unsqueeze(2).repeat(1, 1, model.config.hc_streams, 1)
 
 
-DEEPSEEK_V4 = Production(
-    config_file="mhc_deepseek_v4_small",
-    package="deepseek_v4",
-    prefix="DeepseekV4",
-    decoder_layer="DeepseekV4DecoderLayer",
-    settings="DeepseekV4Config",
-    pretrained_model="DeepseekV4PreTrainedModel",
-    attributes={},
-    attention_output=lambda h: (h, None),
-)
-GLM_5_3 = Production(
-    config_file="mhc_glm_5_3_small",
-    package="glm5_next",
-    prefix="Glm5NextText",
-    decoder_layer="Glm5NextTextDecoderLayer",
-    settings="Glm5NextTextConfig",
-    pretrained_model="Glm5NextPreTrainedModel",
-    attributes={"block_type": "linear_attention"},
-    attention_output=lambda h: h,
-)
-HUNYUAN_V4 = Production(
-    config_file="ihc_hunyuan_v4_small",
-    package="hy_v4",
-    prefix="HYV4",
-    decoder_layer="HYV4DecoderLayer",
-    settings="HYV4Config",
-    pretrained_model="HYV4PreTrainedModel",
-    attributes={},
-    attention_output=lambda h: (h, None, None),
-)
-each_model = pytest.mark.parametrize(
-    "production", [DEEPSEEK_V4, GLM_5_3, HUNYUAN_V4], ids=lambda each: each.config_file
-)
-
-
-@each_model
-def test_loss_and_gradients_are_those_of_the_production_model(production, in_float64):
-    check_model(build_random("mHC-gpt-mha-rope", **production.stream_keys()), production.run)
-
-
-def fraction_equal(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the fraction of the numbers that have the same bits."""
-    assert actual.dtype == expected.dtype == torch.bfloat16
-    return (actual == expected).double().mean().item()
-
-
-def random_bfloat16(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, SIZE["hidden_size"]).bfloat16()
-
-
-@each_model
-def test_a_state_in_bfloat16_is_rounded_as_in_the_production_model(production):
-    """The order of a sum in float32 decides the rounding of a few numbers, which may differ.
-
-    Over a tenth would differ if the write rounded at other places (mhc_write_dtype).
-    """
-    block = build_random("mHC-gpt-mha-rope", **production.stream_keys()).float().transformer.h[0]
-    state = random_bfloat16(8, 16, 4)
-    hs = [random_bfloat16(8, 16) for _ in block.sites]
-    with torch.no_grad():
-        expected = production.layer(block, [lambda c, h=h: h for h in hs])(state)
-        for site, h in zip(block.sites, hs):
-            state = site.write(state, h, site.read(state), None)
-    assert fraction_equal(state, expected) > 0.99
-    torch.testing.assert_close(state, expected, rtol=2**-6, atol=2**-6)
-
-
-@each_model
-def test_reads_and_readouts_are_rounded_as_in_the_production_model(production):
-    model = build_random("mHC-gpt-mha-rope", **production.stream_keys()).float()
-    read = model.transformer.h[0].hc_mlp
-    state = random_bfloat16(8, 16, 4)
-    with torch.no_grad():
-        x_in = read(state).x_in
-        expected_x_in = production.connection(read)(state)[-1]
-        x = model.readout(state)
-        expected_x = production.readout(model.readout)(state)
-    assert fraction_equal(x_in, expected_x_in) > 0.99
-    assert fraction_equal(x, expected_x) > 0.99
-
-
-def build_wide(production: Production) -> GPT:
-    """Return an untrained model that is wide enough to measure the spread of its maps."""
-    keys = {**SIZE, "hidden_size": 64, "head_dim": 16}
-    return build("mHC-gpt-mha-rope", **{**keys, **production.stream_keys()})
-
-
-def initialize_public(production: Production, name: str) -> nn.Module:
-    """Return a module of the production model as its own code initializes it."""
-    settings = production.find(production.settings)(hidden_size=64)
-    pretrained = empty_module(production.find(production.pretrained_model), config=settings)
-    module = production.find(f"{production.prefix}{name}")(settings)
-    pretrained._init_weights(module)
-    return module
-
-
-@each_model
-def test_reads_are_initialized_as_in_the_production_model(production):
-    """Biases and scales are equal; the random maps have the same spread."""
-    read = build_wide(production).transformer.h[1].hc_attn
-    public = initialize_public(production, "HyperConnection")
-    assert read.bias.tolist() == pytest.approx(public.base.tolist())
-    assert read.scales.tolist() == pytest.approx(public.scale.tolist())
-    assert read.maps.weight.std().item() == pytest.approx(public.fn.std().item(), rel=0.1)
-
-
-@pytest.mark.parametrize("production", [DEEPSEEK_V4, HUNYUAN_V4], ids=lambda each: each.config_file)
-def test_readouts_are_initialized_as_in_the_production_model(production):
-    readout = build_wide(production).readout
-    public = initialize_public(production, "HyperHead")
-    assert readout.bias.tolist() == pytest.approx(public.hc_base.tolist())
-    assert readout.scale.tolist() == pytest.approx(public.hc_scale.tolist())
-    assert readout.maps.weight.std().item() == pytest.approx(public.hc_fn.std().item(), rel=0.1)
-
-
-# ---- Single-Pass mHC: DeepSeek-V4's connections, whose reads lag by a site ----
-
-
-class SigmoidRecorder(TorchFunctionMode):
-    """Record what torch.sigmoid returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs: list[torch.Tensor] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        if func is torch.sigmoid:
-            self.outputs.append(output)
-        return output
-
-
-def run_single_pass(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Shift the reads of DeepSeek-V4 by a site; the first site reads stream 0."""
-    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
-    state = repeat_as_streams(model, x)
-    pre = torch.eye(state.shape[2], dtype=x.dtype)[0].expand(state.shape[:3])
-    for site in model.sites:
-        # it uses its read weights without returning them: pre is its first sigmoid plus hc_eps
-        with SigmoidRecorder() as recorder:
-            post, comb, _ = DEEPSEEK_V4.connection(site.read)(state)
-        h = site.sublayer(site.norm((pre.unsqueeze(-1) * state).sum(2)), positions)
-        state = comb.mT @ state + post.unsqueeze(-1) * h.unsqueeze(2)
-        pre = recorder.outputs[0] + DEEPSEEK_V4.public_settings().hc_eps
-    return (pre.unsqueeze(-1) * state).sum(2)
-
-
-def test_single_pass_mhc_equals_deepseek_v4_with_shifted_reads(in_float64):
-    keys = DEEPSEEK_V4.stream_keys()
-    del keys["mhc_readout"], keys["mhc_readout_bias_init"]
-    check_model(build_random("SinglePassMHC-gpt-mha-rope", **keys), run_single_pass)
-
-
-# ---- Attention Residuals: the decoder layers of Inkling 2 ----
-
-
-def public_depth_attention(read: nn.Module) -> Callable:
-    """Return the attention over blocks of Inkling 2 with the queries of a read."""
-    config = find_class("inkling2", "Inkling2TextConfig")(hidden_size=SIZE["hidden_size"])
-    config._attn_implementation = "sdpa"
-    num_routes = len(read.query) if read.query.ndim == 2 else 1
-    public = find_class("inkling2", "Inkling2BlockAttentionResidual")(config, num_routes)
-    return lambda *states: functional_call(public, {"query": read.query}, states)
-
-
-def run_inkling2(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Run the decoder layers of Inkling 2 with our sublayers, as its Inkling2TextModel does."""
-    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
-    has_routes = model.config.attn_res_routes == "q_k_v"
-    name = "Inkling2FullDecoderLayer" if has_routes else "Inkling2SlidingDecoderLayer"
-    # its first attention has no query; that of ours has a gradient of 0
-    state = x + 0 * model.transformer.h[0].depth_attn.query.sum()
-    block_states = x.unsqueeze(2)[:, :, :0]
-    for layer, block in enumerate(model.transformer.h):
-
-        def attend(hidden_states, block=block, **inputs):
-            k = inputs.get("key_hidden_states", hidden_states)
-            v = inputs.get("value_hidden_states", hidden_states)
-            return block.attn(AttentionInputs(hidden_states, k, v), positions), None
-
-        public_layer = empty_module(
-            find_class("inkling2", name),
-            is_block_boundary=2 * layer % model.config.run_length == 0,
-            attention_input=public_depth_attention(block.depth_attn) if layer > 0 else None,
-            mlp_input=public_depth_attention(block.depth_mlp),
-            self_attn=attend,
-            mlp=lambda c, mlp=block.mlp: mlp(c, positions),
-            input_layernorm=block.ln_1,
-            q_input_layernorm=block.ln_1,
-            k_input_layernorm=getattr(block, "ln_k", None),
-            v_input_layernorm=getattr(block, "ln_v", None),
-            post_attention_layernorm=block.ln_2,
-            # ours has no convolutions over tokens
-            post_attention_convolution=lambda h, **_: h,
-            post_mlp_convolution=lambda h, **_: h,
-        )
-        new_state = public_layer(state, block_states)
-        if public_layer.is_block_boundary:
-            block_states = torch.cat([block_states, state.unsqueeze(-2)], dim=-2)
-        state = new_state
-    return public_depth_attention(model.readout)(block_states, state)[0]
-
-
-@pytest.mark.parametrize("routes", ["1", "q_k_v"])
-def test_attention_residuals_equal_those_of_inkling_2(routes, in_float64):
-    model = build_random(
-        "AttnRes-gpt-mha-rope",
-        num_hidden_layers=4,
-        attn_res_blocks=2,
-        attn_res_routes=routes,
-        attn_res_values="normed",
-        attn_res_scale=SIZE["hidden_size"] ** -0.5,
-        attn_res_norm_eps=1e-6,
+def deepseek_settings() -> object:
+    """Return DeepSeek-V4's configuration at the width of our tiny models, with epsilons of 0."""
+    return find_class("deepseek_v4", "DeepseekV4Config")(
+        hidden_size=SIZE["hidden_size"], hc_eps=0.0
     )
-    check_model(model, run_inkling2)
+
+
+def deepseek_connection(read: nn.Module) -> Callable:
+    """Return DeepSeek-V4's hyper-connection with the parameters of a read."""
+    return with_weights(
+        find_class("deepseek_v4", "DeepseekV4HyperConnection")(deepseek_settings()),
+        fn=read.maps.weight,
+        base=read.bias,
+        scale=read.scales,
+    )
+
+
+def run_deepseek(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Run the decoder layers and the readout of DeepSeek-V4 with our norms and sublayers."""
+    state = repeat_as_streams(model, x)
+    for block, attend, run_mlp in blocks_with_sublayers(model, x.shape[1]):
+        layer = empty_module(
+            find_class("deepseek_v4", "DeepseekV4DecoderLayer"),
+            attn_hc=deepseek_connection(block.hc_attn),
+            ffn_hc=deepseek_connection(block.hc_mlp),
+            input_layernorm=block.ln_1,
+            post_attention_layernorm=block.ln_2,
+            self_attn=attend,
+            mlp=lambda hidden_states, input_ids=None, run_mlp=run_mlp: run_mlp(hidden_states),
+        )
+        state = layer(state)
+    readout = with_weights(
+        find_class("deepseek_v4", "DeepseekV4HyperHead")(deepseek_settings()),
+        hc_fn=model.readout.maps.weight,
+        hc_base=model.readout.bias,
+        hc_scale=model.readout.scale,
+    )
+    return readout(state)
+
+
+def test_mhc_with_a_sigmoid_readout_equals_that_of_deepseek_v4(in_float64, monkeypatch):
+    monkeypatch.setattr(ManifoldConnection, "EPS", 0.0)
+    model = build_random("mHC-gpt-mha-rope", mhc_readout="sigmoid")
+    check_model(model, run_deepseek)
 
 
 # ---- Gated Residual: the layer of Qwen4-exp ----
@@ -433,27 +201,6 @@ def test_gated_residual_equals_that_of_qwen4_exp(settings, in_float64):
 
 
 # ---- Muse Spark, ZAYA, Dory and Beam: one state of width d ----
-
-
-def with_weights(module: nn.Module, **weights: torch.Tensor) -> Callable:
-    """Return a module's forward with other values of all its parameters."""
-    return lambda *args: functional_call(module, weights, args, strict=True)
-
-
-def blocks_with_sublayers(
-    model: GPT, num_tokens: int
-) -> Iterator[tuple[nn.Module, Callable, Callable]]:
-    """Yield each block with its attention and its MLP, called as decoder layers call theirs."""
-    positions = model.positions(torch.zeros(1, num_tokens, dtype=torch.int64))
-    for block in model.transformer.h:
-
-        def attend(hidden_states, block=block, **_):
-            return block.attn(hidden_states, positions), None
-
-        def run_mlp(hidden_states, block=block):
-            return block.mlp(hidden_states, positions)
-
-        yield block, attend, run_mlp
 
 
 def run_muse_spark(model: GPT, x: torch.Tensor) -> torch.Tensor:

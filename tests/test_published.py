@@ -118,7 +118,7 @@ def test_a_model_that_the_paper_does_not_have_has_no_row():
     assert other_size.remark("run") == (
         "The paper reports no results for run (DDL-gpt-mha-rope with 6 layers and hidden_size=768)."
     )
-    assert find("mhc_small").results == {}
+    assert find("conv_small").results == {}
 
 
 def test_a_folder_that_does_not_say_how_it_was_trained():
@@ -161,7 +161,7 @@ def test_one_table_has_the_papers_numbers_beside_those_of_the_model():
         make_record(1, values),
         make_record(1, {"arc_easy": (1.5, None)}, label="b", weights="2"),
     ]
-    papers = {"1": find("gpt_small", "--beta1=0.95"), "2": find("mhc_small")}
+    papers = {"1": find("gpt_small", "--beta1=0.95"), "2": find("conv_small")}
     table = comparison.format_table(records, papers)
     lines = [" ".join(line.split()) for line in table.splitlines()]
     mean_error = math.sqrt(sum(number**2 for number in range(1, 9))) / 8

@@ -38,13 +38,16 @@ def test_the_pictures_are_there():
 
 
 def read_model_rows() -> list[tuple[str, str]]:
-    """Return the model name and the cell of config files of each row of the table of models."""
+    """Return the model name and the cell of config files of each row of the table of the paper's models."""
     return re.findall(r"^\|.*`([\w-]+)\.py` \| (`[^|]*`)", README, flags=re.M)
 
 
-def test_the_table_of_models_begins_with_those_of_the_paper():
-    model_names = [model_name for model_name, _ in read_model_rows()]
-    assert model_names[: len(PAPER)] == PAPER
+def test_the_tables_of_models_have_those_of_the_paper_and_then_all_others():
+    names_of_the_paper = [model_name for model_name, _ in read_model_rows()]
+    assert names_of_the_paper == PAPER
+    other_files = re.findall(r"^\|.*`([\w/-]+\.py)` \|$", README, flags=re.M)
+    other_names = set(model.MODEL_NAMES) - set(PAPER)
+    assert {f"model/{file}" for file in other_files} == set(map(model.describe_file, other_names))
 
 
 @pytest.mark.parametrize(("model_name", "config_files"), read_model_rows())
@@ -205,7 +208,8 @@ def read_page(name: str) -> str:
 
 
 def test_the_code_on_the_variants_page_is_the_models():
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "model").glob("*.py"))
+    paths = [*(ROOT / "model").glob("*.py"), *(ROOT / "model" / "streams").glob("*.py")]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     lines = {line.strip() for line in sources.splitlines()}
     blocks = re.findall(r"```python\n(.*?)```", read_page("variants"), flags=re.S)
     assert len(blocks) == 4

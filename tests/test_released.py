@@ -122,23 +122,22 @@ def test_constant_value_is_renamed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "mup", "num_hidden_layers_base", "branch_mult"),
+    ("keys", "mup", "branch_mult"),
     [
-        ({BASE: 1}, False, None, 1.0),
-        ({"mup": True}, True, None, 1.0),
-        ({"parameterization": None, BASE: 1}, False, None, 1.0),
-        ({"parameterization": "widthmuP", BASE: 1}, True, None, 1.0),
-        ({"parameterization": "widthmup", "residual_branch_mult": 3}, True, None, 3.0),
-        ({"parameterization": "spectralP"}, True, None, 1.0),
-        ({"parameterization": "completep", BASE: 4}, True, 4, 2.0),
-        ({"parameterization": "SpectralP", BASE: 4, "residual_branch_mult": 3}, True, 4, 3.0),
+        ({BASE: 1}, False, 1.0),
+        ({"mup": True}, True, 1.0),
+        ({"parameterization": None, BASE: 1}, False, 1.0),
+        ({"parameterization": "widthmuP", BASE: 1}, True, 1.0),
+        ({"parameterization": "widthmup", "residual_branch_mult": 3}, True, 3.0),
+        ({"parameterization": "spectralP"}, True, 1.0),
+        ({"parameterization": "completep", BASE: 4}, True, 2.0),
+        ({"parameterization": "SpectralP", BASE: 4, "residual_branch_mult": 3}, True, 3.0),
     ],
 )
-def test_parameterization_is_mapped(keys, mup, num_hidden_layers_base, branch_mult, tmp_path):
+def test_parameterization_is_mapped(keys, mup, branch_mult, tmp_path):
     weights = released_weights(build_released("gpt-mha-rope"))
     config = load(write_folder(tmp_path, weights, **keys)).config
     assert config.mup == mup
-    assert config.num_hidden_layers_base == num_hidden_layers_base
     assert config.branch_mult == branch_mult
 
 

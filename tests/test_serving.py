@@ -51,7 +51,6 @@ MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0,
     ("model_name", "keys", "expected_ranges"),
     [
         ("DDL-vdim1-gpt-mha-rope", {}, BETA),
-        ("DDL-vdim1-gpt-mha-rope", {"ddl_erase_gate": "own"}, {**BETA, "beta_erase": (0, 2)}),
         ("MGT-gpt-mha", {}, MGT),
         ("mHC-gpt-mha-rope", {}, {"mix_kept": None, "mix_error": None}),
         (
@@ -72,7 +71,7 @@ def test_every_statistic_that_a_stream_names_is_shown(model_name, keys, expected
     statistics = describe_statistics(model)
     assert {statistic["name"]: statistic["range"] for statistic in statistics} == expected_ranges
     gates = [statistic["name"] for statistic in statistics if statistic["gate"]]
-    assert gates == [name for name in ("beta", "beta_erase") if expected_ranges.get(name) == (0, 2)]
+    assert gates == [name for name in ("beta",) if expected_ranges.get(name) == (0, 2)]
     assert all(statistic["sites"] == SITES for statistic in statistics)
     _, tokens = generate_tokens(model, [256, 1, 2], 4)
     rows = {}

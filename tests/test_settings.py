@@ -16,7 +16,7 @@ from utils import machine
 # ---- --help ----
 
 
-@pytest.mark.parametrize("arguments", [[], ["config/mhc_small.py"]])
+@pytest.mark.parametrize("arguments", [[], ["--model=mHC-gpt-mha-rope"]])
 def test_help_fits_into_100_columns(arguments):
     assert max(map(len, run_train(*arguments, "--help").splitlines())) <= 100
 

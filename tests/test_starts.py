@@ -97,18 +97,12 @@ PAIR = {"ddl_cc_read": "pair"}
 RELEASE = settings_of("small", 12)
 MANY_CHANNELS = {"ddl_value_channels": 4096}
 LOG_ODDS_LIMIT = math.log(1e6 - 1)  # of a gate: probabilities are kept in [1e-6, 1 - 1e-6]
-PREPOST = {"mudd_norm": "prepost"}
 DEEPNORM = {"norm_placement": "deepnorm", **NORMAL}
-SCALED_OUTPUTS = {"hc_scale_outputs": True}
 EYE = torch.eye(4).flatten().tolist()
 OFF = -8.0  # logit of an entry of the mixing matrix that is not on its diagonal
 # By model: settings, pattern of the names of parameters, mean or exact values, standard deviation.
 # If it is 0, the values are exact and belong to the tiny size; otherwise d = 256 and L = 4.
 STARTS = {
-    "gpt-mha-rope": [
-        ({"num_hidden_layers_base": 2}, "*.attn.c_proj.weight", 0, 0.5 / 16 / 2),
-        ({"num_hidden_layers_base": 2, **NORMAL}, "*.attn.c_proj.weight", 0, 0.5 / 16 / 2**0.5),
-    ],
     "DDL-gpt-mha-rope": [
         (NORMAL, "transformer.wte.weight", 0, 0.02),
         (NORMAL, "*.attn.c_q.weight", 0, 0.5 / 16),
@@ -154,19 +148,8 @@ STARTS = {
             ({"ddl_beta_single_linear": False}, "*.beta_out.bias"),
         )
     ],
-    "AttnRes-gpt-mha-rope": [
-        ({}, "*query", 0, 0),
-        ({"attn_res_routes": "q_k_v"}, "*query", 0, 0),
-        ({"attn_res_form": "delta"}, "*.gate", 1, 0),
-    ],
+    "AttnRes-gpt-mha-rope": [({}, "*query", 0, 0)],
     "conv-gpt-mha-rope": [({}, "*.compress.shortconv.weight", 0, 0.5 / 16)],
-    "Frac-gpt-mha-rope": [
-        ({}, "*.h.1.hc_mlp.mix", [1, 0, 1, 0, 0, 1, 0, 1], 0),
-        ({}, "*.write", 1, 0),
-        ({}, "*.maps.weight", 0, 0),
-        ({}, "*.scale", 0.01, 0),
-        ({}, "*.write_scale", 0.01, 0),
-    ],
     "GatedResidual-gpt-mha-rope": [
         # as in Qwen's config
         *(({}, f"*.gated_*.{matrix}.weight", 0, 0.02) for matrix in ("down", "up", "inject")),
@@ -185,9 +168,6 @@ STARTS = {
         ({}, "*.scale", 0.01, 0),
         ({}, "*.write_scale", 0.01, 0),
         ({}, "*.maps.weight", 0, 0),
-        (SCALED_OUTPUTS, "*.attn.c_proj.weight", 0, 0.5 / 16 / 4 / 2),
-        ({**SCALED_OUTPUTS, **NORMAL}, "*.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
-        (NORMAL, "*.mlp.c_proj.weight", 0, 0.5 / 16 / 2),
     ],
     "LAuReL-gpt-mha-rope": [
         ({}, "*.down.weight", 0, 0.5 / 16),
@@ -211,28 +191,10 @@ STARTS = {
             [-math.log(2)] * 3 + [0] * 3 + [0, OFF, OFF, OFF, 0, OFF, OFF, OFF, 0],
             0,
         ),
-        (
-            {"mhc_mix": "permutations", "hc_streams": 3},
-            "*.h.0.hc_mlp.bias",
-            [-math.log(2)] * 3 + [0] * 3 + [0] + [OFF] * 5,
-            0,
-        ),
-        (
-            {"mhc_mix": "kronecker"},
-            "*.h.1.hc_mlp.bias",
-            [-math.log(3)] * 4 + [0] * 4 + [0, OFF] * 2,
-            0,
-        ),
         ({"mhc_mix": "identity"}, "*.scales", 0.01, 0),
-        ({"mhc_mix": "orthogonal"}, "*.h.1.hc_mlp.scales", [0.01, 0.01, 0], 0),
-        (
-            {"mhc_mix": "orthogonal"},
-            "*.h.1.hc_mlp.bias",
-            [-math.log(3)] * 4 + [0] * 4 + [1, 0, 0, 0] * 2,
-            0,
-        ),
-        ({"mhc_scale_init": 1.0}, "*.scales", 1, 0),
-        ({"mhc_bias_init": "zeros"}, "*.bias", 0, 0),
+        ({"mhc_readout": "sigmoid"}, "readout.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
+        ({"mhc_readout": "sigmoid"}, "readout.bias", 0, 0),
+        ({"mhc_readout": "sigmoid"}, "readout.scale", 0.01, 0),
     ],
     "MGT-gpt-mha": [
         ({}, "*.gate.weight", 0, 0.5 / 16),
@@ -243,10 +205,6 @@ STARTS = {
     "MUDD-gpt-mha-rope": [
         ({}, "*.dense.first.weight", 0, 0.5 / 16),
         ({}, "*.h.1.dense.static", [0, 0, 1], 0),
-        (PREPOST, "*.dense.first.weight", 0, 1 / 16),
-        (PREPOST, "*.h.1.dense.static", 0, 0),
-        (PREPOST, "*.pre_norm.weight", 1, 0),
-        (PREPOST, "*.post_norm.weight", 1e-3, 0),
     ],
     "MuseSpark-gpt-mha-rope": [
         ({}, "*.gate", 0, 0.02),
@@ -261,10 +219,6 @@ STARTS = {
     ],
     "nGPT-gpt-mha-rope": [({}, "*.alpha", 0.05, 0)],
     "ReZero-gpt-mha-rope": [({}, "*.write_*.scale", 0, 0)],
-    "SinglePassMHC-gpt-mha-rope": [
-        ({}, "*.hc_*.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
-        ({}, "*.hc_*.scales", 0.01, 0),
-    ],
     "wide-gpt-mha-rope": [({"hidden_size": 2, **MANY_CHANNELS}, "*.weights", 1, 0.5)],
 }
 

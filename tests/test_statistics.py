@@ -42,15 +42,11 @@ def delta_rewrite_statistics(write, state, h, x_in, c, written) -> dict[str, tor
     def discrepancy(x):
         return (target - torch.einsum("btd,btvd->btv", k, x)).square().mean(-1).sqrt()
 
-    statistics = {
+    return {
         "beta": beta,
         "discrepancy_before": discrepancy(state),
         "discrepancy_after": discrepancy(written),
     }
-    if hasattr(write, "beta_erase"):
-        logit = c @ write.beta_erase.weight.T + write.beta_erase.bias
-        statistics["beta_erase"] = 2 * logit.sigmoid()
-    return statistics
 
 
 def statistics_by_hooks(model: nn.Module, ids: torch.Tensor) -> dict[str, list[float]]:
@@ -91,7 +87,6 @@ def statistics_by_hooks(model: nn.Module, ids: torch.Tensor) -> dict[str, list[f
         ("DDL-vdim1-gpt-mha-rope", {}),
         ("DDL-gpt-mha-rope-CC-EC", {}),
         ("DDL-gpt-mha-rope-CC-EC", AUTHORS_CC),
-        ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"}),
     ],
     ids=str,
 )

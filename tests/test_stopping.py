@@ -67,14 +67,11 @@ def test_a_run_puts_back_what_it_changes_in_its_process(corpus, tmp_path, monkey
             os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
             torch.are_deterministic_algorithms_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,
-            torch.get_float32_matmul_precision(),
         ]
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(False)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
     before = describe_process()
     during = []
     save = checkpoint.save
@@ -87,7 +84,6 @@ def test_a_run_puts_back_what_it_changes_in_its_process(corpus, tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, tmp_path / "run")])
     train.main()
     after = describe_process()
-    torch.set_float32_matmul_precision(precision)  # for the tests that follow
     assert all(value != changed for value, changed in zip(before, during))
     assert after == before
 

@@ -12,15 +12,15 @@ from in_process import call
 from models import TINY
 from torch.utils._pytree import tree_leaves, tree_map
 
-from model import build, cost
+from model import build
 from model.causality import move_parameters
-from model.hyper_connections import mix_orthogonal, sinkhorn_knopp
 from model.parameters import collect_rules
+from model.streams.hyper_connections import sinkhorn_knopp
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
 WITH_ROPE = (
     "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas "
-    "SinglePassMHC Frac NormPlacement MuseSpark nGPT"
+    "NormPlacement MuseSpark nGPT"
 ).split()
 # model names by the name of the stream
 MODEL_NAMES = {
@@ -43,7 +43,7 @@ def build_random(name, **keys):
     model = move_parameters(build_initial(name, **keys))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if name in ("mHC", "SinglePassMHC") and key.endswith(".bias"):
+            if name == "mHC" and key.endswith(".bias"):
                 parameter.normal_()
     return model
 
@@ -59,23 +59,6 @@ MGT_GATE = {
     "mgt_alpha_init": 0.6,
     "mgt_beta_bias_init": -0.3,
 }
-# keys of production models, with values that make a missing one visible
-PRODUCTION = {
-    "mhc_read_eps": 0.03,
-    "mhc_write_eps": 0.07,
-    "mhc_write_magnitude": 1.4,
-    "mhc_norm_eps": 0.02,
-    "mhc_read_dtype": "state",
-    "mhc_write_dtype": "state",
-}
-# as in config/attn_res_inkling2_small.py
-INKLING_2 = {
-    "attn_res_routes": "q_k_v",
-    "attn_res_values": "normed",
-    "attn_res_scale": 10**-0.5,
-    "attn_res_norm_eps": 1e-6,
-}
-PREPOST = {"mudd_norm": "prepost"}
 PLACEMENTS = ("sandwich", "lns", "keel", "post", "deepnorm")
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
 NO_LAMBDA = {"lambda_values": "none", "lambda_input": False}
@@ -96,12 +79,6 @@ CASES = [
     # asked for
     ("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}),
     ("AttnRes", {"attn_res_blocks": 4, **DEEP}),
-    *(("AttnRes", {"attn_res_heads": h, "attn_res_blocks": None, **DEEP}) for h in (2, 5, 10)),
-    ("AttnRes", {"attn_res_scale": 0.5, "attn_res_norm_eps": 0.1}),
-    ("AttnRes", {"attn_res_form": "delta", "attn_res_scale": 2.0}),
-    *(("AttnRes", {"attn_res_routes": routes, **DEEP}) for routes in ("qk_v", "q_k_v")),
-    ("AttnRes", {"attn_res_values": "normed", "attn_res_norm_eps": 0.1, **DEEP}),
-    ("AttnRes", {**INKLING_2, "attn_res_heads": 2, "attn_res_blocks": 2, **DEEP}),
     *(("MGT", {"mgt_arm": arm, **MGT_GATE}) for arm in ("full", "full_post", "ddl", "ddl_post")),
     *(("MGT", {"mgt_arm": arm}) for arm in ("mhc", "mhc_pre", "standard", "additive")),
     ("ReZero", {}),
@@ -112,23 +89,15 @@ CASES = [
     ("MuseSpark", DEEP),
     ("nGPT", DEEP),
     ("conv", {}),
-    *(("conv", {"canon": places}) for places in ("AC", "BD", "ABCD")),
     *(
         ("wide", {"wide_read": read, "ddl_value_channels": v})
         for read in ("tc", "cc")
         for v in (1, 2, 4)
     ),
     ("mHC", {"mhc_mix": "identity", "hc_streams": 3}),
-    *(("mHC", {"mhc_mix": "permutations", "hc_streams": n}) for n in (3, 4)),
-    *(("mHC", {"mhc_mix": "kronecker", "hc_streams": n}) for n in (2, 8)),
     ("mHC", {"mhc_readout": "sigmoid"}),
     ("mHC", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
-    ("mHC", {"mhc_mix": "orthogonal"}),
-    ("mHC", {"mhc_mix": "orthogonal", "mhc_readout": "mean"}),
-    *(("mHC", {"mhc_readout": readout, **PRODUCTION}) for readout in ("mean", "sigmoid")),
-    *(("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n, **DEEP}) for n in (None, 2)),
-    *(("MUDD", {"mudd_ways": roles, **DEEP}) for roles in ("qkvr", "r")),
-    *(("MUDD", {"mudd_ways": roles, **PREPOST, **DEEP}) for roles in ("qkvr", "r")),
+    ("MUDD", DEEP),
     ("Lambdas", DEEP),
     ("Lambdas", {"lambda_values": "head", **EVERY_LAMBDA}),
     ("Lambdas", {**NO_LAMBDA, **EVERY_LAMBDA}),
@@ -139,9 +108,6 @@ CASES = [
     ("Lambdas", {**MAIN_GAIN, **EVERY_LAMBDA}),
     ("Lambdas", {**MAIN_GAIN, "lambda_values": "head", "num_hidden_layers": 5}),
     ("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False}),
-    *(("SinglePassMHC", {"hc_streams": n, **DEEP}) for n in (2, 4)),
-    ("SinglePassMHC", {"mhc_mix": "identity", **PRODUCTION}),
-    *(("Frac", {"frac_parts": m, **DEEP}) for m in (1, 2, 5)),
     *(("NormPlacement", {"norm_placement": placement, **DEEP}) for placement in PLACEMENTS),
     *(
         ("NormPlacement", {"norm_placement": placement, "residual_branch_mult": 0.4})
@@ -205,7 +171,6 @@ CLOSE = {"rtol": 0, "atol": 1e-12}
         ),
         # the term z phi has a factor a = 0.01
         ("mHC", {}, 4, 0.02),
-        ("SinglePassMHC", DEEP, 1, 0.02),
     ],
     ids=str,
 )
@@ -246,27 +211,8 @@ def test_what_comes_into_a_stream_sums_to_one_however_far_apart_the_logits_are(r
         assert error_into_streams > 1e-2
 
 
-def test_an_orthogonal_mix_is_a_rotation():
-    mix = mix_orthogonal(torch.randn(2, 7, 8, dtype=torch.float64))
-    identity = torch.eye(4, dtype=torch.float64).expand_as(mix)
-    torch.testing.assert_close(mix @ mix.mT, identity, rtol=0, atol=1e-12)
-    determinants = torch.linalg.det(mix)
-    torch.testing.assert_close(determinants, torch.ones_like(determinants), rtol=0, atol=1e-12)
-    assert (mix - identity).abs().amax((-1, -2)).min() > 0.1
-
-
-def test_an_orthogonal_mix_starts_at_the_identity_and_leaves_it():
-    """The mix is exactly the identity for any state, and the factor a has a gradient."""
-    connection = build_initial("mHC", mhc_mix="orthogonal").transformer.h[0].hc_attn
-    mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64)).mix
-    assert torch.equal(mix, torch.eye(4, dtype=mix.dtype).expand_as(mix))
-    (mix * torch.randn(4, 4, dtype=mix.dtype)).sum().backward()
-    assert connection.scales.grad[2].abs() > 1e-6
-
-
-@pytest.mark.parametrize("mix", ["sinkhorn", "permutations", "kronecker", "orthogonal"])
-def test_mixing_matrices_are_not_rounded_by_autocast(mix):
-    connection = build_random("mHC", mhc_mix=mix).float().transformer.h[0].hc_attn
+def test_mixing_matrices_are_not_rounded_by_autocast():
+    connection = build_random("mHC").float().transformer.h[0].hc_attn
     state = torch.randn(2, 7, 4, 10)
     with torch.no_grad():
         expected = connection.weights(state).mix
@@ -284,14 +230,9 @@ def test_mixing_matrices_are_not_rounded_by_autocast(mix):
         ("LAuReL", {"laurel_form": "lr"}),
         ("LAuReL", {"laurel_form": "zaya"}),
         ("conv", {"conv_init": "identity"}),
-        ("MUDD", {"mudd_ways": "r", **DEEP}),
         ("MUDD", DEEP),
-        ("MUDD", {**PREPOST, **DEEP}),
-        ("MUDD", {"mudd_ways": "r", **PREPOST, **DEEP}),
-        ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
         ("Lambdas", MAIN_GAIN),
-        *(("Frac", {"frac_parts": m, **DEEP}) for m in (1, 2, 5)),
     ],
     ids=describe_case,
 )
@@ -334,23 +275,6 @@ def test_muon_trains_the_matrices_of_the_backbone_alone(name):
     additive_rules = collect_rules(build_initial("additive"))
     expected = {key for key, rule in additive_rules.items() if rule.muon}
     assert {key for key, rule in rules.items() if rule.muon} == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "in_block", "in_expander"),
-    [
-        ("Lambdas", MAIN_GAIN, 1 + 2 * 1, 0),  # a x, and two sums
-        ("LAuReL", {"laurel_form": "zaya"}, 2 * 5, 2),  # (X + b_r) s_r + (h + b_h) s_h
-        ("MuseSpark", {}, 2 * 3 + 1, 0),  # a X + b n, and w h before the norm of the MLP's output
-        ("nGPT", {}, 2 * 3, 0),  # X + alpha (n - X)
-    ],
-    ids=str,
-)
-def test_operations_for_each_feature_are_counted(name, keys, in_block, in_expander):
-    flops = cost.flops_per_token(build_initial(name, **keys, **DEEP))
-    additive_flops = cost.flops_per_token(build_initial("additive", **DEEP))
-    # 3 blocks of 10 features, two sums in an additive one; the backward pass takes twice as many
-    assert flops - additive_flops == 3 * 10 * (3 * (in_block - 2) + in_expander)
 
 
 # ---- statistics of the writes, by hand ----
@@ -419,19 +343,6 @@ def test_statistics_of_unequal_weights_over_depth():
     )
 
 
-def test_statistics_of_attention_over_depth_are_means_over_heads():
-    """The first of two heads has the weights 3/4 and 1/4, and the second one 1/2 and 1/2."""
-    block = build_initial("AttnRes", attn_res_heads=2).transformer.h[0]
-    V = torch.eye(10, dtype=torch.float64)[:2, None, None]
-    with torch.no_grad():
-        block.depth_mlp.query[0] = math.log(3) * math.sqrt(1 / 10 + 1e-5)
-    state = tuple(V)
-    values = block.sites[1].write.statistics(state, None, block.depth_mlp(state), None, None)
-    assert values["embedding_weight"].item() == pytest.approx((3 / 4 + 1 / 2) / 2)
-    first_head = math.exp(2 * math.log(2) - 0.75 * math.log(3))
-    assert values["effective_sources"].item() == pytest.approx((first_head + 2) / 2)
-
-
 def test_statistics_of_gated_residual():
     """The one feature of u gives two streams g = 2 sigmoid(1) and 2 sigmoid(-1); a is 1/2."""
     model = build_initial("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
@@ -478,11 +389,6 @@ MISTAKES = [
     ("HC", {"hc_stream": 2}, "unknown key --hc_stream, did you mean hc_streams"),
     ("HC", {"mhc_iterations": 3}, "mhc_iterations"),
     ("AttnRes", {"attn_res_blocks": 0}, "attn_res_blocks=0: give a number at least 1"),
-    ("AttnRes", {"attn_res_heads": 5}, "attn_res_heads=5 does not divide hidden_size="),
-    ("AttnRes", {"attn_res_scale": 0}, "attn_res_scale=0.0: give a number above 0"),
-    ("AttnRes", {"attn_res_routes": "qkv"}, "attn_res_routes"),
-    ("mHC", {"mhc_mix": "permutations", "hc_streams": 6}, "hc_streams=6 with mhc_mix=permutations"),
-    ("mHC", {"mhc_mix": "kronecker", "hc_streams": 3}, "give a power of two"),
     (
         "GatedResidual",
         {"gated_residual_rank": 0},
@@ -490,22 +396,13 @@ MISTAKES = [
     ),
     ("GatedResidual", {"gated_residual_eps": 0}, "gated_residual_eps=0.0: give"),
     ("GatedResidual", {"mhc_iterations": 3}, "mhc_iterations"),
-    ("mHC", {"mhc_mix": "orthogonal", "hc_streams": 3}, "rotates four streams; give hc_streams=4"),
-    ("mHC", {"mhc_mix": "orthogonal", "mhc_bias_init": "zeros"}, "omit mhc_bias_init"),
-    ("mHC", {"mhc_write_magnitude": 0}, "mhc_write_magnitude=0"),
-    ("mHC", {"mhc_maps_init_std": 0.0}, "mhc_maps_init_std=0.0: give a number above 0"),
-    ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
-    ("SinglePassMHC", {"mhc_readout": "sum"}, "unknown key --mhc_readout"),
-    ("SinglePassMHC", {"hc_streams": 1}, "hc_streams=1 leaves mHC no streams to mix"),
-    ("Frac", {"frac_parts": 7}, "frac_parts=7 does not divide hidden_size="),
     ("NormPlacement", {"norm_placement": "pre"}, "norm_placement"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
     ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
     ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "omit the key"),
     ("conv", {"conv_init": "zero"}, "conv_init"),
     ("LAuReL", {"laurel_form": "lo"}, "laurel_form"),
-    ("MUDD", {"mudd_norm": "pre"}, "mudd_norm"),
     ("LAuReL", {"laurel_rank": 0}, "laurel_rank=0: give a number at least 1"),
     ("MGT", {"mgt_arm": "plain"}, "mgt_arm"),
 ]
@@ -527,10 +424,9 @@ BFLOAT16_CASES = [
     ("mHC", {}),
     ("GatedResidual", {}),
     ("AttnRes", {}),
-    ("AttnRes", {**INKLING_2, "attn_res_heads": 2}),
     ("ReZero", {}),
     ("DenseFormer", DEEP),
-    ("MUDD", PREPOST),
+    ("MUDD", DEEP),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_form": "lr"}),
     ("LAuReL", {"laurel_form": "zaya"}),
@@ -541,7 +437,6 @@ BFLOAT16_CASES = [
     ("wide", {"wide_read": "cc"}),
     ("MGT", {}),
     ("MGT", {"mgt_arm": "standard"}),
-    ("Frac", {}),
     *(("NormPlacement", {"norm_placement": placement}) for placement in PLACEMENTS),
 ]
 

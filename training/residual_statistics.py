@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from model.block import Site, State, Stream
+from model.block import Site, State, Stream, get_past
 
 
 class SiteWrite(NamedTuple):
@@ -16,7 +16,6 @@ class SiteWrite(NamedTuple):
     h: torch.Tensor  # the sublayer's output, (B, T, d)
     c: torch.Tensor  # the sublayer's normalized input, (B, T, d)
     state: State  # the new state, a tensor or a tuple of tensors (B, T, ...)
-    extra_loss: torch.Tensor | None  # the site's term of the training loss, (B, T) or ()
     statistics: dict[str, torch.Tensor]  # what the write reports of each token, (B, T)
 
 
@@ -38,16 +37,16 @@ class ObservedStream(Stream):
         x_in: torch.Tensor | tuple,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
+    ) -> State:
         """Write as `Stream.write` does, and report it."""
-        written, extra_loss = self.apply_write(site, state, h, x_in, c, cache)
+        written = site.write(state, h, x_in, c, get_past(cache, f"{site.name}.write"))
         # most streams have nothing to report (model/block.py, Site)
         statistics = {}
         if hasattr(site.write, "statistics"):
             statistics = site.write.statistics(state, h, x_in, c, written)
         new_state = written if site.post_write is None else site.post_write(written)
-        self.on_write(site, SiteWrite(h, c, new_state, extra_loss, statistics))
-        return new_state, extra_loss
+        self.on_write(site, SiteWrite(h, c, new_state, statistics))
+        return new_state
 
 
 @torch.no_grad()
@@ -64,8 +63,8 @@ def compute_residual_statistics(
 
     Returns:
         {"<site>.<statistic>": [one number per block, first block first]}. `state_rms` is the root
-        mean square of the state after the write, `extra_loss` the mean of the site's extra loss; each
-        statistic that the write reports has a `_mean` and a `_std` over tokens.
+        mean square of the state after the write; each statistic that the write reports has a `_mean`
+        and a `_std` over tokens.
     """
     statistics: dict[str, list[float]] = {}
 
@@ -77,10 +76,6 @@ def compute_residual_statistics(
             numbers = by_token.float().flatten()[:num_tokens]
             values[f"{name}_mean"] = numbers.mean()
             values[f"{name}_std"] = numbers.std()
-        if write.extra_loss is not None:
-            # a scalar is the term of every token
-            by_token = write.extra_loss.float().expand(ids.shape)
-            values["extra_loss"] = by_token.flatten()[:num_tokens].mean()
         # blocks come in order, so each list has one number per block
         for name, value in values.items():
             statistics.setdefault(f"{site.name}.{name}", []).append(float(value))

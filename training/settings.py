@@ -4,7 +4,6 @@ What a resumed run may not change is that of the run, whatever its config file s
 """
 
 import ast
-import importlib.util
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -12,7 +11,7 @@ import configurator
 import model_folder
 from configurator import collect_options
 from data.shards import find_folder, make_location_absolute, read_meta
-from model import MODEL_NAMES, make_config, model_class
+from model import MODEL_NAMES, describe_file, find_variant, make_config, model_class
 from model.gpt import GPTConfig
 from training import checkpoint
 from training.config import TrainConfig, check_run
@@ -207,7 +206,8 @@ def options_of(model: str) -> dict[str, configurator.Option]:
     model_config_class = model_class(model).Config
     if clashes := collect_options(model_config_class).keys() & collect_options(TrainConfig).keys():
         raise ValueError(
-            f"model/{model}.py: {min(clashes)} is already a key of the run; rename the key of the model"
+            f"{describe_file(model)}: {min(clashes)} is already a key of the run; rename the key of "
+            "the model"
         )
     return collect_options(model_config_class, TrainConfig)
 
@@ -291,7 +291,7 @@ def print_help(arguments: Arguments, usage: str) -> None:
 
 def summarize_model(name: str) -> str:
     """Return the first paragraph of the docstring of a model's file, without importing it."""
-    source = Path(importlib.util.find_spec(f"model.{name}").origin).read_bytes()
+    source = Path(find_variant(name).origin).read_bytes()
     try:
         docstring = ast.get_docstring(ast.parse(source)) or ""
     except SyntaxError as error:

@@ -110,13 +110,12 @@ def restored_state() -> Iterator[None]:
     """Put back, at the end of a block, what a script changes in its process.
 
     These are signal handlers, new environment variables, and torch's switches for deterministic
-    operations and for TF32. After `%run train.py` in a notebook, Ctrl+C interrupts other work again.
+    operations. After `%run train.py` in a notebook, Ctrl+C interrupts other work again.
     """
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     environment = set(os.environ)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     fills_memory = torch.utils.deterministic.fill_uninitialized_memory
-    precision = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
@@ -127,7 +126,6 @@ def restored_state() -> Iterator[None]:
             del os.environ[name]
         torch.use_deterministic_algorithms(is_deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = fills_memory
-        torch.set_float32_matmul_precision(precision)
 
 
 # ---- the process group ----

@@ -9,7 +9,7 @@ they run interpreted on a CPU, slowly, for tests.
 import importlib
 import importlib.util
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch._functorch import config as functorch_config
 
 from ..block import Add, Block, Direct, Site, Stream
 from ..ddl import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
-from ..gpt import GPT, GPTConfig
+from ..gpt import GPT
 from ..layers import CausalSelfAttention, RMSNorm
 from ..products import JoinedAttention, JoinedMLP, swiglu
 
@@ -25,76 +25,63 @@ from ..products import JoinedAttention, JoinedMLP, swiglu
 MEASURED_CAPABILITY = (9, 0)
 
 
-@dataclass
-class FusedParts:
-    """The classes of a stream that is fused.
+# What the fused stream of DDL computes: parts of a model, which must be these exactly, because a
+# subclass may compute something else; and values of its keys, of which the last two only count in
+# the v-Map.
+SUPPORTED_PARTS = {
+    Block.forward,
+    Site,
+    SingleChannelRead,
+    ChannelConvRead,
+    TokenConvRead,
+    DeltaRewrite,
+    RMSNorm,
+}
+SUPPORTED_VALUES = {
+    "ddl_value_channels": (1, 2, 4, 8),
+    "ddl_beta_input": ("context",),
+    "ddl_k_norm": ("guarded",),
+    "ddl_k_branch": ("mlp",),
+    "ddl_k_input": ("read",),
+}
+V_MAP_KEYS = ("ddl_k_branch", "ddl_k_input")
 
-    A model must have these exactly, because a subclass may compute something else.
-    """
 
-    reads: set[type]
-    writes: set[type]
-
-
-# torch.compile fuses the addition with the RMSNorm that follows
-ADDITIVE = FusedParts(reads={Direct}, writes={Add})
-# DeltaStream: a write, the next read, its RMSNorm, and the projections to the next gate and write
-# value are one kernel
-DELTA = FusedParts(reads={SingleChannelRead, ChannelConvRead, TokenConvRead}, writes={DeltaRewrite})
-
-
-def get_fused_parts(model: GPT) -> FusedParts:
-    """Return the parts that a model must have to be fused; its first write decides for which stream.
-
-    A model of another stream has parts that are neither's.
-    """
-    first_write = model.transformer.h[0].sites[0].write
-    return ADDITIVE if type(first_write) in ADDITIVE.writes else DELTA
+def is_additive(model: GPT) -> bool:
+    """Return whether a model has the additive stream, which torch.compile fuses by itself."""
+    return all(type(site.write) is Add and type(site.read) is Direct for site in model.sites)
 
 
 def reason_not_fused(model: GPT) -> str | None:
     """Return why the stream of a model is not fused; None if it is, or needs no kernel of ours."""
-    parts = get_fused_parts(model)
-    for block in model.transformer.h:
-        if type(block).forward is not Block.forward:
-            name = type(block).__name__
-            return f"the forward method of {name}, block {block.layer}, has no fused kernel"
-        for site in block.sites:
-            unfused = find_unfused(site, parts, model.config)
-            if unfused is not None:
-                return f"{unfused} of block {block.layer}, site {site.name}, has no fused kernel"
-    if type(model.readout) not in parts.reads or type(model.ln_f) is not RMSNorm:
-        return (
-            f"the readout {type(model.readout).__name__} with the norm {type(model.ln_f).__name__} "
-            "has no fused kernel"
-        )
-    if parts is DELTA:
-        from .stream import reason_option_not_fused  # this module needs triton
-
-        return reason_option_not_fused(model.config)
+    if is_additive(model):
+        return None
+    for part in list_parts(model):
+        if part not in SUPPORTED_PARTS:
+            return f"{part.__qualname__} has no fused kernel"
+    config = model.config
+    if any(site.write.config != config for site in model.sites):
+        return "a write with a config of its own has no fused kernel"
+    for key, supported_values in SUPPORTED_VALUES.items():
+        value = getattr(config, key)
+        has_effect = config.ddl_map == "v" or key not in V_MAP_KEYS
+        if has_effect and value not in supported_values:
+            supported = ", ".join(map(str, supported_values))
+            return f"{key}={value} has no fused kernel (supported: {supported})"
+    if config.branch_mult > 1:
+        return f"residual_branch_mult={config.branch_mult:g} has no fused kernel (supported: at most 1)"
     return None
 
 
-def find_unfused(site: Site, parts: FusedParts, config: GPTConfig) -> str | None:
-    """Return the first part of a site that is not fused; None if all are."""
-    read = type(site.read)
-    write = type(site.write)
-    is_fused = {
-        f"the class {type(site).__name__}": type(site) is Site,
-        f"the write {write.__name__}": write in parts.writes,
-        f"the read {read.__name__}": read in parts.reads,
-        f"the norm {type(site.norm).__name__}": type(site.norm) is RMSNorm,
-        "the input of the sublayer": site.inputs is None,
-        "the read of positions": not site.read_positions,
-        "the norm after the write": site.post_write is None,
-        # it depends on every state, and the kernel skips some
-        "the extra loss": not hasattr(site.write, "extra_loss"),
-        # the fused stream takes the options of every write from the model's configuration
-        "the config of the write": getattr(site.write, "config", config) == config,
-        "the branch_mult of the write": getattr(site.write, "branch_mult", config.branch_mult)
-        == config.branch_mult,
-    }
-    return next((part for part, fused in is_fused.items() if not fused), None)
+def list_parts(model: GPT) -> list[type | Callable]:
+    """Return what decides whether a fused stream computes the same as the model."""
+    parts = []
+    for block in model.transformer.h:
+        for site in block.sites:
+            parts += [type(site), type(site.write), type(site.read), type(site.norm)]
+            parts += [type(part) for part in (site.inputs, site.post_write) if part is not None]
+        parts.append(type(block).forward)
+    return [*parts, type(model.readout), type(model.ln_f)]
 
 
 def reason_unavailable(device: torch.device | str) -> str | None:
@@ -166,7 +153,7 @@ def use(
         raise ValueError(f"kernels=on: {reason}; use kernels=auto or kernels=off")
 
     stream = Stream()
-    if reason is None and get_fused_parts(model) is DELTA:
+    if reason is None and not is_additive(model):
         from .stream import DeltaStream  # this module needs triton
 
         stream = DeltaStream(model.config, state_checkpoint_interval)

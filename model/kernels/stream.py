@@ -16,45 +16,10 @@ from ..cache import get_or_create_buffer
 from ..ddl import DeltaRewrite, SingleChannelRead
 from ..ddl_config import DeltaConfig
 from ..gpt import GPT
-from ..layers import Positions, RMSNorm
+from ..layers import RMSNorm
 from ..precision import compute_dtype, linear_fp32
 from .residual_step import StepOutput, residual_step
 from .tiles import check_dtype
-
-# Value channels d_v that DeltaStream supports.
-VALUE_CHANNELS = (1, 2, 4, 8)
-
-# The only value of each of these keys that DeltaStream supports. Most other values of the first three
-# need more of the state than x_in, which is all that the kernel passes on. It has no gate on x_in, no
-# other normalization of k, and no second gate.
-SUPPORTED_OPTIONS = {
-    "ddl_k_branch": "mlp",
-    "ddl_k_input": "read",
-    "ddl_beta_input": "context",
-    "ddl_k_norm": "guarded",
-    "ddl_erase_gate": "shared",
-}
-
-
-def reason_option_not_fused(config: DeltaConfig) -> str | None:
-    """Return why DeltaStream does not support the options of a model, or None if it does."""
-    if config.ddl_value_channels not in VALUE_CHANNELS:
-        return (
-            f"ddl_value_channels={config.ddl_value_channels} has no fused kernel (1, 2, 4 and 8 "
-            "have one)"
-        )
-    if config.branch_mult > 1:
-        return (
-            f"residual_branch_mult={config.branch_mult:g} has no fused kernel (values of at most 1 "
-            "have one)"
-        )
-    for key, supported in SUPPORTED_OPTIONS.items():
-        if config.ddl_map == "k" and key in ("ddl_k_branch", "ddl_k_input"):
-            continue  # these keys have no effect there
-        value = getattr(config, key)
-        if value != supported:
-            return f"{key}={value} has no fused kernel ({key}={supported} has one)"
-    return None
 
 
 class DeltaState(NamedTuple):
@@ -276,7 +241,7 @@ class DeltaStream(Stream):
         return projections
 
     def read(
-        self, site: Site, state: DeltaState, cache: dict | None, positions: Positions
+        self, site: Site, state: DeltaState, cache: dict | None
     ) -> tuple[DeltaState, DeltaRead, torch.Tensor]:
         return self.step(
             state,
@@ -295,7 +260,7 @@ class DeltaStream(Stream):
         x_in: DeltaRead,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[DeltaState, None]:
+    ) -> DeltaState:
         """Compute what the kernel left of the write of h, which then waits for the next read."""
         read_output = x_in
         rewrite = site.write
@@ -316,9 +281,7 @@ class DeltaStream(Stream):
             gate_logit = scale_gate(gate_logit, self.branch_mult)
         if self.value_is_constant:
             value_logit = None
-        return state._replace(
-            direction=direction, gate_logit=gate_logit, value_logit=value_logit
-        ), None
+        return state._replace(direction=direction, gate_logit=gate_logit, value_logit=value_logit)
 
     def finish(self, model: GPT, state: DeltaState, cache: dict | None) -> torch.Tensor:
         _, _, context = self.step(

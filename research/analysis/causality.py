@@ -7,7 +7,7 @@ variant, such as your own. From a file, a tiny, untrained model is built. Its pa
 off their initial values, so that a parameter that starts at zero cannot hide a leak.
 """
 
-import importlib.util
+import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ def build_from_file(path: Path, key_values: list[str]) -> GPT:
     if model_name not in model.MODEL_NAMES:
         model.MODEL_NAMES.append(model_name)
     importlib.invalidate_caches()
-    imported_file = Path(importlib.util.find_spec(f"model.{model_name}").origin)
+    imported_file = Path(model.find_variant(model_name).origin)
     if imported_file.resolve() != path.resolve():
         raise ValueError(
             f"{path} has the same name as {imported_file}; rename it so that it can be imported"

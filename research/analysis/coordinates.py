@@ -78,7 +78,7 @@ class CoordinateStream(Stream):
         x_in: torch.Tensor | tuple,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
+    ) -> State:
         coordinates = {"h": h, "c": c}
         if isinstance(site.write, DeltaRewrite):
             coordinates["k"] = site.write.direction(state, h, x_in, c)

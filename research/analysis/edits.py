@@ -55,7 +55,7 @@ def list_edits(site: Site) -> list[Edit]:
 
 
 class EditedStream(Stream):
-    """Run the stream with some sites edited, and without extra losses of edited writes."""
+    """Run the stream with some sites edited."""
 
     def __init__(self, edits: dict[SiteKey, Edit]):
         self.edits = edits
@@ -68,9 +68,9 @@ class EditedStream(Stream):
         return replace(site, **{edit.part: edit.function})
 
     def read(
-        self, site: Site, state: State, cache: dict | None, positions: Positions
+        self, site: Site, state: State, cache: dict | None
     ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
-        return super().read(self.edit_site(site), state, cache, positions)
+        return super().read(self.edit_site(site), state, cache)
 
     def write(
         self,
@@ -80,7 +80,7 @@ class EditedStream(Stream):
         x_in: torch.Tensor | tuple,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
+    ) -> State:
         edit = self.edits.get((site.layer, site.name))
         if edit is not None and edit.part == "h":
             h = torch.zeros_like(h)
@@ -135,7 +135,7 @@ def measure_losses_from(
     state = block_input.state
     with model.through(EditedStream(edits)):
         for block in model.transformer.h[first_layer:]:
-            state, _ = block(state, block_input.positions)
+            state = block(state, block_input.positions)
         hidden = model.stream.finish(model, state, None)
     losses = []
     # one sequence at a time, because logits are large

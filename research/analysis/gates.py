@@ -38,6 +38,7 @@ from utils.provenance import compute_digest
 # the code that the figures depend on
 CODE = (
     "model/*.py",
+    "model/streams/*.py",
     "research/analysis/common.py",
     "research/analysis/rank.py",
     "research/analysis/parts.py",
@@ -197,8 +198,8 @@ class Audit(Stream):
         x_in: torch.Tensor | tuple,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
-        written, extra_loss = super().write(site, state, h, x_in, c, cache)
+    ) -> State:
+        written = super().write(site, state, h, x_in, c, cache)
         direction = get_direction(site, state, h, x_in, c)
         values_by_name = {
             **collect_from_parts(site, state, h, x_in, c, written),
@@ -211,7 +212,7 @@ class Audit(Stream):
         for name, values in values_by_name.items():
             self.records[key].add(name, values)
         self.previous_direction = direction
-        return written, extra_loss
+        return written
 
 
 def collect_from_parts(

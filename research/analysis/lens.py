@@ -66,10 +66,10 @@ class Lens(Stream):
         x_in: torch.Tensor | tuple,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
-        written, extra_loss = super().write(site, state, h, x_in, c, cache)
+    ) -> State:
+        written = super().write(site, state, h, x_in, c, cache)
         self.decode(written)
-        return written, extra_loss
+        return written
 
 
 def list_depths(model: GPT) -> list[str]:

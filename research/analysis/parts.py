@@ -29,11 +29,11 @@ from torch import nn
 
 from model.block import Add, Past
 from model.ddl import DeltaRewrite, project_onto_k, read_value_channels
-from model.hyper_connections import ConnectionOutput
 from model.precision import at_least_fp32
+from model.streams.hyper_connections import ConnectionOutput
 
 # an import statement cannot name a file with hyphens in its name
-attention_residuals = importlib.import_module("model.AttnRes-gpt-mha-rope")
+attention_residuals = importlib.import_module("model.streams.AttnRes-gpt-mha-rope")
 
 Edits = dict[str, Callable]
 Details = dict[str, torch.Tensor]
@@ -112,27 +112,18 @@ def make_delta_rewrite_edits(write: DeltaRewrite) -> Edits:
     """Fix beta at 0, 1 or 2, or leave out a part of the update."""
 
     def write_beta(number: float) -> Callable:
-        """Return the write with a number in place of both gates."""
+        """Return the write with a number in place of the gate."""
 
         def gate(state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
             return torch.full_like(write.gate(state, x_in, c), number)
 
-        return make_edit(write, gate=gate, erase_gate=share_gate)
-
-    def share_gate(*args: torch.Tensor) -> None:
-        """Return no gate of the erase, so that it has that of the write."""
-
-    def compute_zero_v(h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(write.value(h, x_in, c))
+        return make_edit(write, gate=gate)
 
     edits = {f"beta={number}": write_beta(float(number)) for number in range(3)}
     if write.config.ddl_update == "delta":
         config = copy.copy(write.config)
         config.ddl_update = "write_only"
         edits["no erase"] = make_edit(write, config=config)
-    if write.config.ddl_erase_gate == "own":
-        edits["no write"] = make_edit(write, value=compute_zero_v)
-        edits["beta_erase=beta"] = make_edit(write, erase_gate=share_gate)
     return edits
 
 
@@ -150,7 +141,7 @@ def measure_delta_rewrite_details(
         `written` and `erased` (B, T), the norms of m beta k v^T and m beta k k^T X over that of X,
         where m is residual_branch_mult; `value` (B, T, d_v), the write value v; `contraction`
         (B, T), the discrepancy after the write over that before; `contraction_expected` (B, T),
-        |1 - m beta|, which the contraction is with one gate. An update without an erase, or without
+        |1 - m beta|, which the contraction is. An update without an erase, or without
         a write, lacks what it does not do.
     """
     config = write.config
@@ -158,7 +149,7 @@ def measure_delta_rewrite_details(
     value = write.value(h, x_in, c)
     statistics = write.statistics(state, h, x_in, c, written)
     beta = config.branch_mult * statistics["beta"]
-    beta_erase = get_erase_scale(write) * statistics.get("beta_erase", statistics["beta"])
+    beta_erase = get_erase_scale(write) * statistics["beta"]
     k_norm = torch.linalg.vector_norm(k_hat, dim=-1) / math.sqrt(k_hat.shape[-1])
     state_norm = torch.linalg.vector_norm(state.flatten(2).to(k_hat.dtype), dim=-1)
     relative_k_norm = k_norm / state_norm
@@ -172,7 +163,6 @@ def measure_delta_rewrite_details(
         tiny = torch.finfo(k_hat.dtype).tiny
         discrepancy_before = statistics["discrepancy_before"].clamp_min(tiny)
         details["contraction"] = statistics["discrepancy_after"] / discrepancy_before
-    if config.erases and config.ddl_erase_gate == "shared":
         details["contraction_expected"] = (1 - beta_erase).abs()
     return details
 
@@ -190,21 +180,14 @@ def get_delta_rewrite_direction(
 def get_delta_rewrite_intervals(write: DeltaRewrite) -> Intervals:
     """Return the intervals of the gates in which k^T X is kept, overwritten by v or reflected about it.
 
-    In another one, the eigenvalue 1 - m beta of A = I - m beta k k^T along k is negative. Its gate
-    is that of the erase.
+    In another one, the eigenvalue 1 - m beta of A = I - m beta k k^T along k is negative.
     """
     intervals = {"skip": (0, 0.5), "match": (0.5, 1.5), "over-relaxed": (1.5, 2)}
-    erase_intervals = dict(intervals)
     erase_scale = get_erase_scale(write)
     if 2 * erase_scale > 1:
-        erase_intervals["negative eigenvalue"] = (1 / erase_scale, 2)
-    skipped_write = {"skipped write": (0, 0.05)}
-    if write.config.ddl_erase_gate == "own":
-        return {
-            "beta": {**intervals, **skipped_write},
-            "beta_erase": {**erase_intervals, "skipped erase": (0, 0.05)},
-        }
-    return {"beta": {**erase_intervals, **skipped_write}}
+        intervals["negative eigenvalue"] = (1 / erase_scale, 2)
+    intervals["skipped write"] = (0, 0.05)
+    return {"beta": intervals}
 
 
 def measure_value_channel_details(read: nn.Module, state: torch.Tensor) -> Details:
@@ -305,13 +288,8 @@ def make_depth_attention_edits(read: nn.Module) -> Edits:
         """Read with replace_weights(weights), weights (B, T, sources)."""
         _, weights = read(state, past)
         new_weights = replace_weights(weights)
-        tensors = [tensor.to(new_weights.dtype) for tensor in state]
-        if isinstance(read, attention_residuals.DeltaAttention):
-            x, *sources = tensors
-            return x + read.gate * attention_residuals.weighted_sum(
-                new_weights, sources
-            ), new_weights
-        return attention_residuals.weighted_sum(new_weights, tensors), new_weights
+        sources = [source.to(new_weights.dtype) for source in state]
+        return attention_residuals.sum_sources(new_weights, sources), new_weights
 
     def make_uniform(weights: torch.Tensor) -> torch.Tensor:
         return torch.full_like(weights, 1 / weights.shape[-1])
@@ -374,24 +352,22 @@ def measure_mgt_details(
 
 EDITS: dict[str, Callable[[nn.Module], Edits]] = {
     "model.ddl.DeltaRewrite": make_delta_rewrite_edits,
-    "model.hyper_connections.Connection": make_connection_edits,
-    "model.AttnRes-gpt-mha-rope.DepthAttention": make_depth_attention_edits,
-    "model.AttnRes-gpt-mha-rope.DeltaAttention": make_depth_attention_edits,
-    "model.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
+    "model.streams.hyper_connections.Connection": make_connection_edits,
+    "model.streams.AttnRes-gpt-mha-rope.DepthAttention": make_depth_attention_edits,
+    "model.streams.GatedResidual-gpt-mha-rope.GatedRead": make_gated_read_edits,
     "model.MGT-gpt-mha.MGTWrite": make_mgt_edits,
-    "model.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
-    "model.DenseFormer-gpt-mha-rope.DepthAverage": make_depth_average_edits,
-    "model.LAuReL-gpt-mha-rope.LAuReLWrite": make_laurel_edits,
-    "model.wide-gpt-mha-rope.WideAdd": make_wide_add_edits,
+    "model.streams.ReZero-gpt-mha-rope.ScaledAdd": make_scaled_add_edits,
+    "model.streams.DenseFormer-gpt-mha-rope.DepthAverage": make_depth_average_edits,
+    "model.streams.LAuReL-gpt-mha-rope.LAuReLWrite": make_laurel_edits,
+    "model.streams.wide-gpt-mha-rope.WideAdd": make_wide_add_edits,
 }
 DETAILS: dict[str, Callable[..., Details]] = {
     "model.ddl.DeltaRewrite": measure_delta_rewrite_details,
     "model.ddl.TokenConvRead": measure_value_channel_details,
     "model.ddl.ChannelConvRead": measure_value_channel_details,
-    "model.hyper_connections.Connection": measure_connection_details,
-    "model.AttnRes-gpt-mha-rope.DepthAttention": measure_depth_attention_details,
-    "model.AttnRes-gpt-mha-rope.DeltaAttention": measure_depth_attention_details,
-    "model.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
+    "model.streams.hyper_connections.Connection": measure_connection_details,
+    "model.streams.AttnRes-gpt-mha-rope.DepthAttention": measure_depth_attention_details,
+    "model.streams.GatedResidual-gpt-mha-rope.GatedRead": measure_gated_read_details,
     "model.MGT-gpt-mha.MGTWrite": measure_mgt_details,
 }
 DIRECTIONS: dict[str, Callable[..., torch.Tensor]] = {

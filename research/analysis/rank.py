@@ -22,7 +22,6 @@ from data.loader import IGNORED_TARGET, ValidationBatches
 from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream, get_past
 from model.gpt import GPT
-from model.layers import Positions
 from research import plots
 from research.analysis import common
 from utils import tables
@@ -82,12 +81,12 @@ class GradientRecorder(Stream):
         return state
 
     def read(
-        self, site: Site, state: State, cache: dict | None, positions: Positions
+        self, site: Site, state: State, cache: dict | None
     ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
         is_first_site = site.name == "attn"
         if is_first_site:
             state = self.record(state)
-        state, read_output, c = super().read(site, state, cache, positions)
+        state, read_output, c = super().read(site, state, cache)
         if is_first_site:
             x_in = read_output[0] if isinstance(read_output, tuple) else read_output
             self.reads.append(x_in)

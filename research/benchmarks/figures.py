@@ -19,7 +19,11 @@ PEAK_BANDWIDTH = {
     "A100": 2.0,
     "L40S": 0.864,
 }
-MODEL_FILES = ("model/*.py", "model/kernels/*.py")  # the code that figures depend on
+MODEL_FILES = (
+    "model/*.py",
+    "model/streams/*.py",
+    "model/kernels/*.py",
+)  # the code that figures depend on
 # The table of launches is excluded, because each row stores which of its launches it used.
 LAUNCH_TABLE_FILES = ("launch_table.py",)
 

@@ -130,7 +130,6 @@ def run(args: SimpleNamespace) -> None:
     if len(sizes) > 1:
         raise ValueError(f"--sizes: give one of {', '.join(sizes)}")
     [size] = sizes.values()
-    torch.set_float32_matmul_precision("high")  # as in training
     settings = {
         "size": size,
         "micro_batch_size": args.micro_batch_size,

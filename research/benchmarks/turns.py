@@ -85,7 +85,6 @@ def main() -> None:
     def answer(figures: dict) -> None:
         print(json.dumps(figures), file=answers, flush=True)
 
-    torch.set_float32_matmul_precision("high")  # as in training
     start = time.perf_counter()
     contender = build_contender(args)
     for _ in range(3):

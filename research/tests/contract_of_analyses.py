@@ -21,8 +21,8 @@ class ShapeCheck(Stream):
         x_in: torch.Tensor | tuple,
         c: torch.Tensor,
         cache: dict | None,
-    ) -> tuple[State, torch.Tensor | None]:
-        written, extra_loss = super().write(site, state, h, x_in, c, cache)
+    ) -> State:
+        written = super().write(site, state, h, x_in, c, cache)
         values_by_name = gates.collect_from_parts(site, state, h, x_in, c, written)
         for name, values in values_by_name.items():
             shape = tuple(values.shape)
@@ -30,7 +30,7 @@ class ShapeCheck(Stream):
             assert values.isfinite().all(), f"{name} is not finite"
         shape = tuple(gates.get_direction(site, state, h, x_in, c).shape)
         assert shape == h.shape, f"the direction is not of each token: {shape}"
-        return written, extra_loss
+        return written
 
 
 def check_details(cls: type[GPT]) -> None:

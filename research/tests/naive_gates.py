@@ -23,9 +23,6 @@ class NaiveEdit:
     erase: bool = True
     write: bool = True
 
-    # whether the erase has the gate of the write
-    share_gate: bool = False
-
 
 @dataclass
 class TokenWrite:
@@ -35,10 +32,9 @@ class TokenWrite:
     written: torch.Tensor
     k: torch.Tensor
     beta: torch.Tensor
-    beta_erase: torch.Tensor
     v: torch.Tensor
 
-    # the map of X: I - beta_erase k k^T, or I without the erase
+    # the map of X: I - beta k k^T, or I without the erase
     A: torch.Tensor
 
 
@@ -46,9 +42,6 @@ def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
     """Write to the state of one token: k-Map, gates of one layer on c, and a value from x_in."""
     k = h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt()
     beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
-    beta_erase = beta
-    if cfg["ddl_erase_gate"] == "own":
-        beta_erase = 2 * sigmoid(w["beta_erase.weight"][0] @ c + w["beta_erase.bias"][0])
     v = w["v_proj.weight"] @ x_in
     if cfg["ddl_v_bias"]:
         v = v + w["v_proj.bias"]
@@ -56,18 +49,14 @@ def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
         v = cfg["ddl_v_sigmoid_scale"] * sigmoid(v)
     if edit.beta is not None:
         beta = torch.full_like(beta, edit.beta)
-        beta_erase = beta
-    if edit.share_gate:
-        beta_erase = beta
     beta = branch_mult(cfg) * beta
-    beta_erase = branch_mult(cfg) * beta_erase
     A = torch.eye(len(k), dtype=X.dtype)
     if edit.erase and cfg["ddl_update"] != "write_only":
-        A = A - beta_erase * torch.outer(k, k)
+        A = A - beta * torch.outer(k, k)
     written = A @ X
     if edit.write:
         written = written + beta * torch.outer(k, v)
-    return TokenWrite(X, written, k, beta, beta_erase, v, A)
+    return TokenWrite(X, written, k, beta, v, A)
 
 
 def forward(
@@ -154,7 +143,6 @@ def compute_statistics(
     writes: list[TokenWrite],
     previous_writes: list[TokenWrite] | None,
     embeddings: torch.Tensor,
-    has_own_erase_gate: bool = False,
 ) -> dict[str, list[float]]:
     """Return the statistics of one site and one sequence: a number for each token, or for the sequence.
 
@@ -169,22 +157,19 @@ def compute_statistics(
         norm = l2_norm(X)
         discrepancy_before = discrepancy(X, k, write.v)
         discrepancy_after = discrepancy(write.written, k, write.v)
-        erase_term = write.beta_erase * torch.outer(k, k) @ X
+        erase_term = write.beta * torch.outer(k, k) @ X
         write_term = write.beta * torch.outer(k, write.v)
         values = {
             "beta": write.beta.item(),
             "discrepancy_before": discrepancy_before,
             "discrepancy_after": discrepancy_after,
             "contraction": discrepancy_after / discrepancy_before,
+            "contraction_expected": abs(1 - write.beta.item()),
             "erased": l2_norm(erase_term) / norm,
             "written": l2_norm(write_term) / norm,
             "write_size": l2_norm(write.written - X) / norm,
             "cosine_embedding": cosine(k, embeddings[position]),
         }
-        if has_own_erase_gate:
-            values["beta_erase"] = write.beta_erase.item()
-        else:
-            values["contraction_expected"] = abs(1 - write.beta.item())
         if position > 0:
             values["cosine_tokens"] = cosine(k, writes[position - 1].k)
         if previous_writes is not None:

@@ -141,8 +141,12 @@ def test_mistakes_are_one_line(arguments, message):
 def test_a_file_without_a_stream_and_one_with_a_taken_name(stream_file):
     file = stream_file("x = 1\n", "empty-gpt-mha-rope")
     line = one_line_error(call("research/analyze.py", "causality", file))
-    assert "has no class Model(GPT)" in line
+    assert "has no attribute 'Model'" in line
     file = stream_file(TOKEN_BY_TOKEN, "HC-gpt-mha-rope")
     line = one_line_error(call("research/analyze.py", "causality", file))
+    assert "model/streams/HC-gpt-mha-rope.py have the same name; rename one of them" in line
+    assert str(file) in line
+    file = stream_file(TOKEN_BY_TOKEN, "gpt-mha-rope")
+    line = one_line_error(call("research/analyze.py", "causality", file))
     assert f"{file} has the same name as " in line
-    assert "model/HC-gpt-mha-rope.py; rename it" in line
+    assert "model/gpt-mha-rope.py; rename it" in line

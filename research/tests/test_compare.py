@@ -383,8 +383,8 @@ def test_runs_of_before_and_after_a_key_was_added_are_one_group(tmp_path):
         write_run(tmp_path / str(seed), seed=seed)
     [state_file] = (tmp_path / "0").glob("checkpoints/*/state.json")
     run_config = json.loads(state_file.read_text())["run_config"]
-    old_config = {key: value for key, value in run_config.items() if key != "mixing_decay"}
+    old_config = {key: value for key, value in run_config.items() if key != "muon_dtype"}
     edit_state(tmp_path / "0", run_config={**old_config, "max_epochs": None})
-    edit_state(tmp_path / "1", run_config={**run_config, "seed": 1, "mixing_decay": True})
+    edit_state(tmp_path / "1", run_config={**run_config, "seed": 1, "muon_dtype": None})
     [group] = compare.group_runs(load(tmp_path))
     assert group.seeds == [0, 1]

@@ -23,7 +23,6 @@ from research.analysis import gates, gates_page
 from research.analysis.common import select_sequences
 
 CLOSE = {"rel": 1e-6, "abs": 1e-6}
-OWN_ERASE_GATE = {"ddl_erase_gate": "own"}
 SITES = [(0, "attn"), (0, "mlp"), (1, "attn"), (1, "mlp")]
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
@@ -99,7 +98,6 @@ def check_fractions(summary: dict, values: list[float], intervals: dict) -> None
     ("model_name", "keys"),
     [
         *((model_name, {}) for model_name in READ_KINDS),
-        *((model_name, OWN_ERASE_GATE) for model_name in list(READ_KINDS)[:2]),
     ],
     ids=str,
 )
@@ -114,10 +112,7 @@ def test_statistics_are_those_of_loops_over_tokens(model_name, keys, corpus):
         for sequence_ids, writes in zip(ids, sequences):
             previous_writes = writes[SITES[index - 1]] if index > 0 else None
             statistics = naive_gates.compute_statistics(
-                writes[key],
-                previous_writes,
-                embedding[sequence_ids],
-                has_own_erase_gate=bool(keys),
+                writes[key], previous_writes, embedding[sequence_ids]
             )
             for name, values in statistics.items():
                 expected.setdefault(name, []).extend(values)
@@ -133,21 +128,11 @@ def test_statistics_are_those_of_loops_over_tokens(model_name, keys, corpus):
         }
         negative = {"negative eigenvalue": (1, 3)}
         skipped_write = {"skipped write": (-1, 0.05)}
-        if keys:
-            check_fractions(
-                site["statistics"]["beta_erase"],
-                expected["beta_erase"],
-                {**intervals, **negative, "skipped erase": (-1, 0.05)},
-            )
-            check_fractions(
-                site["statistics"]["beta"], expected["beta"], {**intervals, **skipped_write}
-            )
-        else:
-            check_fractions(
-                site["statistics"]["beta"],
-                expected["beta"],
-                {**intervals, **negative, **skipped_write},
-            )
+        check_fractions(
+            site["statistics"]["beta"],
+            expected["beta"],
+            {**intervals, **negative, **skipped_write},
+        )
 
 
 NO_ERASE = {"ddl_update": "write_only"}
@@ -157,8 +142,7 @@ NO_ERASE = {"ddl_update": "write_only"}
     ("keys", "gate"),
     [
         ({"residual_branch_mult": 0.8}, "beta"),
-        ({"num_hidden_layers_base": 4}, "beta"),  # a factor of 2
-        ({"residual_branch_mult": 0.8, **OWN_ERASE_GATE}, "beta_erase"),
+        ({"residual_branch_mult": 2.0}, "beta"),
         ({"residual_branch_mult": 0.4}, "beta"),
         (NO_ERASE, "beta"),
     ],
@@ -331,7 +315,7 @@ def test_a_stream_is_drawn_with_what_it_names(model_name, pictures, corpus, tmp_
 
 @pytest.mark.parametrize(
     "model_name",
-    [*MODEL_NAMES, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "sparse-gpt-mha-rope"],
+    [*MODEL_NAMES, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "measured-gpt-mha-rope"],
 )
 def test_every_stream_is_audited_and_has_a_page(model_name, corpus, example_streams):
     group = audit_as_group(model_name, corpus)

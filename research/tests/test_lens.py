@@ -159,7 +159,7 @@ def test_a_text_is_a_table_of_the_predictions_that_change():
     positions = model.positions(ids)
     states = [model.input_embed(model.transformer.wte(ids))]
     for block in model.transformer.h:
-        new_state, _ = block(states[-1], positions)
+        new_state = block(states[-1], positions)
         states.append(new_state)
     top_by_block = [
         model.logits(model.ln_f(model.readout(state))).argmax(-1)[0].tolist() for state in states

@@ -23,11 +23,7 @@ from training import optimizer
 
 # settings with which a variant has other matrices than by default
 OTHER_CASES = (
-    "AttnRes-gpt-mha-rope+attn_res_heads=4",
-    "AttnRes-gpt-mha-rope+attn_res_routes=qk_v",
-    "AttnRes-gpt-mha-rope+attn_res_routes=q_k_v+attn_res_values=normed",
     "DDL-gpt-mha-rope+ddl_map=v",
-    "DDL-gpt-mha-rope+ddl_erase_gate=own",
     "DDL-gpt-mha-rope-CC+ddl_beta_single_linear=False",
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention",
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat",
@@ -35,9 +31,7 @@ OTHER_CASES = (
     "NormPlacement-gpt-mha-rope+norm_placement=deepnorm",
     "NormPlacement-gpt-mha-rope+norm_placement=keel",
     "Lambdas-gpt-mha-rope+lambda_values=head+lambda_value_embeddings=True",
-    "MUDD-gpt-mha-rope+mudd_norm=prepost",
     "mHC-gpt-mha-rope+mhc_readout=sigmoid",
-    "mHC-gpt-mha-rope+mhc_mix=permutations",
 )
 MUON_MODELS = ("gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", "HC-gpt-mha-rope", "MGT-gpt-mha")
 V_MAP = "DDL-gpt-mha-rope+ddl_map=v"

@@ -60,7 +60,7 @@ def measure_by_hand(model, ids, targets) -> dict:
     positions = model.positions(ids)
     states = [model.transformer.wte(ids)]
     for block in model.transformer.h:
-        new_state, _ = block(states[-1], positions)
+        new_state = block(states[-1], positions)
         states.append(new_state)
     logits = model.ln_f(states[-1]) @ model.transformer.wte.weight.T
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_the_mean_over_targets(batch_size):
     positions = model.positions(ids)
     states = [model.transformer.wte(ids)]
     for block in model.transformer.h:
-        new_state, _ = block(states[-1], positions)
+        new_state = block(states[-1], positions)
         states.append(new_state)
     log_probs = (model.ln_f(states[-1]) @ model.transformer.wte.weight.T).log_softmax(-1)
     loss = -sum(

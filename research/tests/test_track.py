@@ -278,7 +278,7 @@ def test_another_corpus_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["own"], r"model/wide-gpt-mha-rope\.py computes"),
+        (["own"], r"model/streams/wide-gpt-mha-rope\.py computes"),
         (["baseline"], "the code of training computes"),
         (["own", "baseline"], "the code of training computes"),
     ],

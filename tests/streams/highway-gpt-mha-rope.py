@@ -12,7 +12,7 @@ from .precision import linear_fp32
 class HighwayWrite(nn.Module):
     def __init__(self, config):
         super().__init__()
-        weight = Rule(config.matrix_start(), HIDDEN, decay=True, mixing=True)
+        weight = Rule(config.matrix_start(), HIDDEN, decay=True)
         self.gate = linear(config.hidden_size, config.hidden_size, weight, Rule(constant(-2.0)))
 
     def forward(self, state, h, x_in, c, past=None):

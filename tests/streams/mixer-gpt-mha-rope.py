@@ -14,7 +14,7 @@ class Mixer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.taps = nn.Parameter(torch.empty(4, config.hidden_size))
-        self.rules = {"taps": Rule(normal(0.5), decay=True, mixing=True)}
+        self.rules = {"taps": Rule(normal(0.5), decay=True)}
 
     def forward(self, c, positions, cache=None):
         return sum(
