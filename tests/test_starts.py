@@ -123,6 +123,7 @@ STARTS = {
             1 / 16 / 3**0.5,
         ),
         ({"ddl_beta_init": 0.5}, "*.beta.bias", -math.log(3), 0),
+        ({"ddl_beta_init": "1/L", "num_hidden_layers": 4}, "*.beta.bias", -math.log(7), 0),
         (IDENTITY, "*shortconv.weight", [0, 0, 0, 1] * 120, 0),
         (IDENTITY, "*.read", 0.25, 0),
         ({**IDENTITY, "ddl_state_read_init": 0.5}, "*.read", 0.5, 0),

@@ -27,6 +27,7 @@ MODEL_NAMES = {
     **{name: f"{name}-gpt-mha-rope" for name in WITH_ROPE},
     "MGT": "MGT-gpt-mha",
     "additive": "gpt-mha-rope",
+    "DDL": "DDL-gpt-mha-rope",
 }
 
 
@@ -419,6 +420,8 @@ def test_mistakes_are_refused_in_one_line_that_names_the_key(name, keys, message
 # ---- a state of bfloat16: computed in float32, rounded once ----
 
 BFLOAT16_CASES = [
+    ("additive", {"residual_branch_mult": 0.3}),
+    ("DDL", {}),
     ("HC", {}),
     ("HC", {"hc_dynamic": False}),
     ("mHC", {}),
@@ -457,6 +460,12 @@ def assert_trees_close(actual, expected, tolerance: float) -> None:
         torch.testing.assert_close(tensor.double(), expected_tensor, rtol=tolerance, atol=1e-5)
 
 
+def apply_norm(site, x_in: torch.Tensor | tuple) -> torch.Tensor:
+    """Return c, the input of the sublayer."""
+    first = x_in[0] if isinstance(x_in, tuple) else x_in
+    return first if site.norm is None else site.norm(first)
+
+
 @pytest.mark.parametrize(("name", "keys"), BFLOAT16_CASES, ids=describe_case)
 def test_a_state_in_bfloat16_is_read_and_written_in_float32(name, keys):
     float64_model = build_random(name, **keys)
@@ -470,13 +479,25 @@ def test_a_state_in_bfloat16_is_read_and_written_in_float32(name, keys):
         expected_x_in = float64_site.read(float64_state)
         if not isinstance(x_in, torch.Tensor) or x_in.dtype == torch.float32:
             assert_trees_close(x_in, expected_x_in, 1e-5)
-        written = site.write(state, h, x_in, None)
-        expected = float64_site.write(float64_state, float64_h, expected_x_in, None)
+        c = apply_norm(float64_site, expected_x_in)
+        written = site.write(state, h, x_in, c.float())
+        expected = float64_site.write(float64_state, float64_h, expected_x_in, c)
         assert_trees_close(written, expected, ONE_ROUNDING)
         assert {leaf.dtype for leaf in tree_leaves(written)} == {torch.bfloat16}
         if site.post_write is not None:
             expected = float64_site.post_write(tree_map(torch.Tensor.double, written))
             assert_trees_close(site.post_write(written), expected, ONE_ROUNDING)
+
+
+def test_the_embedding_convolution_of_bfloat16_is_summed_in_float32():
+    float64_model = move_parameters(build("DDL-gpt-mha-rope-EC", **TINY).double())
+    expander = copy.deepcopy(float64_model).float().input_embed
+    embedding = torch.randn(2, 8, TINY["hidden_size"], dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = float64_model.input_embed(embedding.double())
+        torch.testing.assert_close(
+            expander(embedding).double(), expected, rtol=ONE_ROUNDING, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("n", "iterations"), [(2, 1), (3, 7), (4, 20)])
