@@ -472,9 +472,7 @@ class ChannelConvRead(nn.Module):
         else:
             # the read starts as the mean of the value channels, unless the convolution is random
             folded_start = constant(config.read_start)
-            if config.conv_start == "fan_in":
-                folded_start = normal(abs(config.read_start) * math.sqrt(value_channels))
-            elif config.conv_start == "normal":
+            if config.conv_start == "normal":
                 folded_start = partial(self.start_folded, conv_start=start)
             self.rules = {"weight": Rule(folded_start, decay=True)}
 
@@ -501,9 +499,6 @@ def make_conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap:
 
     identity_tap: index of the tap that is 1 with ddl_state_conv_init=identity
     """
-    if config.conv_start == "fan_in":
-        # The read vector multiplies the sum of kernel_size * d_v terms by 1 / d_v.
-        return normal(math.sqrt(config.ddl_value_channels / kernel_size))
     if config.conv_start == "mean":
         return constant(1 / kernel_size)
     if config.conv_start == "normal":

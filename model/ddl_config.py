@@ -9,11 +9,10 @@ from configurator import option
 from .config import GPTConfig
 
 CONV_INIT_HELP = (
-    "initialization of the convolution in the compressor; fan_in draws from a normal distribution that "
-    "gives x_in the size of one value channel; mean averages over the kernel; normal draws from N(0, "
-    "hidden_init_std_factor / sqrt(hidden_size)); identity passes on the current token or value "
-    "channel; None is mean with init=spectral, as in the authors' current code, and normal with "
-    "init=normal"
+    "initialization of the convolution in the compressor; normal draws from N(0, "
+    "hidden_init_std_factor / sqrt(hidden_size)); mean averages over the kernel; identity passes on the "
+    "current token or value channel; None is mean with init=spectral, as in the authors' current code, "
+    "and normal with init=normal"
 )
 
 
@@ -226,7 +225,7 @@ class ValueChannelsConfig(GPTConfig):
         "initial value of the read vector, with which the compressor sums over the value channels "
         "(default: 1 / ddl_value_channels)",
     )
-    ddl_state_conv_init: Literal["fan_in", "mean", "normal", "identity"] | None = option(
+    ddl_state_conv_init: Literal["normal", "mean", "identity"] | None = option(
         None,
         CONV_INIT_HELP,
     )
@@ -250,11 +249,12 @@ class ValueChannelsConfig(GPTConfig):
 class ExpandedConfig(ValueChannelsConfig, DeltaConfig):
     """Keys of DDL with several value channels (d_v > 1)."""
 
-    # The texts do not say how the compressor starts. With a mean, the readout would keep the embedding
-    # of the current token, beside which the first writes are nothing, and the tied head would predict
-    # this token: a first loss of 20 at the small size (docs/recipe.md).
-    ddl_state_conv_init: Literal["fan_in", "mean", "normal", "identity"] | None = option(
-        "fan_in",
+    # The texts do not say how the compressor starts; this is the start of the authors' older code. With
+    # a mean, the readout would keep the embedding of the current token, beside which the first writes
+    # are nothing, and the tied head would predict this token: a first loss of 20 at the small size
+    # (docs/recipe.md).
+    ddl_state_conv_init: Literal["normal", "mean", "identity"] | None = option(
+        "normal",
         CONV_INIT_HELP,
     )
 

@@ -374,7 +374,7 @@ def test_defaults_are_the_specification():
         "ddl_k_input": "read",
         "ddl_k_norm": "guarded",
         "ddl_map": "k",
-        "ddl_state_conv_init": "fan_in",
+        "ddl_state_conv_init": "normal",
         "ddl_state_read_init": None,
         "ddl_state_shortconv_kernel_size": None,
         "ddl_update": "delta",
