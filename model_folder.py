@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from configurator import collect_options
 from data import tokenizer
 from data.shards import Corpus, MissingCorpus, open_corpus
 from data.tokenizer import Tokenizer
 from huggingface import released
-from model import model_class, weights
+from model import weights
 from model.gpt import GPT
 from training import checkpoint
 
@@ -118,12 +117,6 @@ def find_run_folder(path: Path) -> Path:
     return folder.parents[1] if folder.parent.name == "checkpoints" else path
 
 
-def read_model_config(state: dict) -> dict:
-    """Return the model's keys in a state.json, without those that this version no longer has."""
-    options = collect_options(model_class(state["model"]).Config)
-    return {key: value for key, value in state["model_config"].items() if key in options}
-
-
 def describe(path: str | Path) -> ModelFolder:
     """Describe a run, a checkpoint, an exported folder, or a folder of the paper's released code.
 
@@ -136,7 +129,7 @@ def describe(path: str | Path) -> ModelFolder:
         return ModelFolder(path, model, config, state={})
     folder = checkpoint.find(path, also_accepted=", or a folder of exported or released weights")
     state = checkpoint.read_state(folder)
-    return ModelFolder(folder, state["model"], read_model_config(state), state)
+    return ModelFolder(folder, state["model"], state["model_config"], state)
 
 
 def load_model(path: str | Path, device: torch.device | str) -> tuple[GPT, Tokenizer, dict]:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-import model_folder
 from configurator import collect_options
 from evaluation.published import Published
 from evaluation.published import find as find_published
@@ -502,9 +501,7 @@ def read_newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict
 def count_parameters(state: dict[str, Any], notes: list[str]) -> int | None:
     """Return the number of parameters of a state's model; if it cannot be built, append a note."""
     try:
-        return count_model_parameters(
-            state["model"], json.dumps(model_folder.read_model_config(state))
-        )
+        return count_model_parameters(state["model"], json.dumps(state["model_config"]))
     except (ValueError, TypeError) as error:
         notes.append(f"its model cannot be built: {error}")
         return None
@@ -520,7 +517,7 @@ def count_model_parameters(model_name: str, model_config: str) -> int:
 def find_published_results(state: dict[str, Any]) -> Published | None:
     """Return the paper's results, or None if this code has no such model or lacks its keys."""
     try:
-        config = model_class(state["model"]).Config(**model_folder.read_model_config(state))
+        config = model_class(state["model"]).Config(**state["model_config"])
         return find_published(state["model"], config, state)
     except (ValueError, TypeError):
         return None

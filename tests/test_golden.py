@@ -28,7 +28,6 @@ import torch
 from helpers import change_default, write_checksums
 from in_process import call, train_in_processes
 
-import model_folder
 from data.loader import open_train_batches, open_validation_batches
 from data.shards import open_corpus, read_optional_json
 from model import MODEL_NAMES, model_class
@@ -403,13 +402,6 @@ def test_a_later_key_that_changes_a_run_is_noticed(golden_copy, tmp_path, monkey
     add_later_key(golden_copy, monkeypatch)
     with pytest.raises(AssertionError):
         check_run(CC, tmp_path / "run", RESUMED_STEP)
-
-
-def test_a_checkpoint_with_keys_that_are_gone_is_read():
-    folder = GOLDEN / "checkpoints" / "erase_only"
-    assert "init_order" in json.loads((folder / "state.json").read_text())["model_config"]
-    model, *_ = model_folder.load_model(folder, "cpu")
-    assert model.config.ddl_update == "erase_only"
 
 
 def write_corpus() -> None:

@@ -215,13 +215,21 @@ def options_of(model: str) -> dict[str, configurator.Option]:
 def saved_settings(state: dict) -> dict[str, object]:
     """Return all keys of a saved run and of its model, without those of a call.
 
-    Keys that were added after the run was saved have their default, and keys that this version does
-    not have any more are left out.
+    Keys that were added after the run was saved have their default.
+
+    Raises:
+        ValueError: the run has keys that were removed since, and so may be another model
     """
     saved = {**state["model_config"], **state["run_config"], "model": state["model"]}
+    options = options_of(state["model"])
+    if removed := saved.keys() - options.keys():
+        raise ValueError(
+            f"the run was saved by a version with other keys ({', '.join(sorted(removed))}); resume it "
+            "with the commit that trained it"
+        )
     return {
         name: declared.convert(saved[name]) if name in saved else declared.default
-        for name, declared in options_of(state["model"]).items()
+        for name, declared in options.items()
         if name not in KEYS_OF_A_CALL
     }
 
