@@ -18,13 +18,7 @@ from .cache import Cache
 from .config import GPTConfig
 from .layers import Positions, RMSNorm, rope_tables
 from .loss import linear_cross_entropy, scale_logits
-from .parameters import (
-    Rule,
-    collect_rules,
-    linear,
-    normal,
-    start_by_name,
-)
+from .parameters import Rule, collect_rules, linear, normal, start_by_name
 from .precision import at_least_fp32, compute_dtype, for_product
 
 
