@@ -121,8 +121,10 @@ class DeltaRewrite(nn.Module):
         """Return the gate beta (B, T, 1), in (0, 2) and at least fp32 (equation 8, B.2)."""
         x = self.gate_input(state, x_in, c)
         if self.config.ddl_beta_single_linear:
-            return compute_gate(x, self.beta)
-        return compute_gate(x, self.beta_in, self.beta_out)
+            logit = linear_fp32(self.beta, x)
+        else:
+            logit = linear_fp32(self.beta_out, linear_fp32(self.beta_in, x).tanh())
+        return 2 * logit.sigmoid()
 
     def value(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return the write value v (B, T, d_v), in at least fp32.
@@ -175,11 +177,21 @@ class DeltaRewrite(nn.Module):
         return self.k_out(for_product(attended, self.k_out.weight))
 
     def add_gate(self) -> None:
-        """Register the layer of beta, or its two layers."""
-        if self.config.ddl_beta_single_linear:
-            (self.beta,) = make_gate_layers(self.config)
-        else:
-            self.beta_in, self.beta_out = make_gate_layers(self.config)
+        """Register the layer of beta, or its two layers; the bias starts where beta is ddl_beta_init."""
+        config = self.config
+        d = config.hidden_size
+        input_size = d * config.ddl_value_channels if config.ddl_beta_input == "flat" else d
+        # the bounds keep the logit finite for a gate of 0 or 2
+        probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
+        bias_rule = Rule(constant(math.log(probability) - math.log1p(-probability)))
+        start = config.matrix_start()
+        input_rule = Rule(start, OUTPUT, decay=True)
+        if config.ddl_beta_single_linear:
+            self.beta = linear(input_size, 1, input_rule, bias_rule)
+            return
+        hidden_size = config.ddl_beta_hidden_size
+        self.beta_in = linear(input_size, hidden_size, input_rule)
+        self.beta_out = linear(hidden_size, 1, Rule(start, FIXED, decay=True), bias_rule)
 
     def add_direction(self) -> None:
         """Register the branch of k in the v-Map; the k-Map has none."""
@@ -228,17 +240,14 @@ class DeltaRewrite(nn.Module):
         c: torch.Tensor,
         written: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Return, for each token (B, T), the gates and the RMS of v - k^T X before and after."""
+        """Return, for each token (B, T), the gate and the RMS of v - k^T X before and after."""
         k_hat = self.direction(state, h, x_in, c)
         v = self.value(h, x_in, c)
-        statistics = {"beta": self.gate(state, x_in, c).squeeze(-1)}
-        statistics["discrepancy_before"] = (
-            (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt()
-        )
-        statistics["discrepancy_after"] = (
-            (v - project_onto_k(written, k_hat)).square().mean(-1).sqrt()
-        )
-        return statistics
+        return {
+            "beta": self.gate(state, x_in, c).squeeze(-1),
+            "discrepancy_before": (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt(),
+            "discrepancy_after": (v - project_onto_k(written, k_hat)).square().mean(-1).sqrt(),
+        }
 
 
 def delta_rewrite(
@@ -283,34 +292,6 @@ def normalize_direction(k_tilde: torch.Tensor, config: DeltaConfig) -> torch.Ten
         norm = torch.linalg.vector_norm(k_tilde, dim=-1, keepdim=True)
         k_hat = k_hat * ((norm.square() + eps**2).sqrt() / (norm + eps))
     return k_hat
-
-
-def compute_gate(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
-    """Return 2 sigmoid of one linear layer, or of two with a tanh in between, in at least fp32."""
-    logit = linear_fp32(layers[0], x)
-    for layer in layers[1:]:
-        logit = linear_fp32(layer, logit.tanh())
-    return 2 * logit.sigmoid()
-
-
-def make_gate_layers(config: DeltaConfig) -> tuple[nn.Linear, ...]:
-    """Return the layers of a gate, whose bias starts where the gate is ddl_beta_init."""
-    d = config.hidden_size
-    input_size = d * config.ddl_value_channels if config.ddl_beta_input == "flat" else d
-    start = config.matrix_start()
-    # the bounds keep the logit finite for a gate of 0 or 2
-    probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
-    logit = math.log(probability) - math.log1p(-probability)
-    input_rule = Rule(start, OUTPUT, decay=True)
-    bias_rule = Rule(constant(logit))
-    if config.ddl_beta_single_linear:
-        return (linear(input_size, 1, input_rule, bias_rule),)
-    hidden_size = config.ddl_beta_hidden_size
-    output_rule = Rule(start, FIXED, decay=True)
-    return (
-        linear(input_size, hidden_size, input_rule),
-        linear(hidden_size, 1, output_rule, bias_rule),
-    )
 
 
 def project_onto_k(state: torch.Tensor, k_hat: torch.Tensor) -> torch.Tensor:

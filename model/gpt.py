@@ -18,19 +18,8 @@ from .cache import Cache
 from .config import GPTConfig
 from .layers import Positions, RMSNorm, rope_tables
 from .loss import linear_cross_entropy, scale_logits
-from .parameters import (
-    Rule,
-    collect_rules,
-    linear,
-    normal,
-    start_by_name,
-)
+from .parameters import Rule, collect_rules, linear, normal, start_by_name
 from .precision import at_least_fp32, compute_dtype, for_product
-
-
-def final_norm(config: GPTConfig) -> nn.Module:
-    """Return the norm between the readout and the output layer."""
-    return RMSNorm(config.hidden_size)
 
 
 class GPT(nn.Module):
@@ -46,11 +35,7 @@ class GPT(nn.Module):
     Expander: Callable = Direct
     Block: Callable = Block
     Readout: Callable = Direct
-    FinalNorm: Callable = staticmethod(final_norm)
-
-    # Settings of your own stream that give it other parameters or code paths than its defaults; the
-    # tests of the contract try each (tests/model_settings.py has those of the variants of model/).
-    test_settings: tuple[dict, ...] = ()
+    FinalNorm: Callable = staticmethod(lambda config: RMSNorm(config.hidden_size))
 
     stream = Stream()
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from model import cost, kernels
-from model.block import Site, State, Stream, count_state_numbers
+from model.block import Site, State, Stream
 from model.cache import pad_left
 from model.causality import find_leak, move_parameters
 from model.gpt import GPT
@@ -231,7 +231,7 @@ def check_costs(cls: type[GPT]) -> None:
         block.register_forward_hook(lambda _, __, output: states.append(output))
     with torch.no_grad():
         model(ids[:, :1])
-        state_numbers = max(map(count_state_numbers, states))
+        state_numbers = max(map(cost.count_state_numbers, states))
         states.clear()
         model(ids)
     memory = max(sum(tensor.nbytes for tensor in tree_leaves(state)) for state in states)

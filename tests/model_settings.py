@@ -1,12 +1,11 @@
 """Settings that give a variant other parameters or other code paths than its defaults.
 
-The contract of a residual stream is checked for each of them. A stream of your own declares its
-settings itself, in `Model.test_settings`.
+The contract of a residual stream is checked for each of them.
 """
 
 from models import AUTHORS, AUTHORS_CC
 
-from model import MODEL_NAMES, model_class
+from model import MODEL_NAMES
 
 TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     "AttnRes-gpt-mha-rope": ({"attn_res_blocks": 2}, {"attn_res_blocks": None}),
@@ -73,8 +72,4 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
 
 def names_and_settings() -> list[tuple[str, dict]]:
     """Return each variant with each of its settings, in the order of the variants."""
-    return [
-        (name, settings)
-        for name in MODEL_NAMES
-        for settings in (*TEST_SETTINGS.get(name, ()), *model_class(name).test_settings)
-    ]
+    return [(name, settings) for name in MODEL_NAMES for settings in TEST_SETTINGS.get(name, ())]
