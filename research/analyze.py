@@ -4,10 +4,9 @@
     python research/analyze.py gates RUN [RUN ...] [--windows=32] [--edits=all]
     python research/analyze.py lens RUN [RUN ...] [--windows=16] [--text="a text"]
     python research/analyze.py causality RUN_OR_FILE [RUN_OR_FILE ...] [--tokens=24]
-    python research/analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512]
 
-All commands except causality store their figures as JSON (--json=FILE) and draw them beside it. To resume
-mup, rerun the command. See research/docs/gates.md, mup.md, and analysis.md for the others.
+All commands except causality store their figures as JSON (--json=FILE) and draw them beside it. See
+research/docs/gates.md, and analysis.md for the others.
 """
 
 import sys
@@ -17,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from research.analysis import (
     causality,
-    coordinates,
     gates,
     lens,
     rank,
@@ -31,7 +29,6 @@ MODULES = {
     "lens": lens,
     "rank": rank,
     "causality": causality,
-    "mup": coordinates,
 }
 COMMANDS = {
     name: Command(module.__doc__.partition(": ")[2], module.Options, module.run)

@@ -56,47 +56,6 @@ class RunOptions:
     )
 
 
-@dataclass(frozen=True)
-class WidthOptions:
-    """What is compared."""
-
-    widths: str = option(
-        "64,128,256,512",
-        "widths to compare, as increasing multiples of 32, separated by commas",
-    )
-    optimizers: str = option("adamw,muon", "adamw, muon or both, separated by a comma")
-
-
-def parse_widths(text: str) -> list[int]:
-    """Return the widths of --widths.
-
-    Raises:
-        ValueError: they are not two or more rising multiples of 32, the size of a head
-    """
-    words = text.split(",")
-    widths = [int(word) for word in words if word.isdecimal()]
-    are_multiples = all(width >= 32 and width % 32 == 0 for width in widths)
-    are_rising = widths == sorted(set(widths))
-    if len(widths) < max(len(words), 2) or not are_multiples or not are_rising:
-        raise ValueError(
-            f"--widths={text}: give two or more multiples of 32 in increasing order, separated by "
-            "commas"
-        )
-    return widths
-
-
-def parse_optimizers(text: str) -> list[str]:
-    """Return the names of --optimizers.
-
-    Raises:
-        ValueError: there is another one than adamw and muon
-    """
-    names = text.split(",")
-    if not set(names) <= {"adamw", "muon"}:
-        raise ValueError(f"--optimizers={text}: give adamw, muon, or both, separated by a comma")
-    return names
-
-
 def find_folders(args: SimpleNamespace) -> list[ModelFolder]:
     """Return the folders of args.runs.
 

@@ -181,14 +181,7 @@ def is_one_of(text: str, values: list[float]) -> bool:
     return any(abs(value * scale - number) <= tolerance for value in values for scale in scales)
 
 
-def is_compared_elsewhere(page) -> bool:
-    """Return whether test_mup.py compares the whole page."""
-    return page.name == "mup.md"
-
-
-@pytest.mark.parametrize(
-    "path", [page for page in PAGES if not is_compared_elsewhere(page)], ids=str
-)
+@pytest.mark.parametrize("path", [page for page in PAGES if page.name != "mup.md"], ids=str)
 def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
     page = path.read_text(encoding="utf-8")
     for rows in tables_of_figures(page):
@@ -267,7 +260,7 @@ def test_the_costs_of_the_variants_page_are_counted(models):
 
 @pytest.mark.parametrize(
     "page",
-    [*(DOCS / f"{name}.md" for name in ("demo", "mup", "speed", "sweeps")), *STUDIES],
+    [*(DOCS / f"{name}.md" for name in ("demo", "speed", "sweeps")), *STUDIES],
     ids=str,
 )
 def test_commands_of_the_pages_exist(page, monkeypatch):
