@@ -8,8 +8,8 @@ prediction at an early depth does not show that the state lacks the information.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from research import plots
 from research.analysis import common
 from serving.completion import label_token
 from utils import files, tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MAX_LABEL_LENGTH = 12  # characters of a token in a table
 
@@ -276,7 +273,7 @@ PANELS = {
 }
 
 
-def draw(rows: list[dict]) -> "Figure":
+def draw(rows: list[dict], picture: Path) -> None:
     """Draw each quantity over depth, with a line for each run."""
     drawn_rows = [
         {
@@ -289,7 +286,7 @@ def draw(rows: list[dict]) -> "Figure":
     figure, axes = plots.plot_over_depth(drawn_rows, PANELS, "depth (sites; 0: embedding)")
     for axis in axes[1 : len(PANELS)]:
         axis.set_ylim(bottom=0)
-    return figure
+    plots.save(figure, picture)
 
 
 # ---- the command ----
@@ -324,10 +321,16 @@ def measure_run(
     return {**row, **measure(model, batches, sequences, args.rows, progress)}
 
 
+def finish(rows: list[dict], out: Path) -> None:
+    """Print the table of all rows, and draw them beside the JSON file `out`."""
+    print(format_table(rows))
+    draw(rows, out.with_suffix(".png"))
+
+
 def run(args: SimpleNamespace) -> None:
     """Measure, store and draw every run.
 
     Raises:
         ValueError: the text is too long for a model
     """
-    common.analyze_runs(args, "lens", measure_run, summarize, format_table, draw)
+    common.analyze_runs(args, "lens", measure_run, summarize, finish)
