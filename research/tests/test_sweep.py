@@ -585,57 +585,52 @@ SEARCH = {
 }
 
 
-def test_every_setting_gets_the_same_tries_and_its_best_rates_are_named(
-    corpus, tmp_path, run, fake, capsys
-):
+def test_the_best_rates_of_every_setting_are_named(corpus, tmp_path, run, fake, capsys):
     fake(BOWL)
     out = tmp_path / "out"
-    assert run(*grid(corpus, out, **SEARCH), "--tries=9") == 0
+    assert run(*grid(corpus, out, **SEARCH), "--jobs=2") == 0
     rows = json.loads((out / "tuning.json").read_text())["rows"]
-    assert [row["ddl_value_channels"] for row in rows].count("1") == 9
-    assert [row["ddl_value_channels"] for row in rows].count("2") == 9
+    # the cross moves twice, and once where half of the runs diverge
+    tries = [row["ddl_value_channels"] for row in rows]
+    assert (tries.count("1"), tries.count("2")) == (8, 10)
     text = (out / "tuning.md").read_text()
     assert text in capsys.readouterr().out
     rates = "--learning_rate=0.02 --muon_learning_rate=0.02"
-    assert f"ddl_value_channels=2: best after 9 of 9 tries: {rates}\n" in text
+    assert f"ddl_value_channels=2: best after 10 tries: {rates}\n" in text
     assert "| ddl_value_channels=1 | 0.02          | 0.01               | diverged" in text
     assert "| **0.0000** " in text
 
 
 def test_a_search_runs_only_what_is_missing(corpus, tmp_path, run, fake, capsys):
     fake(BOWL)
-    arguments = grid(corpus, tmp_path / "out", **SEARCH)
-    run(*arguments, "--tries=3")
+    arguments = grid(corpus, tmp_path / "out", **{**SEARCH, "ddl_value_channels": "2"})
+    run(*arguments, "--tries=5")
     assert "this is at the edge of what was tried" in capsys.readouterr().out
     fake("sys.exit('no run')")
-    assert run(*arguments, "--tries=3") == 0
-    run(*arguments, "--tries=5", "--mode=table")
-    assert "best after 3 of 5 tries" in capsys.readouterr().out
-    assert run(*arguments, "--tries=4") == 1
-    lines = capsys.readouterr().err.splitlines()
-    failed = [line for line in lines if not line.startswith("warning: ")]
-    assert len(failed) == 2
-    assert all(line.endswith("no run") for line in failed)
+    assert run(*arguments, "--tries=5") == 0
+    run(*arguments, "--tries=12", "--mode=table")
+    assert "best after 5 tries" in capsys.readouterr().out
+    assert run(*arguments, "--tries=12") == 1
+    assert "no run" in capsys.readouterr().err
 
 
-def test_a_search_in_which_every_try_diverges_fails(corpus, tmp_path, run, fake, capsys):
+def test_a_search_in_which_every_try_diverges_fails(corpus, tmp_path, run, fake):
     fake('os.makedirs(out + "/nonfinite")\nend(1, 0)')
     out = tmp_path / "out"
     arguments = grid(corpus, out, tune="learning_rate", learning_rate=0.64)
-    with pytest.raises(ValueError, match="all 4 of 4 tries diverged") as raised:
-        run(*arguments, "--tries=4")
-    for rate in ("0.64", "0.16", "0.01", "3.906e-05"):
+    with pytest.raises(ValueError, match="all 3 tries diverged") as raised:
+        run(*arguments)
+    for rate in ("0.32", "0.64", "1.28"):
         assert f"--learning_rate={rate}" in str(raised.value)
     text = (out / "tuning.md").read_text()
-    assert "best" not in text
+    assert "best" not in text.replace("better", "")
     assert "**" not in text
-    assert text.count("diverged") == 5
 
 
 def test_a_search_trains_one_seed_and_evaluates_the_first_half(corpus, tmp_path, run, fake):
     fake("open(out + '/keys', 'w').write(json.dumps(keys))\nfinish()")
     arguments = grid(corpus, tmp_path / "out", tune="learning_rate")
-    assert run(*arguments, "--tries=1") == 0
-    [path] = tmp_path.glob("out/*/keys")
-    keys = json.loads(path.read_text())
-    assert (keys["seed"], keys["eval_part"]) == ("1000", "first")
+    assert run(*arguments, "--tries=3") == 0
+    all_keys = [json.loads(path.read_text()) for path in tmp_path.glob("out/*/keys")]
+    assert len(all_keys) == 3
+    assert {(keys["seed"], keys["eval_part"]) for keys in all_keys} == {("1000", "first")}
