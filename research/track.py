@@ -40,15 +40,14 @@ from model.cost import flops_per_token
 from research import plots, sweep
 from research.analysis.causality import TINY
 from research.benchmarks import timing
-from research.benchmarks.contender import Contender
-from research.compare import Estimate
+from research.benchmarks.models import Contender
+from research.compare import Estimate, import_stats
 from research.track_plan import (
     CPU_1,
     RATES,
     Entry,
     Run,
     Tier,
-    find_minimum,
     make_plan,
     read_entry,
     read_losses,
@@ -61,8 +60,8 @@ from research.track_statistics import (
     estimate_tau,
     fit_curvature,
     judge,
-    simulate_false_decisions,
 )
+from research.tuning import find_minimum
 from training import metrics
 from training.config import TrainConfig
 from training.settings import Arguments
@@ -96,11 +95,10 @@ LISTED_ENTRIES = (
 class Options:
     """Keys of the track; the keys of the variant are options as well."""
 
-    mode: Literal["run", "show", "table", "check"] = option(
+    mode: Literal["run", "show", "table"] = option(
         "run",
-        "run what is missing, then print the table (run); print the plan and its time (show); "
-        "print the table of what is stored (table); or store how often the rule decides between "
-        "equal entries (check)",
+        "run what is missing, then print the table (run); print the plan and its time (show); or "
+        "print the table of what is stored (table)",
     )
     out: str | None = option(
         None,
@@ -250,34 +248,28 @@ def measure_first_losses(entry: Entry, model: str, keys: dict[str, Any]) -> list
     return [record["loss"] for record in records if "loss" in record]
 
 
-def update_code(entry: Entry, stored: dict) -> None:
-    """Bring the digests of the code in a stored entry up to date.
-
-    Code with another digest may go on with an entry if the first losses of the variant and of the
-    baseline stay.
+def check_code(entry: Entry, stored: dict) -> None:
+    """Store the first losses of a new entry, or compare them with those of its stored runs.
 
     Raises:
         ValueError: the code computes other losses than that of the stored runs
     """
-    digests = compute_digests(entry)
-    old = stored.get("code", {})
-    if all(old.get(key) == digest for key, digest in digests.items()):
-        return
     baseline = entry.tier.baseline
     # the baseline first: if its losses differ, so do those of the variant
     first_losses = {
         "baseline": measure_first_losses(entry, baseline, {}),
         "own": measure_first_losses(entry, entry.model, entry.keys),
     }
+    if "code" not in stored:
+        stored["code"] = {"first_losses": first_losses}
     for name, losses in first_losses.items():
-        if old and not have_same_losses(losses, old["first_losses"][name]):
+        if not have_same_losses(losses, stored["code"]["first_losses"][name]):
             changed = f"model/{entry.model}.py" if name == "own" else "the code of training"
             raise ValueError(
                 f"{changed} computes other losses than when the runs of {entry.path} were stored; "
                 "give the file another name, which makes another entry, or delete the stored runs "
                 f"and {entry.folder}"
             )
-    stored["code"] = {**digests, "first_losses": first_losses}
 
 
 def have_same_losses(losses: list[float], others: list[float]) -> bool:
@@ -285,41 +277,6 @@ def have_same_losses(losses: list[float], others: list[float]) -> bool:
     return len(losses) == len(others) and all(
         math.isclose(loss, other, rel_tol=LOSS_TOLERANCE) for loss, other in zip(losses, others)
     )
-
-
-def check_same_code(entry: Entry, cell: sweep.Cell, code: dict) -> None:
-    """Raise ValueError if the code has changed since its digests were stored in the entry."""
-    if any(code[key] != digest for key, digest in compute_digests(entry).items()):
-        raise ValueError(
-            f"files of the code changed while the runs of this entry were trained; delete {cell.folder} "
-            "and run the command again"
-        )
-
-
-def compute_digests(entry: Entry) -> dict[str, str]:
-    """Return the SHA-256 of the code that all models share, and of the file of the entry's model."""
-    # a model's file, such as gpt-mha-rope.py, has a hyphen in its name, and other modules have none
-    shared_modules = [
-        f"model/{path.name}"
-        for path in (provenance.ROOT / "model").glob("*.py")
-        if "-" not in path.stem
-    ]
-    code = provenance.compute_digest(
-        "train.py",
-        "configurator.py",
-        "model_folder.py",
-        "utils/*.py",
-        *shared_modules,
-        "model/kernels/*.py",
-        "data/*.py",
-        "training/*.py",
-        "huggingface/released.py",
-        exclude=("launch_table.py",),  # it may differ between machines
-    )
-    return {
-        "code_sha256": code,
-        "model_sha256": provenance.compute_digest(f"model/{entry.model}.py"),
-    }
 
 
 # ---- running ----
@@ -366,7 +323,7 @@ class Runner:
         """Train a run and return its row, or None if a signal stopped it.
 
         Raises:
-            ValueError: train.py failed, but not because the run diverged, or the code has changed
+            ValueError: train.py failed, but not because the run diverged
         """
         cell = make_cell(self.entry, run, self.entry.folder)
         sweep.check_cell_folder(cell)
@@ -378,7 +335,6 @@ class Runner:
             if self.signals:
                 return None
             raise ValueError(f"{cell.log}: {last_line}")
-        check_same_code(self.entry, cell, self.stored["code"])
         records = metrics.read(cell.folder / "metrics.jsonl")
         return {
             **run._asdict(),
@@ -652,34 +608,15 @@ def plot_differences(tier: Tier) -> "Figure":
         raise ValueError(f"no entry but {tier.baseline} is complete, so there is nothing to draw")
     standard_error = tier.noise.get_standard_error(tier.num_seeds)
     degrees = tier.noise.get_degrees_of_freedom(tier.num_seeds)
-    estimates = [
-        Estimate(row["difference"], standard_error, degrees, tier.num_seeds) for row in rows
-    ]
-    lines = [plots.Line(row["entry"], None, number) for number, row in enumerate(rows, start=1)]
-    verdicts = [row["verdict"] for row in rows]
-    figure = plots.plot_final(
-        list(zip(lines, estimates, verdicts)), tier.baseline, "validation loss in nats"
-    )
+    drawn_rows = []
+    for row in rows:
+        p_value = 2 * import_stats().t.sf(abs(row["difference"]) / standard_error, degrees)
+        estimate = Estimate(row["difference"], row["half_width"], p_value, tier.num_seeds)
+        drawn_rows.append((row["entry"], estimate, row["verdict"]))
+    figure = plots.plot_differences(drawn_rows, tier.baseline, "validation loss in nats")
     undecided = tier.quantile * standard_error
     figure.axes[0].axvspan(-undecided, undecided, color="black", alpha=0.08, linewidth=0)
     return figure
-
-
-def run_null_test(tier: Tier) -> dict[str, float]:
-    """Return how often the rule decides between equal entries, in simulated tiers."""
-    noise = tier.noise
-    num_tiers = 10_000
-    return {
-        "num_tiers": num_tiers,
-        "false_decisions": simulate_false_decisions(
-            noise.sigma,
-            noise.tau,
-            num_seeds=tier.num_seeds,
-            num_baseline_seeds=noise.num_baseline_seeds,
-            num_tunings=noise.tau_df + 1,
-            num_tiers=num_tiers,
-        ),
-    }
 
 
 # ---- the command ----
@@ -740,11 +677,6 @@ def main(tier: Tier = CPU_1) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["WORLD_SIZE"] = "1"
     provenance.current_commit()  # read now, because files may change while runs train
-    if options.mode == "check":
-        figures = run_null_test(tier)
-        provenance.store_figures(tier.results.parent / "null_test.json", figures)
-        print(figures)
-        return 0
     if entry is None or options.mode == "table":
         print(format_table(tier))
         if options.out is not None:
@@ -757,7 +689,7 @@ def main(tier: Tier = CPU_1) -> int:
     check_tier(tier)
     check_causality(entry)
     stored = read_entry(entry)
-    update_code(entry, stored)
+    check_code(entry, stored)
     stored.update(measure_size(entry))
     if "speed" not in stored and entry.name != tier.baseline:
         print(f"measuring the speed beside {tier.baseline}; compiling takes a minute or two")

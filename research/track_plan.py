@@ -4,7 +4,6 @@ research/track.md says them in words. research/track.py trains the runs and comp
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,8 +12,16 @@ import configurator
 from configurator import collect_options
 from huggingface.released import FORM_OF_RELEASED_CODE
 from model import model_class
-from research import sweep, tuning
+from research import sweep
 from research.track_statistics import Noise
+from research.tuning import (
+    Point,
+    Search,
+    find_minimum,
+    follow_cross,
+    has_converged,
+    to_rate,
+)
 from utils import files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,13 +186,6 @@ class Entry:
         return range(first, first + self.num_tunings)
 
 
-class Search(NamedTuple):
-    """The state of a search: the losses of its complete crosses, and the points to try next."""
-
-    losses: dict[tuning.Point, float]
-    missing: list[tuning.Point]
-
-
 class Plan(NamedTuple):
     """What an entry's finished runs say about the others.
 
@@ -198,77 +198,17 @@ class Plan(NamedTuple):
     rates: dict[str, float] | None
 
 
-def follow_cross(
-    get_loss: Callable[[tuning.Point], float | None], num_rates: int, max_tries: int
-) -> Search:
-    """Follow a search that tries a cross around its start and moves it to the best point.
-
-    It ends when the best point is in the middle of a cross, or when the next cross would need more
-    than max_tries. Losses decide only when a cross is complete, so the points depend neither on
-    stops nor on the number of jobs.
-
-    Args:
-        get_loss: returns the loss at a point, infinity of a run that diverged, or None
-    """
-    center: tuning.Point = (0.0,) * num_rates
-    losses: dict[tuning.Point, float] = {}
-    while True:
-        cross = [center, *tuning.list_neighbors(center)]
-        new_points = [point for point in cross if point not in losses]
-        if not new_points or len(losses) + len(new_points) > max_tries:
-            return Search(losses, missing=[])
-        new_losses = {point: get_loss(point) for point in new_points}
-        missing = [point for point, loss in new_losses.items() if loss is None]
-        if missing:
-            return Search(losses, missing)
-        losses.update(new_losses)
-        center = tuning.find_best(losses)
-
-
-def fit_axis(losses: tuning.Losses, axis: int) -> tuple[float, float]:
-    """Fit a parabola to the three lowest losses on the line through the best point along an axis.
-
-    Returns:
-        the power at its minimum, at most one step beside the best point, and its curvature c: at a
-        distance of x powers of two, the loss is higher by c * x**2. If the three losses have no
-        minimum, that is the power of the best point, and nan.
-    """
-    best = tuning.find_best(losses)
-    line = {}
-    for point, loss in losses.items():
-        is_on_line = all(point[i] == best[i] for i in range(len(best)) if i != axis)
-        if is_on_line and math.isfinite(loss):
-            line[point[axis]] = loss
-    lowest = sorted(sorted(line, key=lambda power: line[power])[:3])
-    if len(lowest) < 3:
-        return best[axis], math.nan
-    a, b, c = lowest
-    left_slope = (line[b] - line[a]) / (b - a)
-    right_slope = (line[c] - line[b]) / (c - b)
-    curvature = (right_slope - left_slope) / (c - a)
-    if curvature <= 0:
-        return best[axis], math.nan
-    minimum = (a + b) / 2 - left_slope / (2 * curvature)
-    return min(max(minimum, best[axis] - 1), best[axis] + 1), curvature
-
-
-def find_minimum(losses: tuning.Losses) -> tuning.Point:
-    """Return the minimum of the parabolas along all axes of a search."""
-    num_rates = len(next(iter(losses)))
-    return tuple(fit_axis(losses, axis)[0] for axis in range(num_rates))
-
-
-def make_short_run(entry: Entry, seed: int, point: tuning.Point) -> Run:
+def make_short_run(entry: Entry, seed: int, point: Point) -> Run:
     """Return the run of the search for two rates at a point."""
     settings = entry.tier.read_settings()
-    rates = {key: tuning.to_rate(settings[key], power) for key, power in zip(RATES, point)}
+    rates = {key: to_rate(settings[key], power) for key, power in zip(RATES, point)}
     return Run("short", seed, entry.tier.short_steps, **rates)
 
 
-def make_long_run(entry: Entry, rates: dict[str, float], point: tuning.Point) -> Run:
+def make_long_run(entry: Entry, rates: dict[str, float], point: Point) -> Run:
     """Return the run of the search for a common factor of two rates at a point."""
     power = math.log2(entry.tier.factor) + point[0]
-    scaled = {key: tuning.to_rate(rate, power) for key, rate in rates.items()}
+    scaled = {key: to_rate(rate, power) for key, rate in rates.items()}
     return Run("long", entry.tuning_seeds[0], entry.tier.long_steps, **scaled)
 
 
@@ -344,7 +284,7 @@ def get_rates(run: Run) -> dict[str, float]:
 
 def check_converged(entry: Entry, search: Search) -> None:
     """Raise ValueError if all tries of a search diverged."""
-    if not tuning.has_converged(search.losses):
+    if not has_converged(search.losses):
         raise ValueError(
             f"{entry.name}: all {len(search.losses)} tries of a search for rates diverged, so it has "
             "no place in the table; lower what the stream multiplies its state by"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from research.compare import import_special_functions
+from research.compare import import_stats
 
 FALSE_DECISIONS = 0.002  # two-sided error probability of a verdict
 CONFIDENCE = 0.95  # of the intervals that are shown
@@ -51,7 +51,7 @@ class Noise:
     def get_quantile(self, num_seeds: int, error: float = FALSE_DECISIONS) -> float:
         """Return the two-sided quantile of t for these degrees of freedom."""
         degrees = self.get_degrees_of_freedom(num_seeds)
-        return float(import_special_functions().stdtrit(degrees, 1 - error / 2))
+        return float(import_stats().t.ppf(1 - error / 2, degrees))
 
     def get_half_width(self, num_seeds: int) -> float:
         """Return half the width of the 95% interval of a difference."""
@@ -81,7 +81,7 @@ def compute_error_with_own_sigma(
         smallest_decided: the smallest difference that the rule decides, in nats
     """
     standard_error = noise.get_standard_error(num_seeds, entry_sigma)
-    return 2 * float(import_special_functions().ndtr(-smallest_decided / standard_error))
+    return 2 * float(import_stats().norm.cdf(-smallest_decided / standard_error))
 
 
 def fit_curvature(losses: dict[float, float]) -> float:
@@ -112,36 +112,3 @@ def estimate_tau(
     # the common factor moves both rates, so its curvature in short runs is the sum of theirs
     scale = long_curvature / curvatures.sum()
     return float(scale * np.sqrt(np.sum(costs**2) / (len(costs) - 1)))
-
-
-def simulate_false_decisions(
-    sigma: float,
-    tau: float,
-    num_seeds: int,
-    num_baseline_seeds: int,
-    num_tunings: int,
-    num_tiers: int = 10_000,
-    seed: int = 0,
-) -> float:
-    """Return the fraction of simulated tiers that decide on an entry which equals the baseline.
-
-    Every tier draws the baseline, the entry and the tunings from normal distributions, as a model of
-    the noise, and estimates sigma, tau and the quantile anew.
-    """
-    rng = np.random.default_rng(seed)
-    num_decisions = 0
-    for _ in range(num_tiers):
-        baseline = tau * rng.normal() + sigma * rng.normal(size=num_baseline_seeds)
-        entry = tau * rng.normal() + sigma * rng.normal(size=num_seeds)
-        noise = Noise(
-            sigma=float(np.std(baseline, ddof=1)),
-            sigma_df=num_baseline_seeds - 1,
-            tau=float(np.std(tau * rng.normal(size=num_tunings), ddof=1)),
-            tau_df=num_tunings - 1,
-            num_baseline_seeds=num_baseline_seeds,
-        )
-        difference = float(entry.mean() - baseline.mean())
-        standard_error = noise.get_standard_error(num_seeds)
-        verdict = judge(difference, standard_error, noise.get_quantile(num_seeds))
-        num_decisions += verdict != "undecided"
-    return num_decisions / num_tiers
