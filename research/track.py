@@ -44,24 +44,18 @@ from research.benchmarks.models import Contender
 from research.compare import Estimate, import_stats
 from research.track_plan import (
     CPU_1,
-    RATES,
     Entry,
     Run,
     Tier,
     make_plan,
     read_entry,
     read_losses,
-    search_short,
     write_entry,
 )
 from research.track_statistics import (
-    Noise,
     compute_error_with_own_sigma,
-    estimate_tau,
-    fit_curvature,
     judge,
 )
-from research.tuning import find_minimum
 from training import metrics
 from training.config import TrainConfig
 from training.settings import Arguments
@@ -115,13 +109,6 @@ class Options:
         low=0,
         high=900,
     )
-    tunings: int = option(
-        1,
-        "number of searches for the two rates, with a seed each; the noise of the tier needs 8 of "
-        "the baseline",
-        low=1,
-        high=90,
-    )
 
 
 # ---- checks ----
@@ -141,7 +128,7 @@ def check_tier(tier: Tier) -> None:
         )
     options = collect_options(TrainConfig, models.model_class(tier.baseline).Config)
     for key, default in tier.defaults.items():
-        if key not in options or options[key].default != default:
+        if key in options and options[key].default != default:
             raise ValueError(
                 f"the default of {key} is no longer {default}, with which all entries of the tier "
                 f"{tier.name} were trained; restore it"
@@ -401,41 +388,7 @@ def format_loss(loss: float) -> str:
     return f"loss {loss:.4f}" if math.isfinite(loss) else "diverged"
 
 
-# ---- noise, time and table ----
-
-
-def estimate_noise(tier: Tier) -> Noise:
-    """Estimate the noise of a tier from the baseline's stored seeds and searches for rates."""
-    baseline = Entry(tier, tier.baseline, {})
-    losses = read_losses(read_entry(baseline))
-    seeds = sorted({run.seed for run in losses if run.part == "short"})
-    searches = [search_short(baseline, losses, seed).losses for seed in seeds]
-    short_curvatures = []
-    for axis in range(len(RATES)):
-        # all searches have the first cross
-        points = {power: tuple(power * (i == axis) for i in range(2)) for power in (-1.0, 0.0, 1.0)}
-        means = {
-            power: statistics.fmean(search[point] for search in searches)
-            for power, point in points.items()
-        }
-        short_curvatures.append(fit_curvature(means))
-    long_losses = {
-        math.log2(run.muon_learning_rate): loss
-        for run, loss in losses.items()
-        if run.part == "long"
-    }
-    reported = [loss for run, loss in losses.items() if run.part == "seed"]
-    return Noise(
-        sigma=statistics.stdev(reported),
-        sigma_df=len(reported) - 1,
-        tau=estimate_tau(
-            [find_minimum(search) for search in searches],
-            short_curvatures,
-            fit_curvature(long_losses),
-        ),
-        tau_df=len(searches) - 1,
-        num_baseline_seeds=len(reported),
-    )
+# ---- time and table ----
 
 
 def estimate_seconds(entry: Entry, num_steps: int, jobs: int) -> float | None:
@@ -484,7 +437,7 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
     short_losses = [
         loss
         for run, loss in losses.items()
-        if run.part == "short" and run.seed == entry.tuning_seeds[0]
+        if run.part == "short" and run.seed == entry.tuning_seed
     ]
     row = {
         "entry": entry.label,
@@ -660,7 +613,7 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
     fixed = (tier.read_settings() | tier.defaults).keys() & keys.keys()
     if fixed:
         raise ValueError(f"--{min(fixed)} is fixed by the tier {tier.name}: omit it")
-    entry = Entry(tier, words[0], keys, options.first_seed, options.tunings)
+    entry = Entry(tier, words[0], keys, options.first_seed)
     return entry, options
 
 

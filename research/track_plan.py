@@ -31,7 +31,8 @@ RELEASED_FORM = {**FORM_OF_RELEASED_CODE, "ddl_state_conv_init": "mean"}
 
 
 # What the tier cpu-1 leaves to the defaults of train.py, as they were when it was frozen. Keys that
-# change no weight are not among them; a key that is newer than the tier shows in the first losses.
+# change no weight are not among them; a key that is newer than the tier, or that the code no longer
+# has, shows in the first losses.
 CPU_1_DEFAULTS = {
     "init_from": None,
     "muon_dtype": None,
@@ -139,7 +140,6 @@ class Entry:
     model: str
     keys: dict[str, Any]
     first_seed: int = 0
-    num_tunings: int = 1
 
     @property
     def name(self) -> str:
@@ -180,10 +180,9 @@ class Entry:
         return range(self.first_seed, self.first_seed + num_seeds)
 
     @property
-    def tuning_seeds(self) -> range:
-        """The seeds of the searches for two rates, of which the first chooses the entry's rates."""
-        first = self.tier.tuning_seed + self.first_seed
-        return range(first, first + self.num_tunings)
+    def tuning_seed(self) -> int:
+        """The seed of the searches for rates."""
+        return self.tier.tuning_seed + self.first_seed
 
 
 class Plan(NamedTuple):
@@ -198,40 +197,24 @@ class Plan(NamedTuple):
     rates: dict[str, float] | None
 
 
-def make_short_run(entry: Entry, seed: int, point: Point) -> Run:
+def make_short_run(entry: Entry, point: Point) -> Run:
     """Return the run of the search for two rates at a point."""
     settings = entry.tier.read_settings()
     rates = {key: to_rate(settings[key], power) for key, power in zip(RATES, point)}
-    return Run("short", seed, entry.tier.short_steps, **rates)
+    return Run("short", entry.tuning_seed, entry.tier.short_steps, **rates)
 
 
 def make_long_run(entry: Entry, rates: dict[str, float], point: Point) -> Run:
     """Return the run of the search for a common factor of two rates at a point."""
     power = math.log2(entry.tier.factor) + point[0]
     scaled = {key: to_rate(rate, power) for key, rate in rates.items()}
-    return Run("long", entry.tuning_seeds[0], entry.tier.long_steps, **scaled)
-
-
-def search_short(entry: Entry, losses: dict[Run, float], seed: int) -> Search:
-    """Return the state of a search for two rates."""
-    return follow_cross(
-        lambda point: losses.get(make_short_run(entry, seed, point)),
-        num_rates=2,
-        max_tries=entry.tier.max_short_tries,
-    )
-
-
-def search_long(entry: Entry, losses: dict[Run, float], rates: dict[str, float]) -> Search:
-    """Return the state of the search for a common factor of two rates."""
-    return follow_cross(
-        lambda point: losses.get(make_long_run(entry, rates, point)),
-        num_rates=1,
-        max_tries=entry.tier.max_long_tries,
-    )
+    return Run("long", entry.tuning_seed, entry.tier.long_steps, **scaled)
 
 
 def make_plan(entry: Entry, losses: dict[Run, float]) -> Plan:
     """Return which runs an entry needs next.
+
+    The stages are the search for two rates, that for a common factor, and the seeds.
 
     Args:
         losses: of the finished runs; infinity of those that diverged
@@ -239,42 +222,34 @@ def make_plan(entry: Entry, losses: dict[Run, float]) -> Plan:
     Raises:
         ValueError: all tries of a search diverged
     """
-    missing, later_steps, rates = plan_stage(entry, losses)
-    for seed in entry.tuning_seeds[1:]:
-        search = search_short(entry, losses, seed)
-        missing += [make_short_run(entry, seed, point) for point in search.missing]
-    return Plan(missing, sum(run.steps for run in missing) + later_steps, rates)
-
-
-def plan_stage(
-    entry: Entry, losses: dict[Run, float]
-) -> tuple[list[Run], int, dict[str, float] | None]:
-    """Return the missing runs of the first stage that is not finished.
-
-    The stages are the search for two rates, that for a common factor, and the seeds.
-
-    Returns:
-        the runs, the steps of the stages that follow, and the rates of the seeds if they are known
-    """
     tier = entry.tier
-    tuning_seed = entry.tuning_seeds[0]
     seed_steps = len(entry.seeds) * tier.long_steps
-
-    short = search_short(entry, losses, tuning_seed)
+    short = follow_cross(
+        lambda point: losses.get(make_short_run(entry, point)),
+        num_rates=2,
+        max_tries=tier.max_short_tries,
+    )
     if short.missing:
-        runs = [make_short_run(entry, tuning_seed, point) for point in short.missing]
-        return runs, 3 * tier.long_steps + seed_steps, None
+        runs = [make_short_run(entry, point) for point in short.missing]
+        steps_left = len(runs) * tier.short_steps + 3 * tier.long_steps + seed_steps
+        return Plan(runs, steps_left, rates=None)
     check_converged(entry, short)
-    short_rates = get_rates(make_short_run(entry, tuning_seed, find_minimum(short.losses)))
+    short_rates = get_rates(make_short_run(entry, find_minimum(short.losses)))
 
-    long = search_long(entry, losses, short_rates)
+    long = follow_cross(
+        lambda point: losses.get(make_long_run(entry, short_rates, point)),
+        num_rates=1,
+        max_tries=tier.max_long_tries,
+    )
     if long.missing:
-        return [make_long_run(entry, short_rates, p) for p in long.missing], seed_steps, None
+        runs = [make_long_run(entry, short_rates, point) for point in long.missing]
+        return Plan(runs, len(runs) * tier.long_steps + seed_steps, rates=None)
     check_converged(entry, long)
     best = make_long_run(entry, short_rates, find_minimum(long.losses))
 
     runs = [best._replace(part="seed", seed=seed) for seed in entry.seeds]
-    return [run for run in runs if run not in losses], 0, get_rates(best)
+    missing = [run for run in runs if run not in losses]
+    return Plan(missing, len(missing) * tier.long_steps, get_rates(best))
 
 
 def get_rates(run: Run) -> dict[str, float]:

@@ -1,15 +1,12 @@
 """The noise of a tier of the track, and the rule that says which differences it decides.
 
 The loss of an entry varies with its seeds (sigma, the standard deviation of one run) and with the
-rates that its tuning happened to choose (tau). Both are estimated from the additive stream, once for
-each tier, and hold for every entry. The rule is that of research/track.md.
+rates that its tuning happened to choose (tau). Both were estimated from the additive stream, once for
+the tier, and hold for every entry. The rule is that of research/track.md.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from research.compare import import_stats
 
@@ -82,33 +79,3 @@ def compute_error_with_own_sigma(
     """
     standard_error = noise.get_standard_error(num_seeds, entry_sigma)
     return 2 * float(import_stats().norm.cdf(-smallest_decided / standard_error))
-
-
-def fit_curvature(losses: dict[float, float]) -> float:
-    """Return c of the least-squares parabola c * x**2 + ... through losses at powers x of two."""
-    return float(np.polyfit(list(losses), list(losses.values()), deg=2)[0])
-
-
-def estimate_tau(
-    minima: Sequence[Sequence[float]],
-    short_curvatures: Sequence[float],
-    long_curvature: float,
-) -> float:
-    """Estimate what the choice of rates adds to a loss after the longer runs, in nats.
-
-    A search that ends x powers of two beside the mean minimum costs the sum of c * x**2 over the
-    rates. The root mean square of that over the searches, rather than its standard deviation, also
-    counts that every search costs something. The longer runs have another curvature.
-
-    Args:
-        minima: where each search for two rates ended, in powers of two
-        short_curvatures: c of each rate in the short runs, of the mean loss over the searches: of a
-            single search it would be biased, because noise chooses the points
-        long_curvature: c of the common factor of both rates in the longer runs
-    """
-    curvatures = np.asarray(short_curvatures)
-    distances = np.asarray(minima) - np.mean(minima, axis=0)
-    costs = (curvatures * distances**2).sum(axis=1)
-    # the common factor moves both rates, so its curvature in short runs is the sum of theirs
-    scale = long_curvature / curvatures.sum()
-    return float(scale * np.sqrt(np.sum(costs**2) / (len(costs) - 1)))

@@ -19,7 +19,7 @@ from configurator import option
 from data.torch_source.prepare import read_sources, split_by_package
 from research import track
 from research.track_plan import CPU_1, Entry
-from research.track_statistics import Noise, judge
+from research.track_statistics import judge
 from research.tuning import find_minimum
 from training.config import TrainConfig
 from utils import files
@@ -96,14 +96,6 @@ def test_a_stored_entry_goes_on_with_the_same_runs(entry, num_stored):
     while missing := track.make_plan(entry, resumed).missing:
         resumed[missing[0]] = bowl(missing[0])
     assert resumed == losses
-
-
-def test_the_frozen_noise_is_that_of_the_stored_runs():
-    estimated = track.estimate_noise(CPU_1)
-    for field in dataclasses.fields(Noise):
-        assert getattr(CPU_1.noise, field.name) == pytest.approx(
-            getattr(estimated, field.name), rel=1e-3
-        )
 
 
 def read_seed_losses(path: Path) -> list[float]:
@@ -202,13 +194,6 @@ def test_judge_decides_beyond_the_quantile_alone():
     assert judge(-0.31, 0.1, 3) == "better"
     assert judge(0.31, 0.1, 3) == "worse"
     assert judge(0.29, 0.1, 3) == "undecided"
-
-
-def test_tau_is_the_root_mean_square_of_what_the_tunings_cost():
-    minima = np.array([[-1.0, 0.0], [1.0, 0.0], [0.0, -2.0], [0.0, 2.0]])
-    # costs 0.01, 0.01, 0.08 and 0.08 in short runs, half of that in longer ones
-    expected = 0.5 * math.sqrt((2 * 0.01**2 + 2 * 0.08**2) / 3)
-    assert track.estimate_tau(minima, [0.01, 0.02], 0.015) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
