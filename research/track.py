@@ -38,7 +38,6 @@ from configurator import collect_options, option
 from model.causality import find_leak, move_parameters
 from model.cost import flops_per_token
 from research import plots, sweep
-from research.analysis.causality import TINY
 from research.benchmarks import timing
 from research.benchmarks.models import Contender
 from research.compare import Estimate, import_stats
@@ -70,6 +69,14 @@ FIRST_STEPS = 20
 LOSS_TOLERANCE = 1e-3
 # steps of the entry and of the baseline in turns, whose times give the speed
 SPEED_ROUNDS = 40
+# of the model whose tokens must not see later ones
+TINY = {
+    "vocab_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "hidden_size": 16,
+}
 # entries that the table names even if they were not run
 LISTED_ENTRIES = (
     "wide-gpt-mha-rope",
