@@ -27,9 +27,9 @@ from configurator import argument, option
 from evaluation import published
 from research import compare, plots, runs, tables
 from research.commands import Command, read_command
+from research.storage import store_figures
 from training import metrics
 from utils import errors, files
-from utils.provenance import store_figures
 
 if TYPE_CHECKING:
     import polars as pl

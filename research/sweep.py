@@ -44,12 +44,12 @@ import configurator
 from configurator import Option, check_ranges, collect_options, option
 from model import MODEL_NAMES, every_config, model_class
 from research import compare, plots, runs, tables, tuning
+from research.storage import store_figures
 from training import checkpoint, metrics, settings
 from training.config import TrainConfig
 from training.settings import Arguments
 from training.stopping import EXIT_CODE as STOPPED
 from utils import errors, files, machine, units
-from utils.provenance import store_figures
 from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"

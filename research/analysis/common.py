@@ -21,8 +21,9 @@ from model.gpt import GPT
 from model_folder import ModelFolder, describe, find_run_folder
 from research import plots
 from research.runs import HIDDEN_SETTINGS
+from research.storage import store_figures
 from utils import processes
-from utils.provenance import collect_provenance, store_figures
+from utils.provenance import collect_provenance
 from utils.units import format_duration
 
 PROGRESS_INTERVAL = 20.0  # seconds between two lines of progress

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from utils.provenance import collect_provenance, get_cpu_name, store_figures
+from research.storage import store_figures
+from utils.provenance import collect_provenance, get_cpu_name
 
 # Memory bandwidth in TB/s by a word of the device name (vendor data sheets); programs reach less.
 PEAK_BANDWIDTH = {
