@@ -30,7 +30,7 @@ def should_copy_weights(x: torch.Tensor) -> bool:
 def should_join_products(x: torch.Tensor) -> bool:
     """Return whether layers that share their input x (..., d) are computed as one product.
 
-    On a CPU this was measured not to be faster (results/step_choices.md).
+    On a CPU this was measured not to be faster (results/step_choices.md of commit 5a3b22a5).
     """
     return x.device.type == "cuda" and should_copy_weights(x)
 

@@ -49,9 +49,9 @@ def test_changed_and_new_code_makes_the_tree_dirty(repository, file):
 
 
 def test_the_command_of_a_module_has_no_folder_of_the_machine(monkeypatch):
-    path = str(provenance.ROOT / "research" / "benchmarks" / "costs.py")
+    path = str(provenance.ROOT / "research" / "benchmarks" / "step.py")
     monkeypatch.setattr("sys.argv", [path, "--json=out.json"])
-    assert provenance.describe_command() == "python -m research.benchmarks.costs --json=out.json"
+    assert provenance.describe_command() == "python -m research.benchmarks.step --json=out.json"
 
 
 def test_the_command_of_a_script_is_as_it_was_typed(monkeypatch):

@@ -91,7 +91,7 @@ def keep_freed_memory() -> None:
     """Let the C library keep the memory that a training step frees for the next one.
 
     If it is returned to the system, every page must be cleared and mapped again, which takes 5 to
-    8% of a step on a CPU (results/step_choices.md).
+    8% of a step on a CPU (results/step_choices.md of commit 5a3b22a5).
     """
     if sys.platform != "linux":
         return
