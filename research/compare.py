@@ -323,8 +323,9 @@ def group_runs(
 
 
 def make_names_unique(groups: list[Group]) -> list[Group]:
-    """Add to equal names that the runs are not finished, their step, or the name of a run."""
+    """Add to equal names the seed, that the runs are not finished, their step, or a run's name."""
     for describe in (
+        lambda group: "" if len(group.seeds) > 1 else f", seed={group.seeds[0]}",
         lambda group: " (not finished)" if group.unfinished else "",
         lambda group: f", step {group.step}",
         lambda group: f", {group.runs['name'][0]}",
@@ -390,37 +391,6 @@ def get_label_position(key: str) -> int:
         return len(FIRST_LABEL_KEYS)
     # keys that may change when a run is resumed, such as compile and max_steps, come last
     return len(FIRST_LABEL_KEYS) + (2 if run_option.changeable else 1)
-
-
-def make_labels(runs: "pl.DataFrame") -> list[str]:
-    """Return short names for runs: the values of the keys in which they differ, as many as fit.
-
-    Keys that distinguish models come first, those of the machine last (get_label_position). If the
-    values do not tell the runs apart, the labels are the names of their folders.
-    """
-    labels = [""] * runs.height
-    keys = ["model", "seed", *(key for key in runs.columns if is_setting(key))]
-    for key in sorted((key for key in keys if key in runs.columns), key=get_label_position):
-        values = runs[key].to_list()
-        # a run of a model without this key has no part for it in its label
-        if len(set(values) - {None}) < 2:
-            continue
-        longer_labels = []
-        for label, value in zip(labels, values):
-            if value is None:
-                longer_labels.append(label)
-                continue
-            part = value if key == "model" else f"{key}={value}"
-            longer_labels.append(f"{label}, {part}" if label else part)
-        if max(map(len, longer_labels)) <= MAX_LABEL_LENGTH:
-            labels = longer_labels
-    if len(set(labels)) == runs.height:
-        return labels
-    run_names = runs["name"].to_list()
-    names = [shorten(name) for name in run_names]
-    if len(set(names)) < len(set(run_names)):
-        return run_names  # they differ only in the middle
-    return names
 
 
 def shorten(name: str) -> str:

@@ -115,10 +115,9 @@ def make_lines(loaded: "pl.DataFrame", args: SimpleNamespace) -> list[plots.Line
     if args.band:
         groups = compare.group_runs(loaded, same_step=False)
     else:
-        labels = [loaded["model"][0] or loaded["name"][0]]
-        if loaded.height > 1:
-            labels = compare.make_labels(loaded)
-        groups = [compare.Group(label, loaded[index]) for index, label in enumerate(labels)]
+        names = compare.name_groups(loaded)
+        groups = [compare.Group(name, loaded[index]) for index, name in enumerate(names)]
+        groups = compare.make_names_unique(groups)
     groups.sort(key=get_paper_position)
     notes = [f"{group.name}: {caution}" for group in groups for caution in group.cautions]
     lines = []

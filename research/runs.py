@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from evaluation import published
 from model import MODEL_NAMES, build, make_config, model_class
 from training import checkpoint, metrics
 from training.config import TrainConfig
-from training.optimizer import get_learning_rate
 from training.settings import saved_settings
 from utils import errors, files
 
@@ -224,7 +223,6 @@ def read_run(folder: Path) -> Row:
     steps = [record for record in records if is_finite(record.get("loss"))]
     checkpoint_folder, state = read_newest_state(folder, notes)
     settings = read_settings(state)
-    notes += describe_other_schedule(steps, settings)
     trained_on = state.get("trained_on") or {}
     row = {
         "name": folder.resolve().name,
@@ -280,30 +278,6 @@ def compute_totals(steps: list[dict]) -> dict[str, float]:
         else:
             totals[name] = values[-1]
     return totals
-
-
-def describe_other_schedule(steps: list[dict], settings: dict[str, object]) -> list[str]:
-    """Return a note if learning rates are not those of the settings, which were changed later.
-
-    Args:
-        steps: the records of training steps
-        settings: those of the run, {} if they are not known
-    """
-    if "learning_rate" not in settings:
-        return []
-    config = SimpleNamespace(**settings)
-    other_steps = [
-        record["step"]
-        for record in steps
-        if "lr" in record
-        and not math.isclose(record["lr"], get_learning_rate(record["step"] - 1, config))
-    ]
-    if not other_steps:
-        return []
-    return [
-        f"its learning rate followed another schedule until step {other_steps[-1]}; max_steps or "
-        "decay_steps was changed later"
-    ]
 
 
 def read_settings(state: dict) -> dict[str, object]:

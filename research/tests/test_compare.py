@@ -242,48 +242,12 @@ def test_groups_by_any_key_and_filters(tmp_path):
     assert "no run has a key 'learning_rat', did you mean learning_rate, " in error
 
 
-def test_labels_are_short_and_name_what_differs(tmp_path):
-    def labels(**runs):
-        folders = [write_run(tmp_path / name, **keys) for name, keys in runs.items()]
-        return compare.make_labels(load(*folders))
-
-    one = {"warmup_steps": 9}
-    two = {"model_name": "DDL-gpt-mha-rope", "warmup_steps": 10}
-    assert labels(a=one, b=two) == [f"{BASE}, warmup_steps=9", "DDL-gpt-mha-rope, warmup_steps=10"]
-    assert labels(c={"out_dir": "x"}, d={"seed": 2, "out_dir": "y"}) == ["seed=0", "seed=2"]
-    assert labels(e={}, f={}) == ["e", "f"]  # nothing differs
-    assert labels(**{"i" * 90: {}, "j": {}}) == ["i" * 28 + "..." + "i" * 28, "j"]
-    (tmp_path / "e/checkpoints").rename(tmp_path / "e/gone")  # a run before its first checkpoint
-    assert compare.make_labels(load(tmp_path / "e", tmp_path / "d")) == ["e", "d"]
-
-
-def test_labels_name_keys_that_only_some_runs_have(tmp_path):
-    """A baseline has no keys of DDL, in which the other runs differ."""
-    write_run(tmp_path / "baseline", BASE)
-    for beta_init in (0.5, 1.0):
-        config = {**SMALL, "ddl_beta_init": beta_init}
-        write_run(tmp_path / str(beta_init), "DDL-gpt-mha-rope", config=config)
-    assert compare.make_labels(load(tmp_path)) == [
-        "DDL-gpt-mha-rope, ddl_beta_init=0.5",
-        "DDL-gpt-mha-rope, ddl_beta_init=1.0",
-        BASE,
-    ]
-
-
 def write_two_runs_that_differ_in_much(folder):
     """Write runs whose stored settings begin with max_steps and compile."""
     small = {"compile": True, "max_steps": 4, "beta1": 0.9}
     large = {"compile": False, "max_steps": 8, "beta1": 0.8}
     write_run(folder / "a", config={**SMALL, "hidden_size": 64, "num_hidden_layers": 2}, **small)
     write_run(folder / "b", config={**SMALL, "hidden_size": 128, "num_hidden_layers": 4}, **large)
-
-
-def test_labels_name_width_and_depth_before_compile_and_max_steps(tmp_path):
-    write_two_runs_that_differ_in_much(tmp_path)
-    assert compare.make_labels(load(tmp_path)) == [
-        "hidden_size=64, num_hidden_layers=2, beta1=0.9, max_steps=4",
-        "hidden_size=128, num_hidden_layers=4, beta1=0.8, max_steps=8",
-    ]
 
 
 def test_groups_are_named_by_width_and_depth_before_compile_and_max_steps(tmp_path):

@@ -7,19 +7,16 @@ import os
 import random
 import shutil
 import statistics
-from dataclasses import replace
 
 import pytest
 from helpers import one_line_error
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import call
-from report_helpers import BASE, edit_state, load, write_checkpoint, write_lines, write_run
+from report_helpers import edit_state, load, write_checkpoint, write_lines, write_run
 
 from research import runs
 from training import checkpoint
-from training.config import TrainConfig
-from training.optimizer import get_learning_rate
 
 
 def load_one(*paths) -> runs.Row:
@@ -187,26 +184,6 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
         write_run(tmp_path / name)
     loaded = load(tmp_path, tmp_path / "b/other")  # each once
     assert loaded["name"].to_list() == ["a/x/run", "other", "b/x/run"]
-
-
-def test_a_run_that_was_extended_says_that_its_schedule_changed(tmp_path):
-    """The first four of eight steps had the learning rates of a run of four steps."""
-    config = TrainConfig(learning_rate=1e-2, warmup_steps=1, max_steps=4)
-    keys = {"learning_rate": 1e-2, "warmup_steps": 1, "schedule": "cosine", "min_lr": None}
-    folders = [tmp_path / "straight", tmp_path / "extended"]
-    for folder, num_steps_before in zip(folders, (0, 4)):
-        write_run(folder, steps=8, **keys)
-        edit_state(folder, run_config={**keys, "model": BASE, "seed": 0, "max_steps": 8})
-        lines = []
-        for step in range(1, 9):
-            max_steps = 4 if step <= num_steps_before else 8
-            rate = get_learning_rate(step - 1, replace(config, max_steps=max_steps))
-            lines.append({"step": step, "loss": 1.0, "lr": rate})
-        write_lines(folder, lines)
-    straight, extended = map(json.loads, load(*folders)["notes"])
-    assert straight == []
-    [note] = extended
-    assert note.startswith("its learning rate followed another schedule until step 4")
 
 
 # ---- runs.csv ----

@@ -10,11 +10,10 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, configure, small_run, wait_for
+from helpers import configure, small_run, wait_for
 from in_process import call
-from report_helpers import by_hand, edit_state, write_checkpoint
+from report_helpers import by_hand, write_checkpoint
 
-import configurator
 from configurator import collect_options
 from research import plots, sweep
 from training import checkpoint, metrics
@@ -150,20 +149,6 @@ def test_values_and_ranges():
     assert train.from_command_line == {"dataset": "../shards", "compile": "True"}
 
 
-def test_a_config_file_is_read_once_for_all_cells(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    read_files = []
-    read_config_files = configurator.read_config_files
-
-    def read_and_record(path):
-        read_files.append(path)
-        return read_config_files(path)
-
-    monkeypatch.setattr(configurator, "read_config_files", read_and_record)
-    make_cells("config/demo_cpu.py", "--seed=0..2", f"--out={tmp_path}")
-    assert read_files == ["config/demo_cpu.py"]
-
-
 def test_names_are_stable_safe_and_distinct():
     assert sweep.make_cell_name({"seed": 3, "b": 1, "a": None}) == "a=None,b=1,seed=3"
     odd = ["a/b", "a b", "a%2Fb", "..", "a,b=c", "ä", "a\nb"]
@@ -183,13 +168,11 @@ TOO_LARGE = r"cell 1 \(--seed=0 --min_lr=5\): min_lr=5"
 MISTAKES = [
     ({"seed": "0,1", "learning_rat": 1}, "unknown key --learning_rat, did you mean learning_rate"),
     ({"seed": "0,x"}, r"cell 1 \(--seed=x\): --seed=x: give a whole number"),
-    ({"seed": "4..0"}, "the range 4..0 is empty"),
-    ({"seed": "0,,1"}, "a value is empty"),
-    ({"seed": "0..999999999999"}, "at most 10,000 values"),
-    ({"seed": "0..199", "warmup_steps": "0..99"}, "20,000 cells are too many: give fewer values"),
+    ({"seed": "4..0"}, "a value or a range is empty"),
+    ({"seed": "0,,1"}, "a value or a range is empty"),
     ({"seed": "0,1", "min_lr": "0.001,5"}, TOO_LARGE),
-    ({"seed": "0,1,0"}, "cells 0 and 2 are both seed=0"),
-    ({"ddl_beta_init": "1,2,1.0"}, "cells 0 and 2 are both ddl_beta_init=1.0"),
+    ({"seed": "0,1,0"}, "two cells are seed=0: give every value once"),
+    ({"ddl_beta_init": "1,2,1.0"}, "two cells are ddl_beta_init=1.0"),
     ({"seed": "0"}, "nothing to sweep"),
     ({"seed": "0,1", "out_dir": "runs/a"}, "--out_dir is set by sweep.py"),
     ({"seed": "0,1", "mode": "remote"}, "mode='remote': give"),
@@ -258,18 +241,6 @@ def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
     assert steps == [(True, False), (False, True)]  # resumed, not restarted
     assert (out / "table.md").read_text() in printed
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_cell_that_trains_already_fails(corpus, tmp_path, run, capsys):
-    """This happens if the sweep alone was killed, because its train.py continues."""
-    arguments = grid(corpus, tmp_path / "out", seed="0..1")
-    training_cell, finished_cell = make_cells(*arguments)
-    finish(finished_cell, val_loss=2.0)
-    training_cell.folder.mkdir(parents=True)
-    with files.lock_file(training_cell.folder / "lock"):
-        assert run(*arguments) == 1
-    assert "another process is training in this folder" in capsys.readouterr().err
-    assert are_finished([training_cell, finished_cell]) == [False, True]
 
 
 def is_locked(folder) -> bool:
@@ -388,7 +359,7 @@ def test_exit_codes(corpus, tmp_path, run, fake, capsys):
     fake("end(75) if keys['seed'] == '1' else finish()")
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments) == 75
-    assert "| stopped; to resume: python research/sweep.py --model=" in capsys.readouterr().out
+    assert "stopped; to resume: python research/sweep.py --model=" in capsys.readouterr().out
     assert not (tmp_path / "out" / "seed=2.log").exists()
     for source, message in (
         ("sys.exit(7)", "FAILED (exit code 7)"),
@@ -502,18 +473,6 @@ def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
     assert "`ddl_value_channels=4,optimizer=muon,seed=2`, 0 of 6 steps saved" in text
     with pytest.raises(ValueError, match=r"--metric=val_accuracy: no final evaluation has it"):
         run(*partly_finished, "--mode=table", "--metric=val_accuracy")
-
-
-def test_the_table_names_runs_that_are_no_repetitions(corpus, tmp_path, run):
-    arguments = grid(corpus, tmp_path, seed="0,1")
-    for cell in make_cells(*arguments):
-        finish(cell, val_loss=2.0)
-        edit_state(cell.folder, commit=f"commit{cell.index}")
-    assert run(*arguments, "--mode=table") == 0
-    caution = "its runs were trained at several commits: commit0, commit1."
-    assert caution in (tmp_path / "table.md").read_text()
-    [stored] = json.loads((tmp_path / "table.json").read_text())["cautions"]
-    assert stored.endswith(caution)
 
 
 def test_a_diverged_cell_is_named_and_in_no_mean(partly_finished, tmp_path, run):
