@@ -184,17 +184,21 @@ def print_table(args: SimpleNamespace) -> None:
     table = tables.make_loss_table(groups, comparisons)
     print_notes(tables.list_cautions(groups, comparisons))
     if args.json:
-        rows = []
-        for row in evaluated.iter_rows(named=True):
-            evaluation = {
-                key.removeprefix("val_") if key[4:] in runs.AXES.values() else key: value
-                for key, value in row.items()
-                if key.startswith(runs.SCORE_PREFIXES) and value is not None
-            }
-            rows.append({"run": row["name"], "model": row["model"], "seed": row["seed"]})
-            rows[-1] |= evaluation
+        rows = [describe_evaluation(row) for row in evaluated.iter_rows(named=True)]
         store_figures(Path(args.json), {"rows": rows, "groups": table.numbers})
     print(table.format())
+
+
+def describe_evaluation(row: runs.Row) -> dict[str, object]:
+    """Return what --json stores of a run: its name, model and seed, and its last evaluation."""
+    evaluation = {"run": row["name"], "model": row["model"], "seed": row["seed"]}
+    for axis in runs.AXES.values():
+        evaluation[axis] = row.get(f"val_{axis}")
+    positions = {f"val_{axis}" for axis in runs.AXES.values()}
+    for key, value in row.items():
+        if key.startswith(runs.SCORE_PREFIXES) and key not in positions and value is not None:
+            evaluation[key] = value
+    return evaluation
 
 
 def select_evaluated(loaded: "pl.DataFrame") -> "pl.DataFrame":

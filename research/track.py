@@ -215,7 +215,7 @@ def measure_speed(entry: Entry) -> dict[str, float | str | None]:
         )
     }
     turns = {name: contender.train for name, contender in contenders.items()}
-    seconds = timing.measure(turns, warmup=3, rounds=SPEED_ROUNDS, label="speed")
+    seconds = timing.measure(turns, warmup=3, rounds=SPEED_ROUNDS)
     ratios = timing.compute_speed_ratios("relative", seconds["baseline"], seconds["entry"])
     return ratios | provenance.describe_machine()
 

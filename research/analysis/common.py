@@ -24,7 +24,6 @@ from research.runs import HIDDEN_SETTINGS
 from research.storage import store_figures
 from utils import processes
 from utils.provenance import collect_provenance
-from utils.units import format_duration
 
 PROGRESS_INTERVAL = 20.0  # seconds between two lines of progress
 
@@ -122,20 +121,22 @@ def iterate_batches(
     sequences: list[int],
     batch_size: int,
     device: torch.device,
-    progress: Callable[[int], None] | None = None,
+    label: str = "",
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield ids and targets, int64 (batch_size or fewer, seq_len), of all sequences in turn.
 
     Args:
         sequences: indices of sequences of the split
-        progress: called with the number of sequences so far after each batch has been used
+        label: what is measured, for a line about a long measurement now and then
     """
+    last_print_time = time.monotonic()
     for start in range(0, len(sequences), batch_size):
+        if time.monotonic() - last_print_time > PROGRESS_INTERVAL:
+            print(f"{label}: {start} of {len(sequences)} sequences", flush=True)
+            last_print_time = time.monotonic()
         indices = sequences[start : start + batch_size]
         ids, targets = batches.get(indices, len(indices))
         yield ids.to(device), targets.to(device)
-        if progress is not None:
-            progress(start + len(indices))
 
 
 # ---- models ----
@@ -159,27 +160,6 @@ def concatenate_state(state: State) -> torch.Tensor:
 # ---- commands ----
 
 
-class Progress:
-    """Print now and then how many of `total` sequences are finished, and an estimate of the rest."""
-
-    def __init__(self, label: str, total: int):
-        self.label = label
-        self.total = total
-        self.start_time = time.monotonic()
-        self.last_print_time = self.start_time
-
-    def __call__(self, num_finished: int) -> None:
-        current_time = time.monotonic()
-        if current_time - self.last_print_time <= PROGRESS_INTERVAL:
-            return
-        self.last_print_time = current_time
-        seconds_per_unit = (current_time - self.start_time) / num_finished
-        remaining = format_duration(seconds_per_unit * (self.total - num_finished))
-        print(
-            f"{self.label}: {num_finished} of {self.total} sequences, {remaining} left", flush=True
-        )
-
-
 def analyze_runs(
     args: SimpleNamespace,
     name: str,
@@ -191,7 +171,7 @@ def analyze_runs(
 
     Args:
         name: that of the command
-        measure: measure(model, encoding, batches, sequences, args, progress) -> figures of a row
+        measure: measure(model, encoding, batches, sequences, args, label) -> figures of a row
         summarize: returns the line that is printed of a row
         finish: prints the rows, and draws them beside the JSON file
 
@@ -210,11 +190,10 @@ def analyze_runs(
             model, encoding = folder.load(device)
             batches = open_validation_batches(model, corpus)
             sequences = select_sequences(batches, args.windows)
-            progress = Progress(folder.label, len(sequences))
             row = {
                 **describe_run(folder, model),
                 "sequences": len(sequences),
-                **measure(model, encoding, batches, sequences, args, progress),
+                **measure(model, encoding, batches, sequences, args, folder.label),
             }
             rows.append(row)
             print(f"{folder.label}: {summarize(row)}", flush=True)

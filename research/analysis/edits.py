@@ -188,9 +188,8 @@ def measure_effects(
     num_targets = common.count_targets(batches, sequences)
     unedited: list[torch.Tensor] = []
     losses: dict[tuple, list[torch.Tensor]] = {key: [] for key in writes_by_key}
-    progress = common.Progress(f"{label}, edits", len(sequences))
     device = common.get_device(model)
-    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, progress):
+    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, label):
         block_inputs = record_block_inputs(model, ids)
         unedited.append(measure_losses_from(model, block_inputs, targets, {}))
         for key, writes in writes_by_key.items():

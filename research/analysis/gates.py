@@ -167,7 +167,7 @@ def measure_run(
     batches: ValidationBatches,
     sequences: list[int],
     args: SimpleNamespace,
-    progress: common.Progress,
+    label: str,
 ) -> dict:
     """Return the statistics of each site over sequences of full length, and the effects of edits.
 
@@ -182,7 +182,7 @@ def measure_run(
     values: dict[tuple[int, str], dict[str, list[torch.Tensor]]] = {}
     device = common.get_device(model)
     with torch.no_grad():
-        for ids, _ in common.iterate_batches(batches, sequences, args.rows, device, progress):
+        for ids, _ in common.iterate_batches(batches, sequences, args.rows, device, label):
             with model.through(Audit(values)):
                 model.hidden(ids)
     sites = []
@@ -193,9 +193,7 @@ def measure_run(
         sites.append({"layer": layer, "site": site_name, "statistics": statistics})
     effects = []
     if args.edits != "none":
-        effects = edits.measure_effects(
-            model, batches, sequences, args.rows, names, label=progress.label
-        )
+        effects = edits.measure_effects(model, batches, sequences, args.rows, names, label)
     return {"sites": sites, "effects": effects}
 
 
@@ -243,21 +241,26 @@ class Group:
         The verdict on all sites at once is corrected for the number of edits, those on single sites
         for the number of sites.
         """
-        at_all_sites = {name: self.get_effect(*edits.ALL_SITES, name) for name in self.edit_names}
-        at_all_sites = {name: effect for name, effect in at_all_sites.items() if effect}
-        by_site = {
-            (effect["layer"], effect["site"]): self.get_effect(
-                effect["layer"], effect["site"], edit
-            )
-            for effect in self.rows[0]["effects"]
-            if effect["edit"] == edit and effect["layer"] is not None
-        }
-        verdicts = dict(zip(at_all_sites, compare.judge_differences(list(at_all_sites.values()))))
+        at_all_sites = {}
+        for name in self.edit_names:
+            effect = self.get_effect(*edits.ALL_SITES, name)
+            if effect is not None:
+                at_all_sites[name] = effect
+        by_site = {}
+        for row in self.rows[0]["effects"]:
+            if row["edit"] == edit and row["layer"] is not None:
+                key = (row["layer"], row["site"])
+                by_site[key] = self.get_effect(*key, edit)
+
         judged = {}
         if edit in at_all_sites:
-            judged[edits.ALL_SITES] = (at_all_sites[edit], verdicts[edit])
+            words = compare.judge_differences(list(at_all_sites.values()))
+            verdict_by_edit = dict(zip(at_all_sites, words))
+            judged[edits.ALL_SITES] = (at_all_sites[edit], verdict_by_edit[edit])
         words = compare.judge_differences(list(by_site.values()))
-        return judged | dict(zip(by_site, zip(by_site.values(), words)))
+        for key, word in zip(by_site, words):
+            judged[key] = (by_site[key], word)
+        return judged
 
     def get_effect(self, layer: int | None, site: str, edit: str) -> compare.Estimate | None:
         """Return the change of the loss, or None if the site does not have the edit."""

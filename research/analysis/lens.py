@@ -123,7 +123,7 @@ def measure(
     batches: ValidationBatches,
     sequences: list[int],
     batch_size: int,
-    progress: Callable[[int], None] | None = None,
+    label: str = "",
 ) -> dict:
     """Measure the predictions at each depth, over all scored tokens of sequences of full length.
 
@@ -140,7 +140,7 @@ def measure(
     num_tokens = 0
     sums: dict[str, torch.Tensor] = {}
     device = common.get_device(model)
-    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, progress):
+    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, label):
         measured = measure_tokens(model, ids, targets)
         top = measured.pop("top")
         by_name = {
@@ -291,7 +291,7 @@ def measure_run(
     batches: ValidationBatches,
     sequences: list[int],
     args: SimpleNamespace,
-    progress: common.Progress,
+    label: str,
 ) -> dict:
     """Return the figures of `measure`, and the table of --text, which is printed."""
     row = {"depths": list_depths(model)}
@@ -299,7 +299,7 @@ def measure_run(
         ids = encode_text(args.text, model, encoding)
         row["table"] = format_text_table(model, encoding, ids)
         print(row["table"])
-    return {**row, **measure(model, batches, sequences, args.rows, progress)}
+    return {**row, **measure(model, batches, sequences, args.rows, label)}
 
 
 def finish(rows: list[dict], out: Path) -> None:

@@ -71,12 +71,12 @@ def measure_run(
     batches: ValidationBatches,
     sequences: list[int],
     args: SimpleNamespace,
-    progress: common.Progress,
+    label: str,
 ) -> dict:
     """Return "rank", the mean effective rank over sequences by depth."""
     total = 0.0
     device = common.get_device(model)
-    for ids, _ in common.iterate_batches(batches, sequences, args.rows, device, progress):
+    for ids, _ in common.iterate_batches(batches, sequences, args.rows, device, label):
         stream = HiddenStates()
         with model.through(stream):
             model.hidden(ids)

@@ -4,32 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from research.storage import store_figures
-from utils.provenance import collect_provenance, get_cpu_name
-
-# Memory bandwidth in TB/s by a word of the device name (vendor data sheets); programs reach less.
-PEAK_BANDWIDTH = {
-    "H200": 4.8,
-    "H100 PCIe": 2.0,
-    "H100 NVL": 3.9,
-    "H100": 3.35,
-    "B200": 8.0,
-    "A100": 2.0,
-    "L40S": 0.864,
-}
-
-
-def describe_chip(device: torch.device) -> str:
-    """Return the name of the device, and of a known GPU the bandwidth of its memory."""
-    if device.type != "cuda":
-        return get_cpu_name()
-    name = torch.cuda.get_device_name(device)
-    for word, bandwidth in PEAK_BANDWIDTH.items():
-        if word in name:
-            return f"{name} (memory {bandwidth:g} TB/s by its data sheet)"
-    return name
+from utils.provenance import collect_provenance
 
 
 def pop_used_launches() -> dict[str, dict[str, str]]:
@@ -53,9 +29,9 @@ class Figures:
         settings: of the measurement, stored once
     """
 
-    def __init__(self, path: str | None, device: torch.device, settings: dict[str, Any]):
+    def __init__(self, path: str | None, settings: dict[str, Any]):
         self.path = Path(path) if path else None
-        self.settings = {"chip": describe_chip(device), **settings}
+        self.settings = settings
         self.rows: list[dict[str, Any]] = []
         self.origin = collect_provenance()  # before the measurement, while the files are unchanged
         if self.path:

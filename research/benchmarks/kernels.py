@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import re
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from configurator import option
 from research.benchmarks.figures import Figures, pop_used_launches
 from research.benchmarks.timing import Clock, compute_speed_ratios, format_spread
 from utils import processes, tables
-from utils.units import format_bytes, format_duration
+from utils.units import format_bytes
 
 if TYPE_CHECKING:
     from model.kernels.launch import Launch
@@ -295,7 +294,6 @@ def measure_kernels(
     figures: Figures,
 ) -> None:
     """Store a row for every kernel."""
-    start = time.perf_counter()
     for number, family in enumerate(families, 1):
         calls = family.make_calls()
         pop_used_launches()  # forget those of earlier kernels
@@ -304,9 +302,7 @@ def measure_kernels(
         for kernel, call in calls.items():
             row = make_row(family.d, kernel, call.tensors, seconds, args.copied)
             figures.add({**row, **launches})
-        seconds_per_family = (time.perf_counter() - start) / number
-        remaining = format_duration(seconds_per_family * (len(families) - number))
-        print(f"{number}/{len(families)} {family.name} d={family.d}, {remaining} left", flush=True)
+        print(f"{number}/{len(families)} {family.name} d={family.d}", flush=True)
 
 
 def list_launches_to_try(args: SimpleNamespace, d: int, kernel: str) -> tuple[str, list["Launch"]]:
@@ -486,12 +482,12 @@ def run(args: SimpleNamespace) -> None:
         "rounds": args.rounds,
         "copied": args.copied,
     }
-    figures = Figures(args.json, device, settings)
+    figures = Figures(args.json, settings)
     clock = Clock(device)
     if args.tune:
         tune_kernels(families, args, clock, copy, figures)
     else:
         measure_kernels(families, args, clock, copy, figures)
-    print(f"on {figures.settings['chip']}")
+    print(f"on {figures.origin['machine']}")
     if not args.tune:
         print(format_table(figures.rows))

@@ -119,7 +119,7 @@ class Bench:
             member.name: repeat_and_synchronize(getattr(member, method), args.steps, self.device)
             for member in (self.baseline, contender)  # once if it is the baseline itself
         }
-        seconds_per_turn = measure(turns, args.warmup, args.rounds, label=method)
+        seconds_per_turn = measure(turns, args.warmup, args.rounds)
         seconds = {}
         for name, turn_seconds in seconds_per_turn.items():
             seconds[name] = [turn / args.steps for turn in turn_seconds]
@@ -219,7 +219,7 @@ def run(args: SimpleNamespace) -> None:
         "rounds": args.rounds,
         "steps_per_round": args.steps,
     }
-    figures = Figures(args.json, device, settings)
+    figures = Figures(args.json, settings)
     bench = Bench(args, device)
     for number, model in enumerate(args.models, 1):
         print(f"{number}/{len(args.models)}: {make_row_name(model)}", flush=True)
@@ -227,5 +227,5 @@ def run(args: SimpleNamespace) -> None:
         gc.collect()  # free the memory of the model
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print(f"\n{args.size}, {args.dtype} on {figures.settings['chip']}\n")
+    print(f"\n{args.size}, {args.dtype} on {figures.origin['machine']}\n")
     print(format_table(figures.rows))

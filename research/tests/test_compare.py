@@ -23,16 +23,6 @@ A = [1.30, 1.35, 1.28, 1.41, 1.33]
 B = [1.36, 1.37, 1.33, 1.44, 1.41]
 
 
-def draw_studies(num_studies: int, n: int, scale: float = 1.0, seed: int = 0) -> list[list[float]]:
-    """Return n normally distributed values with mean 0 for each study."""
-    return (scale * np.random.default_rng(seed).standard_normal((num_studies, n))).tolist()
-
-
-def fraction(hits) -> float:
-    """Return the fraction of hits that are true."""
-    return float(np.mean(list(hits)))
-
-
 def test_intervals_and_p_values_are_those_of_scipys_tests():
     mean = estimate_mean(A)
     for estimate, expected in (
@@ -82,14 +72,9 @@ def test_verdicts():
     assert judge_differences(estimates, lower_is_better=False) == ["worse", "better", "undecided"]
 
 
-def test_many_comparisons_are_wrong_together_in_at_most_5_percent_of_studies():
+def test_verdicts_are_corrected_for_their_number():
     # Holm by hand: 0.01 x 4, 0.02 x 3, 0.03 x 2 (not below the one before), 0.8 x 1.
     assert correct_p_values([0.03, 0.8, 0.01, 0.02]) == pytest.approx([0.06, 0.8, 0.04, 0.06])
-    studies = [
-        [estimate_mean(values) for values in draw_studies(6, 5, seed=seed)] for seed in range(1000)
-    ]
-    wrong = fraction(set(judge_differences(study)) != {"undecided"} for study in studies)
-    assert 0.025 < wrong < 0.07
     clear_and_unclear = [estimate_mean([-1.0, -1.1, -0.9]), estimate_mean([1.0, -1.0, 0.0])]
     assert judge_differences(clear_and_unclear) == ["better", "undecided"]
 

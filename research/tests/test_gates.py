@@ -27,7 +27,7 @@ def audit(model, corpus) -> tuple[dict, torch.Tensor]:
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, model.config.block_size)
     sequences = common.select_sequences(batches, 3)
     args = SimpleNamespace(rows=2, edits="none")
-    figures = gates.measure_run(model, None, batches, sequences, args, common.Progress("", 3))
+    figures = gates.measure_run(model, None, batches, sequences, args, "")
     ids, _ = batches.get(sequences, 3)
     return figures, ids
 

@@ -105,9 +105,7 @@ def test_measures_are_those_of_loops_over_tokens(corpus):
     move_parameters(model)
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
     sequences = common.select_sequences(batches, 3)
-    progress = []
-    figures = lens.measure(model, batches, sequences, 2, progress.append)
-    assert progress == [2, 3]
+    figures = lens.measure(model, batches, sequences, 2)
     names = ("loss", "kl", "agrees", "right", "overwritten", "settles")
     sums = {name: [0.0] * 5 for name in names}
     ids, targets = batches.get(sequences, 3)

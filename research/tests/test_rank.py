@@ -14,7 +14,7 @@ from data import shards
 from data.loader import ValidationBatches
 from model import MODEL_NAMES, build
 from research.analysis import rank
-from research.analysis.common import Progress, select_sequences
+from research.analysis.common import select_sequences
 from training import checkpoint
 
 # singular values of an 8 x 5 matrix -> its effective rank
@@ -43,7 +43,7 @@ def test_effective_rank_of_numbers_that_are_not_finite_is_refused():
 
 def measure(model, batches, sequences) -> list[float]:
     args = SimpleNamespace(rows=2)
-    return rank.measure_run(model, None, batches, sequences, args, Progress("", 3))["rank"]
+    return rank.measure_run(model, None, batches, sequences, args, "")["rank"]
 
 
 @torch.no_grad()
