@@ -244,16 +244,14 @@ def make_cells(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]
     Raises:
         ValueError: train.py would refuse a cell, or its folder has another run
     """
-    cells = []
+    cell_by_folder: dict[Path, Cell] = {}
     for index, texts in enumerate(itertools.product(*swept.values())):
         cell = make_cell(index, dict(zip(swept, texts)), train, Path(sweep.out))
-        check_cell_folder(cell)
-        cells.append(cell)
-    folders = [cell.folder for cell in cells]
-    for cell in cells:
-        if folders.count(cell.folder) > 1:
+        if cell.folder in cell_by_folder:
             raise ValueError(f"two cells are {cell.title}: give every value once")
-    return cells
+        check_cell_folder(cell)
+        cell_by_folder[cell.folder] = cell
+    return list(cell_by_folder.values())
 
 
 def format_options(values: dict[str, Any]) -> list[str]:
