@@ -3,11 +3,9 @@
     python research/analyze.py rank RUN [RUN ...] [--windows=16]
     python research/analyze.py gates RUN [RUN ...] [--windows=32] [--edits=all]
     python research/analyze.py lens RUN [RUN ...] [--windows=16] [--text="a text"]
-    python research/analyze.py causality RUN_OR_FILE [RUN_OR_FILE ...] [--tokens=24]
-    python research/analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512]
 
-All commands except causality store their figures as JSON (--json=FILE) and draw them beside it. To resume
-mup, rerun the command. See research/docs/gates.md, mup.md, and analysis.md for the others.
+The commands store their figures as JSON (--json=FILE) and draw them beside it. See
+research/docs/analysis.md.
 """
 
 import sys
@@ -15,13 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from research.analysis import (
-    causality,
-    coordinates,
-    gates,
-    lens,
-    rank,
-)
+from research.analysis import gates, lens, rank
 from research.commands import Command, read_command
 from utils import errors
 
@@ -30,8 +22,6 @@ MODULES = {
     "gates": gates,
     "lens": lens,
     "rank": rank,
-    "causality": causality,
-    "mup": coordinates,
 }
 COMMANDS = {
     name: Command(module.__doc__.partition(": ")[2], module.Options, module.run)

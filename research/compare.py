@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from configurator import collect_options
-from research.runs import Run
+from research.runs import Row, has_finished, import_polars, is_setting
 from training.config import TrainConfig
 from utils import errors
+
+if TYPE_CHECKING:
+    import polars as pl
 
 CONFIDENCE_LEVEL = 0.95  # of every interval
 SIGNIFICANCE_LEVEL = 1 - CONFIDENCE_LEVEL
@@ -35,73 +38,42 @@ MAX_LABEL_LENGTH = 60  # characters
 FIRST_LABEL_KEYS = ("model", "hidden_size", "num_hidden_layers")
 
 
-def import_special_functions() -> ModuleType:
-    """Return scipy.special, which has Student's distribution."""
-    return errors.import_optional("scipy.special", "an interval over seeds")
+def import_stats() -> ModuleType:
+    """Return scipy.stats."""
+    return errors.import_optional("scipy.stats", "an interval over seeds")
 
 
 # ---- estimates ----
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A mean of n values, or a difference of two means.
 
-    mean and standard_error have the unit of the values. n is the number of values; for a difference
-    of two means, that of the smaller sample. A single value has no spread: its standard error is
-    infinite and it has no degrees of freedom.
+    half_width: half the width of the two-sided 95% interval of Student's distribution; None for a
+    single value. p_value: against a true value of 0, which is below 0.05 exactly if the interval
+    excludes 0; 1 for a single value. n: for a difference of two means, that of the smaller sample.
     """
 
     mean: float
-    standard_error: float
-    degrees_of_freedom: float
+    half_width: float | None
+    p_value: float
     n: int
-
-    @property
-    def half_width(self) -> float:
-        """Half the width of the two-sided 95% interval of Student's distribution."""
-        if self.n == 1:
-            return math.inf
-        quantile = import_special_functions().stdtrit(
-            self.degrees_of_freedom, 1 - SIGNIFICANCE_LEVEL / 2
-        )
-        return float(quantile) * self.standard_error
-
-    @property
-    def low(self) -> float:
-        """The lower end of the 95% interval."""
-        return self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        """The upper end of the 95% interval."""
-        return self.mean + self.half_width
-
-    def compute_p_value(self) -> float:
-        """Return the p-value against a true value of 0; below 0.05 exactly if the interval excludes 0."""
-        if self.mean == 0 or self.n == 1:
-            return 1.0
-        if self.standard_error == 0:
-            return 0.0
-        t_statistic = -abs(self.mean) / self.standard_error
-        return float(2 * import_special_functions().stdtr(self.degrees_of_freedom, t_statistic))
 
     def format(self, number_format: str = ".3f") -> str:
         """Return `1.345 ± 0.012 (3)`: mean, half the interval, n; or `1.345 (1)` of one value."""
-        half_width = ""
-        if self.n > 1:
-            half_width = f" ± {self.half_width:{number_format.lstrip('+')}}"
-        return f"{self.mean:{number_format}}{half_width} ({self.n})"
+        if self.half_width is None:
+            return f"{self.mean:{number_format}} (1)"
+        half_width = f"{self.half_width:{number_format.lstrip('+')}}"
+        return f"{self.mean:{number_format}} ± {half_width} ({self.n})"
 
     def scale(self, factor: float) -> "Estimate":
         """Return the estimate in another unit, of which the old one is `factor`."""
-        return replace(
-            self, mean=factor * self.mean, standard_error=abs(factor) * self.standard_error
-        )
+        half_width = None if self.half_width is None else factor * self.half_width
+        return self._replace(mean=factor * self.mean, half_width=half_width)
 
 
 def estimate_mean(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of the values of one setting; its standard error is s / sqrt(n).
+    """Estimate the mean of the values of one setting.
 
     Raises:
         ValueError: there is no value
@@ -109,44 +81,19 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
     n = len(values)
     if not n:
         raise ValueError("no value: give at least one value for a mean, two for its interval")
-    standard_error = math.inf
-    if n > 1:
-        standard_error = float(np.std(values, ddof=1)) / math.sqrt(n)
-    return Estimate(
-        mean=float(np.mean(values)),
-        standard_error=standard_error,
-        degrees_of_freedom=n - 1,
-        n=n,
-    )
-
-
-def summarize(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of values as JSON files store it: n, mean, ci95 and the values.
-
-    ci95 is half the width of the interval, or None for a single value.
-    """
-    estimate = estimate_mean(values)
-    return {
-        "n": estimate.n,
-        "mean": estimate.mean,
-        "ci95": estimate.half_width if estimate.n > 1 else None,
-        "values": list(values),
-    }
+    mean = float(np.mean(values))
+    if n == 1:
+        return Estimate(mean, half_width=None, p_value=1.0, n=1)
+    if np.ptp(values) == 0:  # scipy's test divides by the spread
+        return Estimate(mean, half_width=0.0, p_value=float(mean == 0), n=n)
+    return make_estimate(mean, import_stats().ttest_1samp(values, 0), n)
 
 
 def estimate_paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """Estimate the mean of values - baseline, where values with the same index share a seed.
 
     An effect of the seed on both, for example through the order of the data, cancels.
-
-    Raises:
-        ValueError: the numbers of values are not equal
     """
-    if len(values) != len(baseline):
-        raise ValueError(
-            f"{len(values)} and {len(baseline)} values cannot be paired: give the same seeds for "
-            "both"
-        )
     return estimate_mean(np.subtract(values, baseline))
 
 
@@ -155,23 +102,19 @@ def estimate_unpaired_difference(values: Sequence[float], baseline: Sequence[flo
 
     The two may have unequal spreads (Welch 1947).
     """
-    first = estimate_mean(values)
-    second = estimate_mean(baseline)
-    first_variance = first.standard_error**2
-    second_variance = second.standard_error**2
-    variance = first_variance + second_variance
-    degrees_of_freedom = min(first.degrees_of_freedom, second.degrees_of_freedom)
-    if degrees_of_freedom and variance:
-        degrees_of_freedom = variance**2 / (
-            first_variance**2 / first.degrees_of_freedom
-            + second_variance**2 / second.degrees_of_freedom
-        )
-    return Estimate(
-        mean=first.mean - second.mean,
-        standard_error=math.sqrt(variance),
-        degrees_of_freedom=degrees_of_freedom,
-        n=min(first.n, second.n),
-    )
+    difference = float(np.mean(values) - np.mean(baseline))
+    n = min(len(values), len(baseline))
+    if n == 1:
+        return Estimate(difference, half_width=None, p_value=1.0, n=1)
+    test = import_stats().ttest_ind(values, baseline, equal_var=False)
+    return make_estimate(difference, test, n)
+
+
+def make_estimate(mean: float, test: Any, n: int) -> Estimate:
+    """Return the estimate of one of scipy's t-tests."""
+    interval = test.confidence_interval(CONFIDENCE_LEVEL)
+    half_width = float(interval.high - interval.low) / 2
+    return Estimate(mean, half_width, float(test.pvalue), n)
 
 
 def judge_differences(differences: Sequence[Estimate], lower_is_better: bool = True) -> list[str]:
@@ -181,7 +124,7 @@ def judge_differences(differences: Sequence[Estimate], lower_is_better: bool = T
     otherwise "undecided". At most 5% of studies have a false "better" or "worse" among all of their
     verdicts. Differences of a single value, which are always undecided, do not count.
     """
-    p_values = [difference.compute_p_value() for difference in differences if difference.n > 1]
+    p_values = [difference.p_value for difference in differences if difference.n > 1]
     corrected_p_values = iter(correct_p_values(p_values))
     verdicts = []
     for difference in differences:
@@ -210,26 +153,40 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one setting, which differ in their seed, or a run by itself.
-
-    step: the step of their last evaluation. mixed_keys: keys besides the seed in which the runs
-    differ, which is possible where `--by` put them together.
-    """
+    """Runs of one setting, which differ in their seed, or a run by itself."""
 
     name: str
-    model_name: str | None
-    runs: tuple[Run, ...]
-    step: int | None
-    mixed_keys: tuple[str, ...] = ()
+    runs: "pl.DataFrame"
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.runs.to_dicts()
+
+    @property
+    def model_name(self) -> str | None:
+        """The model of all runs, or None if they have several."""
+        names = self.runs["model"].unique()
+        return names[0] if len(names) == 1 else None
 
     @property
     def seeds(self) -> list[int | None]:
-        return [run.seed for run in self.runs]
+        return self.get_column("seed")
+
+    @property
+    def step(self) -> int | None:
+        """The step of the last evaluation."""
+        return self.get_column("val_step")[0]
 
     @property
     def unfinished(self) -> bool:
         """True if a run has not reached its last step."""
-        return any(run.finished is False for run in self.runs)
+        return any(has_finished(row) is False for row in self.rows)
+
+    @property
+    def mixed_keys(self) -> list[str]:
+        """The settings besides the seed in which the runs differ, as `--by` may allow."""
+        settings = [column for column in self.runs.columns if is_setting(column)]
+        return sorted(key for key in settings if self.runs[key].n_unique() > 1)
 
     @property
     def cautions(self) -> list[str]:
@@ -238,8 +195,8 @@ class Group:
         repeated_seeds = [
             str(seed) for seed in dict.fromkeys(known_seeds) if known_seeds.count(seed) > 1
         ]
-        commits = sorted({run.commit or "unknown" for run in self.runs})
-        corpora = sorted({get_corpus_digest(run) or "unknown" for run in self.runs})
+        commits = sorted({commit or "unknown" for commit in self.get_column("commit")})
+        corpora = sorted({get_corpus_digest(row) or "unknown" for row in self.rows})
         cautions = []
         if self.mixed_keys:
             cautions.append(f"its runs also differ in {', '.join(self.mixed_keys)}")
@@ -254,12 +211,14 @@ class Group:
             cautions.append(f"its runs were trained on several corpora: {', '.join(corpora)}")
         return cautions
 
+    def get_column(self, column: str) -> list:
+        """Return a column of the runs, None for each run without a value."""
+        return get_column(self.runs, column)
+
     def get_values(self, metric: str) -> list[float]:
         """Return the metric of each run's last evaluation, or [] if a run does not have it."""
-        evaluations = [run.final_evaluation or {} for run in self.runs]
-        if not all(metric in evaluation for evaluation in evaluations):
-            return []
-        return [evaluation[metric] for evaluation in evaluations]
+        values = self.get_column(metric)
+        return [] if None in values else values
 
     def estimate(self, metric: str) -> Estimate | None:
         """Estimate the metric's mean in the unit that tables display, or None if a run lacks it."""
@@ -267,49 +226,55 @@ class Group:
         return to_display_unit(estimate_mean(values), metric) if values else None
 
 
+def get_column(runs: "pl.DataFrame", column: str) -> list:
+    """Return a column of a frame of runs, None for each run without a value."""
+    return runs[column].to_list() if column in runs.columns else [None] * runs.height
+
+
 def to_display_unit(estimate: Estimate, metric: str) -> Estimate:
     """Convert an estimate of a fraction to percent; other metrics keep their unit."""
     return estimate.scale(100) if metric in FRACTION_METRICS else estimate
 
 
-def select_runs(runs: list[Run], conditions: Sequence[str]) -> list[Run]:
+def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
+    """Return the column of a key that a user wrote: a setting, run, model, commit or tokenizer.
+
+    Args:
+        option: where the user wrote it
+
+    Raises:
+        ValueError: no run has the key
+    """
+    columns = {"run": "name", "tokenizer": "corpus.tokenizer", "seed": "seed"}
+    columns |= {column: column for column in runs.columns if is_setting(column)}
+    columns |= {"model": "model", "commit": "commit"}
+    if key not in columns:
+        raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, columns)}")
+    return columns[key]
+
+
+def select_runs(runs: "pl.DataFrame", conditions: Sequence[str]) -> "pl.DataFrame":
     """Return the runs that meet all conditions, each written as `key=value[,value]`.
 
     Raises:
         ValueError: a condition has no value, its key is unknown, or no run meets it
     """
+    pl = import_polars()
     for condition in conditions:
-        key, equals, values = condition.partition("=")
+        key, equals, texts = condition.partition("=")
         if not equals:
             raise ValueError(
                 f"--where={condition}: give key=value, or several values with commas between"
             )
-        check_keys(runs, [key], "--where")
-        existing_values = sorted({str(get_setting(run, key)) for run in runs})
-        selected = []
-        for run in runs:
-            setting = get_setting(run, key)
-            if any(matches_text(setting, text) for text in values.split(",")):
-                selected.append(run)
-        if not selected:
+        values = get_column(runs, find_column(runs, key, "--where"))
+        selected = [any(matches_text(value, text) for text in texts.split(",")) for value in values]
+        if not any(selected):
+            existing_values = ", ".join(sorted({str(value) for value in values}))
             raise ValueError(
-                f"--where={condition}: no run matches; its values are {', '.join(existing_values)}"
+                f"--where={condition}: no run matches; its values are {existing_values}"
             )
-        runs = selected
+        runs = runs.filter(pl.Series(selected))
     return runs
-
-
-def get_setting(run: Run, key: str) -> Any:
-    """Return a setting of a run, or its name, model, commit or tokenizer."""
-    if key == "run":
-        return run.name
-    if key == "model":
-        return run.model_name
-    if key == "commit":
-        return run.commit
-    if key == "tokenizer":
-        return run.corpus.get("tokenizer")
-    return run.settings.get(key)
 
 
 def matches_text(setting: Any, text: str) -> bool:
@@ -322,50 +287,48 @@ def matches_text(setting: Any, text: str) -> bool:
     return str(setting) == text
 
 
-def check_keys(runs: list[Run], keys: Sequence[str], option: str) -> None:
-    """Raise ValueError if no run has one of the keys; `option` is where the user wrote it."""
-    known_keys = {"run", "model", "commit", "tokenizer"}.union(*(run.settings for run in runs))
-    for key in keys:
-        if key not in known_keys:
-            raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, known_keys)}")
-
-
 def group_runs(
-    runs: list[Run], keys: Sequence[str] = (), require_same_step: bool = True
+    runs: "pl.DataFrame", keys: Sequence[str] = (), same_step: bool = True
 ) -> list[Group]:
     """Group runs of the same settings, corpus and steps if each seed occurs once.
 
-    Runs with a repeated seed are groups by themselves.
+    Runs with a repeated seed are groups by themselves, as are runs whose settings are not known.
 
     Args:
         keys: if given, only these keys must agree, and they name the group
-        require_same_step: whether runs must have their last evaluation at the same step
+        same_step: whether runs must have their last evaluation at the same step
 
     Raises:
         ValueError: no run has one of the keys
     """
-    check_keys(runs, keys, "--by")
-    indices_by_key: dict[str, list[int]] = {}
-    for index, run in enumerate(runs):
-        group_key = make_group_key(run, keys, require_same_step)
-        indices_by_key.setdefault(group_key, []).append(index)
-    names = name_groups(runs, keys)
+    pl = import_polars()
+    columns = [find_column(runs, key, "--by") for key in keys]
+    if not keys:
+        settings = [column for column in runs.columns if is_setting(column)]
+        columns = ["model", *settings, "corpus.sha256"]
+    if same_step:
+        columns.append("val_step")
+    unknown = pl.when(pl.col("model").is_null()).then(pl.col("name")).alias("unknown model")
+    named = runs.with_columns(unknown, pl.Series("group", name_groups(runs, keys), dtype=pl.String))
+    columns = ["unknown model", *(column for column in columns if column in runs.columns)]
     groups = []
-    for indices in indices_by_key.values():
-        distinct_seeds = {runs[index].seed for index in indices}
-        if keys or len(distinct_seeds) == len(indices):
-            groups.append(make_group(names[indices[0]], [runs[index] for index in indices]))
+    for members in named.partition_by(columns, maintain_order=True):
+        names = members["group"].to_list()
+        members = members.drop("group", "unknown model")
+        if keys or members["seed"].n_unique() == members.height:
+            groups.append(Group(names[0], members))
         else:
-            groups += [make_group(names[index], [runs[index]]) for index in indices]
+            groups += [Group(name, members[index]) for index, name in enumerate(names)]
     return make_names_unique(groups)
 
 
 def make_names_unique(groups: list[Group]) -> list[Group]:
-    """Add to equal names that the runs are not finished, their step, or the name of a run."""
+    """Add to equal names the seed, that the runs are not finished, their step, or a run's name."""
     for describe in (
+        lambda group: "" if len(group.seeds) > 1 else f", seed={group.seeds[0]}",
         lambda group: " (not finished)" if group.unfinished else "",
         lambda group: f", step {group.step}",
-        lambda group: f", {group.runs[0].name}",
+        lambda group: f", {group.runs['name'][0]}",
     ):
         names = [group.name for group in groups]
         groups = [
@@ -377,99 +340,46 @@ def make_names_unique(groups: list[Group]) -> list[Group]:
     return groups
 
 
-def make_group_key(run: Run, keys: Sequence[str], require_same_step: bool) -> str:
-    """Return a text that is the same for runs of the same group."""
-    if not run.settings:
-        return f"{run.path} {run.name}"  # without settings, a run repeats no other run
-    step = get_evaluated_step(run) if require_same_step else False
-    if keys:
-        shared = {key: get_setting(run, key) for key in keys}
-    else:
-        shared = {
-            **{key: get_setting(run, key) for key in run.settings if key != "seed"},
-            "model": run.model_name,
-            "corpus": run.corpus.get("sha256"),
-        }
-    return json.dumps([step, shared], sort_keys=True)
-
-
-def make_group(name: str, runs: list[Run]) -> Group:
-    """Make a group of runs, and find the keys in which they differ."""
-    first_settings = runs[0].settings
-    mixed_keys = []
-    for key in sorted(set().union(*(run.settings for run in runs)) - {"seed"}):
-        for run in runs:
-            if key not in run.settings or run.settings[key] != first_settings.get(key):
-                mixed_keys.append(key)
-                break
-    model_names = {run.model_name for run in runs}
-    return Group(
-        name=name,
-        model_name=runs[0].model_name if len(model_names) == 1 else None,
-        runs=tuple(runs),
-        step=get_evaluated_step(runs[0]),
-        mixed_keys=tuple(mixed_keys),
-    )
-
-
-def get_evaluated_step(run: Run) -> int | None:
-    """Return the step of the last evaluation, or None before the first one."""
-    return run.final_evaluation["step"] if run.final_evaluation else None
-
-
-def get_corpus_digest(run: Run) -> str:
+def get_corpus_digest(row: Row) -> str:
     """Return the first eight digits of the corpus's checksum, or "" if it is not known."""
-    return str(run.corpus.get("sha256") or "")[:8]
+    return str(row.get("corpus.sha256") or "")[:8]
 
 
-def name_groups(runs: list[Run], keys: Sequence[str] = ()) -> list[str]:
+def name_groups(runs: "pl.DataFrame", keys: Sequence[str] = ()) -> list[str]:
     """Return for each run the name of its group.
 
     The name has the values of `keys`. Without keys, it has the model and the settings in which runs
     of that model differ.
     """
     if keys:
-        return [" ".join(describe_setting(run, key) for key in keys) for run in runs]
-    runs_by_model: dict[str | None, list[Run]] = {}
-    for run in runs:
-        runs_by_model.setdefault(run.model_name, []).append(run)
-    differing_keys = {
-        model_name: find_differing_keys(same_model)
-        for model_name, same_model in runs_by_model.items()
-    }
+        columns = {key: find_column(runs, key, "--by") for key in keys}
+        names = []
+        for row in runs.iter_rows(named=True):
+            values = {key: row[column] for key, column in columns.items()}
+            parts = [
+                str(value) if key in ("model", "run") else f"{key}={value}"
+                for key, value in values.items()
+            ]
+            names.append(" ".join(parts))
+        return names
+    pl = import_polars()
     names = []
-    for run in runs:
-        parts = [run.model_name or run.name]
-        parts += [
-            f"{key}={run.settings[key]}"
-            for key in differing_keys[run.model_name]
-            if key in run.settings
-        ]
-        digests = {get_corpus_digest(other) for other in runs_by_model[run.model_name]}
-        if get_corpus_digest(run) and len(digests) > 1:
-            parts.append(f"corpus={get_corpus_digest(run)}")
+    for row in runs.iter_rows(named=True):
+        same_model = runs.filter(pl.col("model").eq_missing(row["model"]))
+        parts = [row["model"] or row["name"]]
+        if row["model"] is not None:
+            parts += [f"{key}={row[key]}" for key in find_differing_keys(same_model)]
+        digests = {get_corpus_digest(other) for other in same_model.to_dicts()}
+        if get_corpus_digest(row) and len(digests) > 1:
+            parts.append(f"corpus={get_corpus_digest(row)}")
         names.append(" ".join(parts))
     return names
 
 
-def find_differing_keys(runs: list[Run]) -> list[str]:
-    """Return the keys, other than the seed, in which runs of a model that have them differ."""
-    values_by_key: dict[str, list] = {}
-    for run in runs:
-        for key, value in run.settings.items():
-            values_by_key.setdefault(key, []).append(value)
-    differing_keys = [
-        key
-        for key, values in values_by_key.items()
-        if key not in ("model", "seed") and any(value != values[0] for value in values)
-    ]
-    return sorted(differing_keys, key=get_label_position)
-
-
-def describe_setting(run: Run, key: str) -> str:
-    """Return `key=value`; of a model or a run, the value alone."""
-    value = str(get_setting(run, key))
-    return value if key in ("model", "run") else f"{key}={value}"
+def find_differing_keys(runs: "pl.DataFrame") -> list[str]:
+    """Return the settings in which runs differ, in the order of labels."""
+    keys = [key for key in runs.columns if is_setting(key) and runs[key].n_unique() > 1]
+    return sorted(keys, key=get_label_position)
 
 
 def get_label_position(key: str) -> int:
@@ -481,38 +391,6 @@ def get_label_position(key: str) -> int:
         return len(FIRST_LABEL_KEYS)
     # keys that may change when a run is resumed, such as compile and max_steps, come last
     return len(FIRST_LABEL_KEYS) + (2 if run_option.changeable else 1)
-
-
-def make_labels(runs: list[Run]) -> list[str]:
-    """Return short names for runs: the values of the keys in which they differ, as many as fit.
-
-    Keys that distinguish models come first, those of the machine last (get_label_position). If the
-    values do not tell the runs apart, the labels are the names of their folders.
-    """
-    settings_by_run = [run.settings for run in runs]
-    labels = [""] * len(runs)
-    # dict.fromkeys keeps the order of the keys, unlike a set
-    keys = dict.fromkeys(key for settings in settings_by_run for key in settings)
-    for key in sorted(keys, key=get_label_position):
-        # a run of a model without this key has no part for it in its label
-        values = [settings[key] for settings in settings_by_run if key in settings]
-        if all(value == values[0] for value in values):
-            continue
-        longer_labels = []
-        for label, settings in zip(labels, settings_by_run):
-            if key not in settings:
-                longer_labels.append(label)
-                continue
-            part = str(settings[key]) if key == "model" else f"{key}={settings[key]}"
-            longer_labels.append(f"{label}, {part}" if label else part)
-        if max(map(len, longer_labels)) <= MAX_LABEL_LENGTH:
-            labels = longer_labels
-    if len(set(labels)) == len(runs):
-        return labels
-    names = [shorten(run.name) for run in runs]
-    if len(set(names)) < len(set(run.name for run in runs)):
-        return [run.name for run in runs]  # they differ only in the middle
-    return names
 
 
 def shorten(name: str) -> str:
@@ -551,11 +429,15 @@ def find_baseline(groups: list[Group], against: str) -> Group:
     Raises:
         ValueError: there is no such group, or there are several
     """
+    path = Path(against)
     candidates: list[Group] = []
     for matches in (
         lambda group: against in (group.name, group.model_name),
-        lambda group: any(is_run_at(run, against) for run in group.runs),
-        lambda group: any(Path(against).name == run.path.name for run in group.runs),
+        lambda group: any(
+            against == row["name"] or path.resolve() == Path(row["path"]).resolve()
+            for row in group.rows
+        ),
+        lambda group: any(path.name == Path(row["path"]).name for row in group.rows),
     ):
         candidates = candidates or [group for group in groups if matches(group)]
     if len(candidates) != 1:
@@ -567,36 +449,24 @@ def find_baseline(groups: list[Group], against: str) -> Group:
     return candidates[0]
 
 
-def is_run_at(run: Run, name_or_path: str) -> bool:
-    """Return whether a run has this name or this path."""
-    return name_or_path == run.name or Path(name_or_path).resolve() == run.path.resolve()
-
-
 def choose_metric(groups: list[Group]) -> str:
     """Return the metric that groups are compared by, which all of them have.
 
     It is bits per byte if possible, for tasks the accuracy, otherwise the loss.
-
-    Raises:
-        ValueError: a run has no evaluation
     """
-    metrics = ["val_bits_per_byte", "val_loss"]
+    metrics = ["val_bits_per_byte"]
     if not any(group.get_values("val_bits_per_byte") for group in groups):
-        metrics = ["val_bits_per_byte", "val_accuracy", "val_loss"]
+        metrics.append("val_accuracy")
     for metric in metrics:
         if all(group.get_values(metric) for group in groups):
             return metric
-    raise ValueError("a run has no evaluation: omit it")
+    return "val_loss"
 
 
 def compare_groups(
     groups: list[Group], baseline: Group, metric: str | None = None
 ) -> list[Comparison]:
-    """Compare every other group with the baseline.
-
-    Raises:
-        ValueError: a group has no evaluation
-    """
+    """Compare every other group with the baseline; all groups have evaluations."""
     metric = metric or choose_metric(groups)
     comparisons = [
         compare_pair(group, baseline, metric) for group in groups if group is not baseline
@@ -618,12 +488,9 @@ def compare_pair(group: Group, baseline: Group, metric: str) -> Comparison:
             group.get_values(metric), baseline.get_values(metric)
         )
         return Comparison(group, baseline, metric, estimate, reason=reason)
-    value_by_seed = dict(zip(group.seeds, group.get_values(metric)))
-    baseline_by_seed = dict(zip(baseline.seeds, baseline.get_values(metric)))
-    shared_seeds = [seed for seed in value_by_seed if seed in baseline_by_seed]
+    pairs = group.runs.join(baseline.runs, on="seed", suffix=" of the baseline")
     estimate = estimate_paired_difference(
-        [value_by_seed[seed] for seed in shared_seeds],
-        [baseline_by_seed[seed] for seed in shared_seeds],
+        pairs[metric].to_list(), pairs[f"{metric} of the baseline"].to_list()
     )
     return Comparison(group, baseline, metric, estimate, paired=True)
 
@@ -634,53 +501,52 @@ def explain_incomparable(group: Group, baseline: Group, metric: str) -> str:
     if group.step != baseline.step or has_unfinished_run:
         reason = f"evaluated at step {group.step}, the baseline at {baseline.step}"
         return f"{reason}; a run is not finished" if has_unfinished_run else reason
-    runs = (*group.runs, *baseline.runs)
-    if len({describe_validation_data(run, metric) for run in runs}) == 1:
+    rows = [*group.rows, *baseline.rows]
+    if len({describe_validation_data(row, metric) for row in rows}) == 1:
         return ""
     if metric == "val_bits_per_byte":
         return "another validation text"
     return "another vocabulary or validation text"
 
 
-def describe_validation_data(run: Run, metric: str = "val_loss") -> str:
+def describe_validation_data(row: Row, metric: str = "val_loss") -> str:
     """Return a text that is the same for runs whose metric is of the same validation data.
 
     It has the validation text and the part of it that was read, as far as a run knows them; for
     metrics per token, also the tokens.
     """
-    counts = run.corpus.get("val", {})
+    counts = json.loads(row.get("corpus.val") or "{}")
     data = [
-        run.corpus.get("source"),
-        run.corpus.get("name"),
+        row.get("corpus.source"),
+        row.get("corpus.name"),
         counts.get("bytes"),
-        run.settings.get("eval_part", "all"),
-        *describe_evaluated_sequences(run),
+        row.get("eval_part") or "all",
+        *describe_evaluated_sequences(row, counts.get("tokens")),
     ]
     if metric != "val_bits_per_byte" or not counts.get("bytes"):
-        data += [*get_vocabulary(run), counts.get("tokens")]
+        data += [*get_vocabulary(row), counts.get("tokens")]
     return json.dumps(data)
 
 
-def describe_evaluated_sequences(run: Run) -> list:
+def describe_evaluated_sequences(row: Row, num_tokens: int | None) -> list:
     """Return what tells the text of the last evaluation from other parts of the validation text.
 
     All of a text is the same text for every tokenizer and block size. The same number of sequences
     is not.
     """
-    num_sequences = (run.final_evaluation or {}).get("val_sequences")
-    block_size = run.settings.get("block_size")
-    num_tokens = run.corpus.get("val", {}).get("tokens")
+    num_sequences = row.get("val_sequences")
+    block_size = row.get("block_size")
     if num_sequences is None:
         return []
-    is_whole = run.settings.get("eval_part", "all") == "all" and block_size and num_tokens
+    is_whole = (row.get("eval_part") or "all") == "all" and block_size and num_tokens
     if is_whole and num_sequences == math.ceil((num_tokens - 1) / block_size):
         return ["all"]
-    return [num_sequences, block_size, *get_vocabulary(run), num_tokens]
+    return [num_sequences, block_size, *get_vocabulary(row), num_tokens]
 
 
-def get_vocabulary(run: Run) -> tuple[str | None, int | None]:
+def get_vocabulary(row: Row) -> tuple[str | None, int | None]:
     """Return the tokenizer and the vocabulary size, None if they are not known."""
-    return run.corpus.get("tokenizer"), run.corpus.get("vocab_size")
+    return row.get("corpus.tokenizer"), row.get("corpus.vocab_size")
 
 
 def explain_unpaired(group: Group, baseline: Group) -> str:
@@ -689,13 +555,13 @@ def explain_unpaired(group: Group, baseline: Group) -> str:
         if len(set(either_group.seeds)) < len(either_group.seeds):
             return f"{either_group.name} has runs of the same seed"
     # data/loader.py makes the order of the data from these, the corpus and the seed
-    orders = [
-        (run.corpus, run.settings.get("block_size"), run.settings.get("global_batch_size"))
-        for run in (*group.runs, *baseline.runs)
-    ]
+    orders = []
+    for row in [*group.rows, *baseline.rows]:
+        corpus = {column: value for column, value in row.items() if column.startswith("corpus.")}
+        orders.append((corpus, row.get("block_size"), row.get("global_batch_size")))
     if any(order != orders[0] for order in orders):
         return "the data came in another order"
     shared_seeds = set(group.seeds) & set(baseline.seeds) - {None}
-    if len(shared_seeds) == 1 and min(len(group.runs), len(baseline.runs)) > 1:
+    if len(shared_seeds) == 1 and min(len(group.seeds), len(baseline.seeds)) > 1:
         return "one seed in common"  # a single pair has no interval
     return "" if shared_seeds else "no seed in common"

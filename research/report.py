@@ -2,9 +2,10 @@
 
     python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte]
     python research/report.py curves RUN RUN RUN ... --band     # mean and 95% interval over seeds
+    python research/report.py curves RUN --y=attn.beta_mean     # a statistic of each block
     python research/report.py table runs/demo_cpu [RUN ...]     # the last evaluation of each run
     python research/report.py table RUN RUN RUN ... --against=gpt-mha-rope     # and differences
-    python research/report.py paper RUN RUN RUN ... --out=report     # a paper's tables and figures
+    python research/report.py paper RUN RUN RUN ... --out=paper.md   # the paper's tables, and its results
     python research/report.py runs RUN RUN RUN ... --out=runs.csv    # a row for each run
 
 RUN is a run folder made by train.py, a folder that contains some, or a runs.csv. Runs that differ
@@ -12,51 +13,53 @@ only in their seed are one row of a table, with the mean, its 95% interval and t
 Runs that cannot be read are named and left out. See research/docs/report.md for more.
 """
 
+import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configurator import argument, option
-from research import compare, paper, plots, runs, tables
+from evaluation import published
+from research import compare, plots, runs, tables
 from research.commands import Command, read_command
+from research.storage import store_figures
 from training import metrics
-from utils import errors
-from utils.provenance import store_figures
-from utils.tables import format_markdown
+from utils import errors, files
+
+if TYPE_CHECKING:
+    import polars as pl
 
 MAX_ERRORS = 3  # unreadable runs that an error message names
 Y_LABELS = {
     "loss": "loss (nats per token; lower is better)",
     "bits_per_byte": "bits per byte (lower is better)",
 }
-SUFFIXES = (".png", ".svg", ".pdf", ".html")
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def read_runs(args: SimpleNamespace) -> tuple[list[runs.Run], list[str]]:
-    """Read the runs of the command line, and select those of `--where`.
-
-    Returns:
-        the runs, and notes on what was left out
+def read_runs(args: SimpleNamespace) -> "pl.DataFrame":
+    """Read the runs of the command line, select those of `--where`, and print what was left out.
 
     Raises:
         ValueError: no run can be read, or `--where` selects none
     """
     readable, error_lines = runs.load(args.runs)
-    if not readable:
+    if not readable.height:
         message = "; ".join(error_lines[:MAX_ERRORS])
         if len(error_lines) > MAX_ERRORS:
             message += f"; and {len(error_lines) - MAX_ERRORS} more"
         raise ValueError(message)
     selected = compare.select_runs(readable, args.where)
     notes = list(error_lines)
-    for run in selected:
-        notes += [f"{run.name}: {note}" for note in run.notes]
-    return selected, notes
+    for name, texts in zip(selected["name"], compare.get_column(selected, "notes")):
+        notes += [f"{name}: {text}" for text in json.loads(texts or "[]")]
+    print_notes(notes)
+    return selected
 
 
 def print_notes(notes: list[str]) -> None:
@@ -65,131 +68,154 @@ def print_notes(notes: list[str]) -> None:
         print(f"note: {' '.join(note.split())}", file=sys.stderr)
 
 
-def get_out(args: SimpleNamespace, loaded: list[runs.Run], name: str) -> Path:
-    """Return --out; by default a path in the folder of a single run, or in that of several runs."""
-    if args.out:
-        return Path(args.out)
-    paths = [run.path.resolve() for run in loaded]
-    if len(paths) == 1 and not paths[0].is_file():
-        return paths[0] / name
-    return Path(os.path.commonpath([path.parent for path in paths])) / name
+# ---- curves ----
 
 
 def draw_curves(args: SimpleNamespace) -> None:
-    """Draw the loss curves of `report.py curves`."""
+    """Draw the curves of `report.py curves`."""
     if args.out and Path(args.out).suffix not in SUFFIXES:
         raise ValueError(f"--out={args.out}: give a name that ends with {', '.join(SUFFIXES)}")
-    loaded, notes = read_runs(args)
-    lines, line_notes = make_lines(loaded, args)
-    print_notes([*notes, *line_notes])
-    out = get_out(args, loaded, "curves.png")
+    loaded = read_runs(args)
+    out = Path(args.out) if args.out else find_default_out(loaded)
+    for row in loaded.iter_rows(named=True):
+        if Path(row["path"]).is_file():
+            raise ValueError(
+                f"{row['name']}: a row of a runs.csv has no curves: give its run folder"
+            )
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw = plots.write_page if out.suffix == ".html" else plots.plot_losses
-    draw(
-        lines,
-        x_axis=args.x,
-        x_label=plots.X_LABELS[args.x],
-        y_label=Y_LABELS[args.y],
-        out=out,
-        title=compare.shorten(loaded[0].name) if len(loaded) == 1 else "",
-    )
+    if args.y not in Y_LABELS:
+        if loaded.height > 1:
+            raise ValueError(f"--y={args.y}: give one run, whose blocks have a curve each")
+        plots.plot_statistic(loaded.row(0, named=True), args.y, out)
+    else:
+        plots.plot_losses(
+            make_lines(loaded, args),
+            x_axis=args.x,
+            y_label=Y_LABELS[args.y],
+            out=out,
+            title=compare.shorten(loaded["name"][0]) if loaded.height == 1 else "",
+        )
     print(f"drew {out}")
 
 
-def make_lines(loaded: list[runs.Run], args: SimpleNamespace) -> tuple[list[plots.Line], list[str]]:
-    """Make a line for each run, or for each setting with `--band`.
+def find_default_out(loaded: "pl.DataFrame") -> Path:
+    """Return curves.png in the folder of a single run, or in that of several runs."""
+    paths = [Path(path).resolve() for path in loaded["path"]]
+    if len(paths) == 1:
+        return paths[0] / "curves.png"
+    return Path(os.path.commonpath([path.parent for path in paths])) / "curves.png"
 
-    Returns:
-        the lines, and notes on what cannot be drawn or compared
+
+def make_lines(loaded: "pl.DataFrame", args: SimpleNamespace) -> list[plots.Line]:
+    """Make a line for each run, or for each setting with `--band`.
 
     Raises:
         ValueError: there is nothing to draw
     """
-    loaded = sorted(loaded, key=paper.get_paper_position)
     if args.band:
-        groups = compare.group_runs(loaded, require_same_step=False)
+        groups = compare.group_runs(loaded, same_step=False)
     else:
-        labels = [loaded[0].model_name or loaded[0].name]
-        if len(loaded) > 1:
-            labels = compare.make_labels(loaded)
-        groups = [compare.make_group(label, [run]) for label, run in zip(labels, loaded)]
+        names = compare.name_groups(loaded)
+        groups = [compare.Group(name, loaded[index]) for index, name in enumerate(names)]
+        groups = compare.make_names_unique(groups)
+    groups.sort(key=get_paper_position)
     notes = [f"{group.name}: {caution}" for group in groups for caution in group.cautions]
-    style_numbers = plots.assign_style_numbers([group.model_name for group in groups])
     lines = []
-    for group, style_number in zip(groups, style_numbers):
-        line = plots.make_line(group, style_number)
-        if any(run.path.is_file() for run in group.runs):
-            notes.append(f"{line.name}: a row of a runs.csv has no curves: give its run folder")
-        elif not line.curves:
+    styles = plots.choose_styles([group.model_name for group in groups])
+    for group, style in zip(groups, styles):
+        line = plots.make_line(group, style, y="loss", val_y=f"val_{args.y}")
+        if args.y == "bits_per_byte" and not convert_to_bits_per_byte(line, group):
+            notes.append(f"{line.name}: --y=bits_per_byte: its shards' text size is unknown")
+        elif not line.training.height and not line.evaluations.height:
             notes.append(f"{line.name}: its runs have no common step with a loss")
-        elif args.y == "bits_per_byte":
-            convert_to_bits_per_byte(line, group, notes)
-        if line.curves:
+        else:
             lines.append(line)
     if not lines:
         raise ValueError("; ".join(notes) + ": nothing to draw")
-    name_by_vocabulary = {
-        compare.get_vocabulary(run): group.name for group in groups for run in group.runs
-    }
-    if args.y == "loss" and len(name_by_vocabulary) > 1:
+    vocabularies = {compare.get_vocabulary(row) for row in loaded.to_dicts()}
+    if args.y == "loss" and len(vocabularies) > 1:
         notes.append(
             "losses per token cannot be compared between different tokenizers or vocabularies; try "
-            f"--y=bits_per_byte: {' | '.join(name_by_vocabulary.values())}"
+            f"--y=bits_per_byte: {' | '.join(group.name for group in groups)}"
         )
-    return lines, notes
+    print_notes(notes)
+    return lines
 
 
-def convert_to_bits_per_byte(line: plots.Line, group: compare.Group, notes: list[str]) -> None:
-    """Convert the curves of a line, or remove them if the size of the text is not known."""
-    bytes_per_token = {run.bytes_per_token for run in group.runs}
-    if None in bytes_per_token or len(bytes_per_token) > 1:
-        notes.append(f"{line.name}: --y=bits_per_byte: its shards' text size is unknown")
-        line.curves = {}
-        return
-    factor = metrics.compute_bits_per_byte(1.0, bytes_per_token.pop())
-    evaluations = [
-        plots.extract_series(run, run.evaluations, "val_bits_per_byte") for run in group.runs
-    ]
-    curves = {"validation": plots.make_validation_curve(evaluations)}
-    if "training" in line.curves:
-        training = line.curves["training"]
-        curves["training"] = replace(
-            training, mean=training.mean * factor, half_width=training.half_width * factor
-        )
-    # training first, because its curve gives the legend its artist
-    line.curves = {kind: curves[kind] for kind in ("training", "validation") if curves.get(kind)}
-    if line.raw_training:
-        values = line.raw_training.values * factor
-        line.raw_training = replace(line.raw_training, values=values)
+def get_paper_position(group: compare.Group) -> tuple[bool, int]:
+    """Return a sort key: the paper's models in its order, then all others in the given order."""
+    model_names = list(published.CONFIG_NAMES)
+    if group.model_name in model_names:
+        return (False, model_names.index(group.model_name))
+    return (True, 0)
+
+
+def convert_to_bits_per_byte(line: plots.Line, group: compare.Group) -> bool:
+    """Convert the training losses of a line; return False if the size of the text is not known."""
+    factors = set()
+    for text in group.get_column("corpus.train"):
+        counts = json.loads(text or "{}")
+        if "bytes" not in counts or not counts.get("tokens"):
+            return False
+        bytes_per_token = counts["bytes"] / counts["tokens"]
+        factors.add(metrics.compute_bits_per_byte(1.0, bytes_per_token))
+    if len(factors) > 1:
+        return False
+    pl = runs.import_polars()
+    factor = factors.pop()
+    line.training = line.training.with_columns(pl.col("value", "half_width") * factor)
+    if line.raw is not None:
+        line.raw = line.raw.with_columns(pl.col("value") * factor)
+    return True
+
+
+# ---- tables ----
 
 
 def print_table(args: SimpleNamespace) -> None:
     """Print the table of `report.py table`."""
-    loaded, notes = read_runs(args)
-    evaluated = [run for run in loaded if run.final_evaluation]
-    notes += [f"{run.name} has no evaluation yet" for run in loaded if not run.final_evaluation]
-    if not evaluated:
-        raise ValueError("; ".join(notes[-MAX_ERRORS:]))
+    loaded = read_runs(args)
+    evaluated = select_evaluated(loaded)
     groups = compare.group_runs(evaluated, list_group_keys(args))
     comparisons = []
     if args.against:
         baseline = compare.find_baseline(groups, args.against)
         comparisons = compare.compare_groups(groups, baseline)
     table = tables.make_loss_table(groups, comparisons)
-    print_notes([*notes, *tables.list_cautions(groups, comparisons)])
+    print_notes(tables.list_cautions(groups, comparisons))
     if args.json:
-        rows = []
-        for run in evaluated:
-            rows.append(
-                {
-                    "run": run.name,
-                    "model": run.model_name,
-                    "seed": run.seed,
-                    **run.final_evaluation,
-                }
-            )
+        rows = [describe_evaluation(row) for row in evaluated.iter_rows(named=True)]
         store_figures(Path(args.json), {"rows": rows, "groups": table.numbers})
-    print(format_markdown(table.header, table.rows))
+    print(table.format())
+
+
+def describe_evaluation(row: runs.Row) -> dict[str, object]:
+    """Return what --json stores of a run: its name, model and seed, and its last evaluation."""
+    evaluation = {"run": row["name"], "model": row["model"], "seed": row["seed"]}
+    for axis in runs.AXES.values():
+        evaluation[axis] = row.get(f"val_{axis}")
+    positions = {f"val_{axis}" for axis in runs.AXES.values()}
+    for key, value in row.items():
+        if key.startswith(runs.SCORE_PREFIXES) and key not in positions and value is not None:
+            evaluation[key] = value
+    return evaluation
+
+
+def select_evaluated(loaded: "pl.DataFrame") -> "pl.DataFrame":
+    """Return the runs that have an evaluation, and print a note for each of the others.
+
+    Raises:
+        ValueError: none has one
+    """
+    pl = runs.import_polars()
+    steps = compare.get_column(loaded, "val_step")
+    notes = [
+        f"{name} has no evaluation yet" for name, step in zip(loaded["name"], steps) if step is None
+    ]
+    if len(notes) == loaded.height:
+        raise ValueError("; ".join(notes[-MAX_ERRORS:]))
+    print_notes(notes)
+    return loaded.filter(pl.col("val_step").is_not_null())
 
 
 def list_group_keys(args: SimpleNamespace) -> list[str]:
@@ -198,37 +224,29 @@ def list_group_keys(args: SimpleNamespace) -> list[str]:
 
 
 def write_paper(args: SimpleNamespace) -> None:
-    """Write the folder of `report.py paper`."""
+    """Print or write the tables of `report.py paper`: losses and accuracies beside the paper's."""
+    loaded = read_runs(args)
+    groups = compare.group_runs(loaded, list_group_keys(args))
+    groups.sort(key=get_paper_position)
+    all_tables = [tables.make_loss_table(groups), *tables.make_accuracy_tables(groups)]
+    text = "\n\n".join(table.format_section() for table in all_tables)
     if args.out:
-        paper.check_out(Path(args.out))  # before the runs are read, which can take minutes
-    loaded, notes = read_runs(args)
-    out = get_out(args, loaded, "report")
-    paper.check_out(out)
-    print_notes([*notes, f"runs read: {len(loaded)}"])
-    paper.write(
-        loaded,
-        omitted=notes,
-        keys=list_group_keys(args),
-        against=args.against,
-        x_axis=args.x,
-        out=out,
-    )
-    print(f"wrote {out / 'report.md'}")
+        files.write_text(Path(args.out), f"{text}\n")
+        print(f"wrote {args.out}")
+    else:
+        print(text)
 
 
 def store_runs(args: SimpleNamespace) -> None:
     """Add rows to the file of `report.py runs`."""
     if not args.out:
         raise ValueError("--out is missing: give a CSV file, as in --out=runs.csv")
-    loaded, notes = read_runs(args)
-    print_notes(notes)
-    num_added, num_replaced = runs.write_csv(loaded, Path(args.out))
+    num_added, num_replaced = runs.write_csv(read_runs(args), Path(args.out))
     print(f"{args.out}: {num_added} runs added, {num_replaced} replaced")
 
 
 # ---- the commands ----
 
-AXIS_HELP = "x axis; seconds are device-seconds after the first step"
 BY_HELP = "KEY or KEY,KEY: settings that distinguish rows (default: all settings but the seed)"
 
 
@@ -248,8 +266,14 @@ class RunOptions:
 class CurvesOptions(RunOptions):
     """What is drawn."""
 
-    x: Literal["steps", "tokens", "flops", "seconds"] = option("steps", AXIS_HELP)
-    y: Literal["loss", "bits_per_byte"] = option("loss", "y axis")
+    x: Literal["steps", "tokens", "flops", "seconds"] = option(
+        "steps",
+        "x axis; seconds are device-seconds after the first step",
+    )
+    y: str = option(
+        "loss",
+        "y axis: loss, bits_per_byte, or a statistic of one run, as in --y=attn.beta_mean",
+    )
     band: bool = option(
         False,
         "draw the mean and 95% interval of runs that differ only in their seed",
@@ -277,19 +301,10 @@ class TableOptions(RunOptions):
 
 @dataclass(frozen=True)
 class PaperOptions(RunOptions):
-    """What is written."""
+    """What is printed."""
 
     by: tuple[str, ...] = option((), BY_HELP)
-    against: str | None = option(
-        None,
-        f"baseline of each model size (default: {plots.BASELINE_MODEL})",
-    )
-    x: Literal["steps", "tokens", "flops", "seconds"] = option("tokens", AXIS_HELP)
-    out: str | None = option(
-        None,
-        "a new folder, or that of an earlier report (default: report, in the run folder or beside "
-        "the runs)",
-    )
+    out: str | None = option(None, "Markdown file to write instead")
 
 
 @dataclass(frozen=True)
@@ -303,18 +318,12 @@ class StoreOptions(RunOptions):
 
 
 COMMANDS = {
-    "curves": Command(
-        "draw loss curves as a picture or an interactive page",
-        CurvesOptions,
-        draw_curves,
-    ),
+    "curves": Command("draw loss curves, or a statistic of each block", CurvesOptions, draw_curves),
     "table": Command(
-        "print the last evaluation of each run as Markdown",
-        TableOptions,
-        print_table,
+        "print the last evaluation of each run as Markdown", TableOptions, print_table
     ),
     "paper": Command(
-        "write the tables and figures of a paper to one folder",
+        "print the paper's tables of losses and accuracies, with its results beside yours",
         PaperOptions,
         write_paper,
     ),

@@ -1,9 +1,8 @@
-"""Read runs as data: run folders of train.py, folders that contain some, or a runs.csv.
+"""Read runs into one frame: run folders of train.py, folders that contain some, or a runs.csv.
 
-A run folder is too large for git, so runs.csv stores a row for each run. A column has the name of a
-setting (`max_steps`) or of a score (`val_loss`). The columns of a nested field have the field's name
-as a prefix (`totals.tokens`, `machine.machine`). A cell is text or JSON, and empty if its value is
-not known.
+A row is a run. A column has the name of a setting (`max_steps`) or of a score of the last evaluation
+(`val_loss`). The columns of a nested field have its name as a prefix (`totals.tokens`, `corpus.val`).
+Lists and dicts are JSON. A run folder is too large for git, so runs.csv stores the frame.
 """
 
 import contextlib
@@ -12,34 +11,30 @@ import hashlib
 import io
 import json
 import math
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from configurator import collect_options
-from evaluation.published import Published
-from evaluation.published import find as find_published
-from model import build, make_config, model_class
+from evaluation import published
+from model import MODEL_NAMES, build, make_config, model_class
 from training import checkpoint, metrics
 from training.config import TrainConfig
-from training.optimizer import get_learning_rate
 from training.settings import saved_settings
 from utils import errors, files
 
 if TYPE_CHECKING:
     import polars as pl
 
-MAX_CURVE_POINTS = 2000  # of a training curve
+# axes of curves, and their columns, which every line of metrics.jsonl has
 AXES = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
-COMMON_COLUMNS = tuple(AXES.values())  # every line of metrics.jsonl has them
-TRAINING_COLUMNS = ("loss", "grad_norm", "tokens_per_second", "memory")
 SCORE_PREFIXES = ("val_", "ema_val_")  # of trained and of averaged weights
-INTEGER_COLUMNS = ("tokens", "flops", "val_sequences")
 # settings that do not distinguish one run from another
 HIDDEN_SETTINGS = {
     "out_dir",
@@ -69,9 +64,14 @@ ACCURACY_KEYS = (
     "date",
     "machine",
 )
-# the fields of Run that are columns of runs.csv, and those that are dicts with a column per key
-PLAIN_FIELDS = (
+# Columns that are no settings. step: the last one. first_seconds: the duration of the first step,
+# which includes compilation. accuracy: the records of eval.py for the newest checkpoint. path: the
+# run folder, or the runs.csv; it is not stored.
+FIELDS = (
     "name",
+    "path",
+    "model",
+    "seed",
     "step",
     "parameters",
     "commit",
@@ -81,97 +81,20 @@ PLAIN_FIELDS = (
     "accuracy",
 )
 NESTED_FIELDS = ("totals", "machine", "corpus")
+MAX_INTEGER = 2**53  # FLOPs of large runs do not fit into the integers of polars
 OMITTED_KEYS = {"packages"}  # a long list of a corpus, which its sha256 stands for
 
+Row = dict[str, Any]  # the columns of a run
 
-@dataclass(frozen=True)
-class Run:
-    """A run; a value that is not known is None or empty.
 
-    path: the run folder or the runs.csv. settings: the keys of the run and of its model. corpus:
-    `Corpus.identity`. machine: the result of `utils.provenance.machine` at the last start.
-    training: float64 columns COMMON_COLUMNS and TRAINING_COLUMNS, a row for each step; long runs
-    have the means of groups of equally many steps (of `memory` the maximum). evaluations:
-    COMMON_COLUMNS and the numbers `val_*`. residual_records: the lines of metrics.jsonl that
-    `statistics_interval` writes. totals: the last tokens, flops and seconds, the median
-    `tokens_per_second` and the maximum `memory` of all steps. first_seconds: the duration of the
-    first step, which includes compilation. published: the paper's results for the model. accuracy:
-    the records of eval.py for the newest checkpoint.
+def import_polars() -> ModuleType:
+    """Return polars, or raise ValueError if it is not installed."""
+    return errors.import_optional("polars", "a report of runs")
 
-    A run from a row of runs.csv has no training curve, and only the last evaluation.
-    """
 
-    name: str
-    path: Path
-    model_name: str | None
-    settings: dict[str, Any]
-    seed: int | None
-    parameters: int | None
-    corpus: dict[str, Any]
-    commit: str | None
-    machine: dict[str, Any] | None
-    processes: int
-    training: "pl.DataFrame"
-    evaluations: "pl.DataFrame"
-    residual_records: list[dict] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    published: Published | None = None
-    accuracy: list[dict] = field(default_factory=list)
-    first_seconds: float | None = None
-    step: int = 0
-    totals: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def final_evaluation(self) -> dict[str, Any] | None:
-        """The last evaluation without unknown values, or None before the first evaluation."""
-        evaluation = {}
-        for row in self.evaluations.tail(1).to_dicts():
-            for key, value in row.items():
-                if value is not None:
-                    evaluation[key] = int(value) if key in INTEGER_COLUMNS else value
-        return evaluation or None
-
-    @property
-    def finished(self) -> bool | None:
-        """True if the last step was evaluated, None if the number of steps is not known."""
-        max_steps = self.settings.get("max_steps")
-        if max_steps is None:
-            return None
-        evaluation = self.final_evaluation
-        return evaluation is not None and evaluation["step"] >= max_steps
-
-    @property
-    def flops_per_token(self) -> float | None:
-        """The FLOPs of training per token."""
-        flops = self.totals.get("flops")
-        tokens = self.totals.get("tokens")
-        return flops / tokens if flops is not None and tokens else None
-
-    @property
-    def device_seconds(self) -> float | None:
-        """The seconds of all training steps but the first, times the number of processes."""
-        seconds = self.totals.get("seconds")
-        if seconds is None:
-            return None
-        return (seconds - (self.first_seconds or 0)) * self.processes
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """The UTF-8 bytes of the training text per token."""
-        counts = self.corpus.get("train", {})
-        if "bytes" not in counts or not counts.get("tokens"):
-            return None
-        return counts["bytes"] / counts["tokens"]
-
-    def get_x_values(self, frame: "pl.DataFrame", axis: str) -> "pl.Series":
-        """Return a frame's column of one of AXES.
-
-        Seconds are multiplied by the processes, and do not count the first step, which compiles.
-        """
-        values = frame[AXES[axis]]
-        if axis != "seconds":
-            return values
-        return (values - (self.first_seconds or 0)) * self.processes
+def is_setting(column: str) -> bool:
+    """Return whether a column of the frame is a setting of the run or of its model."""
+    return column not in FIELDS and not column.startswith(SCORE_PREFIXES) and "." not in column
 
 
 # ---- which runs ----
@@ -184,14 +107,14 @@ class RunSource(NamedTuple):
     row_name: str | None
 
 
-def load(paths: list[str | Path]) -> tuple[list[Run], list[str]]:
+def load(paths: list[str | Path]) -> tuple["pl.DataFrame", list[str]]:
     """Read runs, each once.
 
     Returns:
-        the runs that can be read, and an error line for each run that cannot
+        the frame of the runs that can be read, and an error line for each run that cannot
     """
     import_polars()  # otherwise a missing package would be reported as an error of every run
-    run_by_source: dict[RunSource, Run] = {}
+    row_by_source: dict[RunSource, Row] = {}
     error_lines = []
     for path in map(Path, paths):
         # `runs/*` also names the figures of earlier reports
@@ -203,21 +126,18 @@ def load(paths: list[str | Path]) -> tuple[list[Run], list[str]]:
             error_lines.append(str(error))
             continue
         for source, read in readers.items():
-            if source in run_by_source:
+            if source in row_by_source:
                 continue
             try:
-                run_by_source[source] = read()
+                row_by_source[source] = read()
             except ValueError as error:
                 error_lines.append(f"{source.row_name or source.path.name}: {error}")
-    return make_names_unique(list(run_by_source.values())), error_lines
+    rows = list(row_by_source.values())
+    make_names_unique(rows)
+    return make_frame(rows), error_lines
 
 
-def import_polars() -> ModuleType:
-    """Return polars, or raise ValueError if it is not installed."""
-    return errors.import_optional("polars", "a report of runs")
-
-
-def make_readers(path: Path) -> dict[RunSource, Callable[[], Run]]:
+def make_readers(path: Path) -> dict[RunSource, Callable[[], Row]]:
     """Return, for each run at a path, a function that reads it.
 
     Raises:
@@ -225,8 +145,8 @@ def make_readers(path: Path) -> dict[RunSource, Callable[[], Run]]:
     """
     if path.is_file():
         return {
-            RunSource(path.resolve(), row["name"]): partial(make_run, row, path)
-            for row in read_rows(path)
+            RunSource(path.resolve(), row["name"]): partial(complete_row, row, path)
+            for row in read_csv_rows(path)
         }
     if not path.is_dir():
         raise ValueError(f"{path} does not exist: give a run folder made by train.py")
@@ -247,103 +167,117 @@ def find_run_folders(path: Path) -> list[Path]:
     return run_folders
 
 
-def make_names_unique(runs: list[Run]) -> list[Run]:
+def make_names_unique(rows: list[Row]) -> None:
     """Prefix names that occur twice with as many of their parent folders as distinguish them."""
-    names = [run.name for run in runs]
     parents_by_run = []
-    for run in runs:
-        path = run.path.resolve()
+    for row in rows:
+        path = Path(row["path"]).resolve()
         parents = list(path.parent.parts)
         if path.is_file():
             parents.append(path.stem)
         parents_by_run.append(parents)
     while True:
+        names = [row["name"] for row in rows]
         repeated = [
             index
             for index, name in enumerate(names)
             if names.count(name) > 1 and parents_by_run[index]
         ]
         if not repeated:
-            break
+            return
         for index in repeated:
-            names[index] = f"{parents_by_run[index].pop()}/{names[index]}"
-    return [replace(run, name=name) for run, name in zip(runs, names)]
+            rows[index]["name"] = f"{parents_by_run[index].pop()}/{names[index]}"
+
+
+def make_frame(rows: list[Row]) -> "pl.DataFrame":
+    """Return the frame of runs; a value that a run does not have is null."""
+    pl = import_polars()
+    cells = [
+        # every frame has the columns of FIELDS
+        {**dict.fromkeys(FIELDS), **{column: make_cell(value) for column, value in row.items()}}
+        for row in rows
+    ]
+    # strict=False makes text of a column in which some runs have a number and others a word
+    return pl.from_dicts(cells, infer_schema_length=None, strict=False) if cells else pl.DataFrame()
+
+
+def make_cell(value: Any) -> Any:
+    """Return a value as polars can hold it."""
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(value)
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        return float(value)
+    return value
 
 
 # ---- run folders ----
 
 
-def read_run(folder: Path) -> Run:
-    """Read the run of a folder.
+def read_run(folder: Path) -> Row:
+    """Read the row of a run folder.
 
     Raises:
         ValueError: its metrics.jsonl is missing or has no step
     """
     records, notes = read_records(folder / "metrics.jsonl")
-    training_records = [record for record in records if is_finite(record.get("loss"))]
-    evaluation_records = [record for record in records if is_finite(record.get("val_loss"))]
-    evaluation_columns = list(COMMON_COLUMNS)
-    for record in evaluation_records:
-        for key in record:
-            if key.startswith(SCORE_PREFIXES) and key not in evaluation_columns:
-                evaluation_columns.append(key)
-    first_seconds = None
-    if training_records and training_records[0]["step"] == 1:
-        first_seconds = training_records[0].get("seconds")
+    steps = [record for record in records if is_finite(record.get("loss"))]
     checkpoint_folder, state = read_newest_state(folder, notes)
-    parameters = count_parameters(state, notes) if state else None
-    accuracy = []
-    if checkpoint_folder is not None:
-        accuracy = read_accuracy(folder, checkpoint_folder, notes)
     settings = read_settings(state)
-    machine = state.get("trained_on")
-    steps = make_frame(training_records, (*COMMON_COLUMNS, *TRAINING_COLUMNS))
-    notes += describe_other_schedule(training_records, settings)
-    return Run(
-        name=folder.resolve().name,
-        path=folder,
-        model_name=state.get("model"),
-        settings=settings,
-        seed=settings.get("seed"),
-        parameters=parameters,
-        corpus=state.get("corpus", {}),
-        commit=state.get("commit"),
-        machine=machine,
-        processes=(machine or {}).get("processes", 1),
-        training=average_rows(steps),
-        evaluations=make_frame(evaluation_records, tuple(evaluation_columns)),
-        residual_records=[record for record in records if "residual" in record],
-        notes=notes,
-        published=find_published_results(state) if state else None,
-        accuracy=accuracy,
-        first_seconds=first_seconds,
-        step=records[-1]["step"],
-        totals=compute_totals(steps),
-    )
+    trained_on = state.get("trained_on") or {}
+    row = {
+        "name": folder.resolve().name,
+        "path": str(folder),
+        "model": state.get("model"),
+        **settings,
+        "step": records[-1]["step"],
+        "parameters": count_parameters(state, notes) if state else None,
+        "commit": state.get("commit"),
+        "processes": trained_on.get("processes", 1),
+        "accuracy": read_accuracy(folder, checkpoint_folder, notes) if checkpoint_folder else [],
+        **read_last_evaluation(records),
+    }
+    if steps and steps[0]["step"] == 1:
+        row["first_seconds"] = steps[0].get("seconds")
+    nested = {
+        "totals": compute_totals(steps),
+        "machine": trained_on,
+        "corpus": state.get("corpus", {}),
+    }
+    for name, values in nested.items():
+        for key, value in values.items():
+            if key not in OMITTED_KEYS:
+                row[f"{name}.{key}"] = value
+    return {**row, "notes": notes}
 
 
-def describe_other_schedule(records: list[dict], settings: dict[str, object]) -> list[str]:
-    """Return a note if learning rates are not those of the settings, which were changed during the run.
+def read_last_evaluation(records: list[dict]) -> Row:
+    """Return the scores of the last evaluation, with its step, tokens and so on as `val_step`, ..."""
+    for record in reversed(records):
+        if not is_finite(record.get("val_loss")):
+            continue
+        scores = {
+            key: value
+            for key, value in record.items()
+            if key.startswith(SCORE_PREFIXES) and is_finite(value)
+        }
+        return {**scores, **{f"val_{key}": record.get(key) for key in AXES.values()}}
+    return {}
 
-    Args:
-        records: of training steps
-        settings: those of the run, {} if they are not known
-    """
-    if "learning_rate" not in settings:
-        return []
-    config = SimpleNamespace(**settings)
-    other_steps = [
-        record["step"]
-        for record in records
-        if "lr" in record
-        and not math.isclose(record["lr"], get_learning_rate(record["step"] - 1, config))
-    ]
-    if not other_steps:
-        return []
-    return [
-        f"its learning rate followed another schedule until step {other_steps[-1]}; max_steps or "
-        "decay_steps was changed later"
-    ]
+
+def compute_totals(steps: list[dict]) -> dict[str, float]:
+    """Return the last tokens, flops and seconds, the median speed and the maximum of memory."""
+    totals = {}
+    for name in ("tokens", "flops", "seconds", "tokens_per_second", "memory"):
+        values = [record[name] for record in steps if is_finite(record.get(name))]
+        if not values:
+            continue
+        if name == "tokens_per_second":
+            totals[name] = statistics.median(values)
+        elif name == "memory":
+            totals[name] = max(values)
+        else:
+            totals[name] = values[-1]
+    return totals
 
 
 def read_settings(state: dict) -> dict[str, object]:
@@ -384,31 +318,26 @@ def read_records(path: Path) -> tuple[list[dict], list[str]]:
         raise ValueError(f"metrics.jsonl is missing or unreadable ({error.strerror})") from error
     notes = []
     records = []
-    damaged_lines = []
-    for number, line in enumerate(lines, 1):
+    num_damaged = 0
+    for line in lines:
         try:
             record = metrics.parse_record(line)
             record["step"] + 0  # is a TypeError unless it is a number
             records.append(record)
         except (ValueError, TypeError, KeyError):
-            damaged_lines.append(number)
-    if damaged_lines:
-        notes.append(
-            f"not a record of a step: {format_numbers('line', damaged_lines)} of metrics.jsonl"
-        )
+            num_damaged += 1
+    if num_damaged:
+        notes.append(f"{num_damaged} lines of metrics.jsonl are not records of a step")
     valid_records = drop_repeated_steps(records)
     if len(valid_records) < len(records):
         notes.append(
             f"{len(records) - len(valid_records)} lines of metrics.jsonl are of steps that were "
             "repeated later"
         )
-    steps_without_loss = []
     for record in valid_records:
-        for key in ("val_loss", "loss"):
-            if not is_finite(record.get(key, 0.0)):
-                steps_without_loss.append(record["step"])
-    if steps_without_loss:
-        notes.append(f"no finite loss: {format_numbers('step', steps_without_loss)}")
+        if not all(is_finite(record.get(key, 0.0)) for key in ("val_loss", "loss")):
+            notes.append(f"no finite loss at step {record['step']}")
+            break
     if not valid_records:
         raise ValueError("; ".join(["metrics.jsonl has no step yet", *notes]))
     return valid_records, notes
@@ -434,54 +363,6 @@ def drop_repeated_steps(records: list[dict]) -> list[dict]:
 def is_finite(value: Any) -> bool:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def format_numbers(unit: str, numbers: list) -> str:
-    """Format numbers with their unit: `line 5`, or `steps 5, 6, 7 and 20 more`."""
-    if len(numbers) > 1:
-        unit = f"{unit}s"
-    text = f"{unit} {', '.join(map(str, numbers[:3]))}"
-    if len(numbers) > 3:
-        text += f" and {len(numbers) - 3:,} more"
-    return text
-
-
-def make_frame(records: list[dict], columns: tuple[str, ...]) -> "pl.DataFrame":
-    """Return float64 columns of records, including `step`; a value that is no number is null."""
-    pl = import_polars()
-    data = {}
-    for column in columns:
-        values = [record.get(column) for record in records]
-        data[column] = [float(value) if is_finite(value) else None for value in values]
-    return pl.DataFrame(data, schema=dict.fromkeys(columns, pl.Float64))
-
-
-def average_rows(frame: "pl.DataFrame") -> "pl.DataFrame":
-    """Return the means of at most MAX_CURVE_POINTS equal groups of rows; of `memory` the maximum."""
-    pl = import_polars()
-    if frame.height <= MAX_CURVE_POINTS:
-        return frame
-    group = (pl.int_range(pl.len()) * MAX_CURVE_POINTS // pl.len()).alias("group")
-    averages = []
-    for name in frame.columns:
-        averages.append(pl.col(name).max() if name == "memory" else pl.col(name).mean())
-    return frame.group_by(group, maintain_order=True).agg(averages).drop("group")
-
-
-def compute_totals(steps: "pl.DataFrame") -> dict[str, float]:
-    """Return `Run.totals` of the training steps; a column without any value is left out."""
-    totals = {}
-    for name in ("tokens", "flops", "seconds", "tokens_per_second", "memory"):
-        column = steps[name].drop_nulls()
-        if not len(column):
-            continue
-        if name == "tokens_per_second":
-            totals[name] = column.median()
-        elif name == "memory":
-            totals[name] = column.max()
-        else:
-            totals[name] = column[-1]
-    return totals
 
 
 def read_newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict[str, Any]]:
@@ -514,21 +395,11 @@ def count_model_parameters(model_name: str, model_config: str) -> int:
         return build(model_name, make_config(model_name, json.loads(model_config))).num_parameters()
 
 
-def find_published_results(state: dict[str, Any]) -> Published | None:
-    """Return the paper's results, or None if this code has no such model or lacks its keys."""
-    try:
-        config = model_class(state["model"]).Config(**state["model_config"])
-        return find_published(state["model"], config, state)
-    except (ValueError, TypeError):
-        return None
-
-
 def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> list[dict]:
-    """Return the records of eval.py for a checkpoint (eval.py).
+    """Return the records of eval.py for a checkpoint, newer ones later.
 
     They are in eval/ in the folder of the run, and in the folders beside the run in which it was
-    evaluated with others, eval_*/. Newer records come later. A note is appended for each results
-    file that cannot be read.
+    evaluated with others, eval_*/. A note is appended for each results file that cannot be read.
     """
     checksums_file = checkpoint_folder / checkpoint.CHECKSUMS
     weights = None
@@ -553,11 +424,77 @@ def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> li
     return sorted(accuracy, key=lambda record: record.get("date", ""))
 
 
+# ---- what a row says ----
+
+
+def has_finished(row: Row) -> bool | None:
+    """Return whether the last step was evaluated; None if the number of steps is not known."""
+    if row.get("max_steps") is None:
+        return None
+    return row.get("val_step") is not None and row["val_step"] >= row["max_steps"]
+
+
+def find_published(row: Row) -> published.Published | None:
+    """Return the paper's results, or None if this code has no such model or lacks its keys."""
+    if row.get("parameters") is None:
+        return None
+    try:
+        options = collect_options(TrainConfig, model_class(row["model"]).Config)
+        # the frame has the keys of all models
+        state = make_state(
+            {key: value for key, value in row.items() if key in options}, row["step"]
+        )
+        config = model_class(state["model"]).Config(**state["model_config"])
+        return published.find(state["model"], config, state)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def make_state(settings: Row, step: int) -> dict[str, Any]:
+    """Return what state.json says of a run with these settings, its model among them.
+
+    Raises:
+        ValueError: this code has no such model
+    """
+    model_keys = {key.name for key in fields(model_class(settings["model"]).Config)}
+    return {
+        "model": settings["model"],
+        "step": step,
+        "corpus": {},
+        "model_config": {key: settings[key] for key in settings if key in model_keys},
+        "run_config": {key: settings[key] for key in settings if key not in model_keys},
+    }
+
+
+# ---- curves ----
+
+
+def read_curves(row: Row) -> "pl.DataFrame":
+    """Return the records of a run's metrics.jsonl: a row for each record, a column for each number.
+
+    The column of an axis (AXES) is its position in a figure: seconds are multiplied by the
+    processes, and do not count the first step, which compiles. Statistics of the residual stream
+    are lists with a number for each block.
+    """
+    pl = import_polars()
+    records, _ = read_records(Path(row["path"]) / "metrics.jsonl")
+    rows = []
+    for record in records:
+        numbers = {key: float(value) for key, value in record.items() if is_finite(value)}
+        if "seconds" in numbers:
+            numbers["seconds"] -= row.get("first_seconds") or 0
+            numbers["seconds"] *= row["processes"]
+        rows.append({**numbers, **record.get("residual", {})})
+    frame = pl.from_dicts(rows, infer_schema_length=None, strict=False)
+    missing = [pl.lit(None, pl.Float64).alias(key) for key in AXES.values() if key not in frame]
+    return frame.with_columns(missing)
+
+
 # ---- runs.csv ----
 
 
-def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
-    """Add a row for each run to a runs.csv; it replaces a row with the same name.
+def write_csv(frame: "pl.DataFrame", path: Path) -> tuple[int, int]:
+    """Add the rows of a frame to a runs.csv; they replace rows with the same names.
 
     Returns:
         the number of rows added and of rows replaced
@@ -568,8 +505,8 @@ def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     old_rows = {}
     if path.exists():
-        old_rows = {parse_cell(row["name"]): row for row in read_rows(path)}
-    new_rows = {run.name: make_row(run) for run in runs}
+        old_rows = {parse_cell(row["name"]): row for row in read_csv_rows(path)}
+    new_rows = {row["name"]: make_csv_row(row) for row in frame.iter_rows(named=True)}
     # a run that goes on may have other values of changeable keys
     options = collect_options(TrainConfig)
     fixed_keys = ["model", *(key for key in options if not options[key].changeable)]
@@ -596,42 +533,31 @@ def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
 
 def make_column_sort_key(column: str) -> tuple:
     """Sort the name first, then scores, fields of the run, settings and nested fields, by name."""
-    is_field = column in (*PLAIN_FIELDS, "model", "seed")
     return (
         column != "name",
         not column.startswith(SCORE_PREFIXES),
-        not is_field,
+        column not in FIELDS,
         "." in column,
         column,
     )
 
 
-def make_row(run: Run) -> dict[str, str]:
-    """Return the cells of a run's row by column; unknown values, except settings, have no cell."""
-    evaluation = run.final_evaluation or {}
-    values = {
-        **{name: getattr(run, name) for name in PLAIN_FIELDS},
-        "model": run.model_name,
-        **{key: value for key, value in evaluation.items() if key.startswith(SCORE_PREFIXES)},
-        **run.settings,
-        **{f"val_{key}": evaluation.get(key) for key in COMMON_COLUMNS},
-        "notes": run.notes or None,
-        "accuracy": run.accuracy or None,
-    }
-    for name in NESTED_FIELDS:
-        for key, value in (getattr(run, name) or {}).items():
-            if key not in OMITTED_KEYS:
-                values[f"{name}.{key}"] = value
+def make_csv_row(row: Row) -> dict[str, str]:
+    """Return the cells of a row of runs.csv; what the run does not have has no cell."""
+    own_keys = set()
+    if row["model"] in MODEL_NAMES:
+        own_keys = set(collect_options(TrainConfig, model_class(row["model"]).Config))
     return {
         column: format_cell(value)
-        for column, value in values.items()
-        if value is not None or column in run.settings
+        for column, value in row.items()
+        # null in the column of a key of another model is not a value
+        if column != "path" and value != "[]" and (value is not None or column in own_keys)
     }
 
 
 def format_cell(value: Any) -> str:
-    """Return text as it is, unless it could be read as JSON; all other values as JSON."""
-    if value and isinstance(value, str) and parse_cell(value) == value:
+    """Return text as it is, unless it could be read as another value; all other values as JSON."""
+    if isinstance(value, str) and value and (parse_cell(value) == value or value[0] in "[{"):
         return value
     return json.dumps(value)
 
@@ -644,7 +570,7 @@ def parse_cell(text: str) -> Any:
         return text
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def read_csv_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a runs.csv without their empty cells.
 
     Raises:
@@ -669,55 +595,25 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def make_run(row: dict[str, str], path: Path) -> Run:
-    """Return the run of a row of the runs.csv at `path`.
+def complete_row(cells: dict[str, str], path: Path) -> Row:
+    """Return the row of a run in the runs.csv at `path`, with the settings in the names of today.
 
     Raises:
         ValueError: the row is damaged
     """
-    pl = import_polars()
-    values = {column: parse_cell(text) for column, text in row.items()}
-    plain = {name: values.pop(name, None) for name in PLAIN_FIELDS}
-    nested: dict[str, dict] = {}
-    for name in NESTED_FIELDS:
-        columns = [column for column in values if column.startswith(f"{name}.")]
-        nested[name] = {column.removeprefix(f"{name}."): values.pop(column) for column in columns}
-    evaluation = {}
-    for column in [column for column in values if column.startswith(SCORE_PREFIXES)]:
-        name = column.removeprefix("val_")  # val_step is the step of the evaluation
-        evaluation[name if name in COMMON_COLUMNS else column] = values.pop(column)
-    training_columns = (*COMMON_COLUMNS, *TRAINING_COLUMNS)
+    row = {column: parse_cell(text) for column, text in cells.items()}
+    row["path"] = str(path)
+    row.setdefault("processes", 1)
+    if row.get("model") is None:
+        return row
     try:
-        run = Run(
-            name=plain["name"],
-            path=path,
-            model_name=values.get("model"),
-            settings=values,  # all other columns are settings
-            seed=values.get("seed"),
-            parameters=plain["parameters"],
-            corpus=nested["corpus"],
-            commit=plain["commit"],
-            machine=nested["machine"] or None,
-            processes=plain["processes"] or 1,
-            training=pl.DataFrame(schema=dict.fromkeys(training_columns, pl.Float64)),
-            evaluations=pl.DataFrame([evaluation] if evaluation else None),
-            notes=plain["notes"] or [],
-            accuracy=plain["accuracy"] or [],
-            first_seconds=plain["first_seconds"],
-            step=int(plain["step"]),
-            totals=nested["totals"],
-        )
-        if run.model_name is None:
-            return run
-        model_keys = {key.name for key in fields(model_class(run.model_name).Config)}
-        state = {
-            "model": run.model_name,
-            "corpus": run.corpus,
-            "step": run.step,
-            "model_config": {k: v for k, v in run.settings.items() if k in model_keys},
-            "run_config": {k: v for k, v in run.settings.items() if k not in model_keys},
+        settings = {
+            column: value
+            for column, value in row.items()
+            if is_setting(column) or column in ("model", "seed")
         }
-        settings = read_settings(state)
-        return replace(run, settings=settings, published=find_published_results(state))
+        settings = read_settings(make_state(settings, row["step"]))
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"damaged: write its row again with report.py runs ({error})") from error
+    others = {column: value for column, value in row.items() if not is_setting(column)}
+    return {**others, **settings}

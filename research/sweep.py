@@ -13,9 +13,9 @@ itself contains a comma is not supported. If you rerun the command, it skips fin
 resumes the others. `<out>/<cell>/` is the run folder of a cell, and `<out>/<cell>.log` is the
 output of its train.py. The results are `<out>/table.md`, `table.json` and `plot.png`.
 
-With `--tune`, every combination of the swept values gets `--tries` runs, which search for the best
-rates from the rates of the config file on (research/tuning.py). The results are `<out>/tuning.md`
-and `tuning.json`.
+With `--tune`, every combination of the swept values gets a search for its best rates, which starts
+from those of the config file and makes at most `--tries` runs (research/tuning.py). The results are
+`<out>/tuning.md` and `tuning.json`.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ import configurator
 from configurator import Option, check_ranges, collect_options, option
 from model import MODEL_NAMES, model_class
 from research import compare, plots, runs, tables, tuning
+from research.storage import store_figures
 from training import checkpoint, metrics, settings
 from training.config import TrainConfig
 from training.settings import Arguments
 from training.stopping import EXIT_CODE as STOPPED
 from utils import errors, files, machine, units
-from utils.provenance import store_figures
 from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -65,7 +65,6 @@ DECIDING_KEYS = (
     "eval_part",
 )
 KEYS_OF_CELLS = ("out_dir", "resume", "dry_run")  # keys of train.py that the sweep sets itself
-MAX_CELLS = 10_000
 TUNING_SEED = "1000"  # no seed of the runs that are reported
 
 
@@ -109,7 +108,7 @@ class SweepConfig:
     )
     tries: int = option(
         12,
-        "number of runs of the search",
+        "largest number of runs of a search",
         low=1,
     )
 
@@ -225,22 +224,18 @@ def expand_values(key: str, text: str) -> list[str]:
     """Return the values of `a,b,c`, where each item can be a range `0..4`.
 
     Raises:
-        ValueError: an item is empty, or there are too many values
+        ValueError: an item is empty
     """
     values: list[str] = []
     for item in text.split(","):
-        if not item:
-            raise ValueError(f"--{key}={text}: a value is empty; omit the comma before or after it")
         bounds = RANGE.fullmatch(item)
         if bounds is None:
             values.append(item)
-            continue
-        low, high = map(int, bounds.groups())
-        if high < low:
-            raise ValueError(f"--{key}={text}: the range {item} is empty")
-        if high - low >= MAX_CELLS:
-            raise ValueError(f"--{key}={text}: give at most {MAX_CELLS:,} values")
-        values += map(str, range(low, high + 1))
+        else:
+            low, high = map(int, bounds.groups())
+            values += map(str, range(low, high + 1))
+    if not values or "" in values:
+        raise ValueError(f"--{key}={text}: a value or a range is empty")
     return values
 
 
@@ -248,29 +243,16 @@ def make_cells(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]
     """Make all cells of the grid.
 
     Raises:
-        ValueError: there are too many cells, two are the same, or train.py would refuse one
+        ValueError: train.py would refuse a cell, or its folder has another run
     """
-    num_cells = math.prod(map(len, swept.values()))
-    if num_cells > MAX_CELLS:
-        raise ValueError(
-            f"{num_cells:,} cells are too many: give fewer values, a sweep has {MAX_CELLS:,} at "
-            "most"
-        )
-    cells = []
-    index_by_settings: dict[tuple, int] = {}
+    cell_by_folder: dict[Path, Cell] = {}
     for index, texts in enumerate(itertools.product(*swept.values())):
-        cell_texts = dict(zip(swept, texts))
-        cell = make_cell(index, cell_texts, train, Path(sweep.out))
-        settings = tuple(sorted(cell.settings.items()))
-        if settings in index_by_settings:
-            raise ValueError(
-                f"cells {index_by_settings[settings]} and {index} are both {cell.title}: give "
-                "every value once"
-            )
-        index_by_settings[settings] = index
+        cell = make_cell(index, dict(zip(swept, texts)), train, Path(sweep.out))
+        if cell.folder in cell_by_folder:
+            raise ValueError(f"two cells are {cell.title}: give every value once")
         check_cell_folder(cell)
-        cells.append(cell)
-    return cells
+        cell_by_folder[cell.folder] = cell
+    return list(cell_by_folder.values())
 
 
 def format_options(values: dict[str, Any]) -> list[str]:
@@ -468,9 +450,6 @@ class CellRunner:
         if self.is_stopped:
             return
         title = f"cell {cell.index + 1} of {self.num_cells} | {cell.title} | "
-        if self.sweep.jobs == 1:
-            print(title, end="", flush=True)
-            title = ""
         start = time.monotonic()
         evaluation = read_final_evaluation(cell)
         if evaluation:
@@ -563,17 +542,17 @@ def make_environment(jobs: int, gpus: str | None = None) -> dict[str, str]:
 
 
 @dataclass
-class Search:
+class RateSearch:
     """The search for the rates of one combination of the swept values.
 
-    swept_texts: these values. starts: the rate from which each tuned key starts. losses: of the tries so far;
-    that of a run that diverged is infinite.
+    swept_texts: these values. starts: the rate from which each tuned key starts.
     """
 
     index: int
     swept_texts: dict[str, str]
     starts: dict[str, float]
-    losses: dict[tuning.Point, float]
+    sweep: SweepConfig
+    train: Arguments
 
     @property
     def name(self) -> str:
@@ -587,10 +566,42 @@ class Search:
             for (key, start), power in zip(self.starts.items(), point)
         }
 
+    def make_cell(self, point: tuning.Point) -> Cell:
+        """Return the cell that trains with the rates of a point."""
+        rate_texts = {key: str(rate) for key, rate in self.get_rates(point).items()}
+        texts = {**self.swept_texts, **rate_texts}
+        return make_cell(self.index, texts, self.train, Path(self.sweep.out))
+
+    def follow(self) -> tuning.Search:
+        """Return the state of the search, by the tries that are finished."""
+        return tuning.follow_cross(
+            lambda point: read_loss(self.make_cell(point)),
+            num_rates=len(self.starts),
+            max_tries=self.sweep.tries,
+        )
+
+    def describe(self) -> str:
+        """Return the line below the table that gives the best rates."""
+        search = self.follow()
+        if not search.losses:
+            return f"{self.name}: the first cross of tries is not finished"
+        num_tries = len(search.losses)
+        if not tuning.has_converged(search.losses):
+            tried = [" ".join(format_options(self.get_rates(point))) for point in search.losses]
+            return (
+                f"{self.name}: no rates found, all {num_tries} tries diverged ({', '.join(tried)}); "
+                "start from lower rates, or look for another cause"
+            )
+        rates = self.get_rates(tuning.find_minimum(search.losses))
+        line = f"{self.name}: best after {num_tries} tries: {' '.join(format_options(rates))}"
+        if not tuning.is_inside(search.losses):
+            line += "; this is at the edge of what was tried, so better rates may exist"
+        return line
+
 
 def make_searches(
     sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]
-) -> list[Search]:
+) -> list[RateSearch]:
     """Return a search for each combination of the swept values.
 
     Raises:
@@ -606,19 +617,8 @@ def make_searches(
             if type(start) not in (int, float) or start <= 0:
                 raise ValueError(f"--tune={key}: it is {start}; set a number above 0 to start from")
             starts[key] = start
-        searches.append(Search(index, swept_texts, starts, losses={}))
+        searches.append(RateSearch(index, swept_texts, starts, sweep, train))
     return searches
-
-
-def make_try(search: Search, sweep: SweepConfig, train: Arguments) -> tuple[tuning.Point, Cell]:
-    """Return the next point of a search, and the cell that trains with its rates."""
-    point = tuning.next_point(search.losses, len(search.starts))
-    rate_texts = {key: str(rate) for key, rate in search.get_rates(point).items()}
-    index = search.index * sweep.tries + len(search.losses)
-    texts = {**search.swept_texts, **rate_texts}
-    cell = make_cell(index, texts, train, Path(sweep.out))
-    check_cell_folder(cell)
-    return point, cell
 
 
 def read_loss(cell: Cell) -> float | None:
@@ -634,82 +634,60 @@ def read_loss(cell: Cell) -> float | None:
 
 
 def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> int:
-    """Run the searches of `--tune`, `jobs` of them at the same time, and return the exit code."""
+    """Run the searches of `--tune`, `jobs` tries at the same time, and return the exit code."""
     searches = make_searches(sweep, train, swept)
-    num_tries = len(searches) * sweep.tries
-    runner = CellRunner(num_tries, num_tries, sweep)
-
-    def run_search(search: Search) -> None:
-        while len(search.losses) < sweep.tries:
-            point, cell = make_try(search, sweep, train)
-            loss = read_loss(cell)
-            if loss is not None:
-                runner.num_unfinished -= 1
-            elif sweep.mode == "local":
-                runner.run(cell)
-                loss = read_loss(cell)
-                if loss is not None:
-                    runner.error_by_log.pop(cell.log, None)  # a diverged run is a result
-            if loss is None:
-                return
-            search.losses[point] = loss
-
+    max_tries = len(searches) * sweep.tries
+    runner = CellRunner(max_tries, max_tries, sweep)
     Path(sweep.out).mkdir(parents=True, exist_ok=True)
-    print(f"{len(searches)} searches of {sweep.tries} tries in {sweep.out}", flush=True)
-    with ThreadPoolExecutor(sweep.jobs) as pool:
-        list(pool.map(run_search, searches))  # raises the first exception of a thread
+    print(f"{len(searches)} searches of at most {sweep.tries} tries in {sweep.out}", flush=True)
+    while sweep.mode == "local" and not runner.is_stopped and not runner.error_by_log:
+        cells = [
+            search.make_cell(point) for search in searches for point in search.follow().missing
+        ]
+        if not cells:
+            break
+        for cell in cells:
+            check_cell_folder(cell)
+        with ThreadPoolExecutor(sweep.jobs) as pool:
+            list(pool.map(runner.run, cells))  # raises the first exception of a thread
+        for cell in cells:
+            if read_loss(cell) == math.inf:
+                runner.error_by_log.pop(cell.log, None)  # a diverged run is a result
     exit_code = runner.finish()
     write_tuning(searches, sweep)
-    failures = [
-        describe_search(search, sweep)
-        for search in searches
-        if search.losses and not tuning.has_converged(search.losses)
-    ]
-    if failures:
-        raise ValueError("; ".join(failures))
     return exit_code
 
 
-def write_tuning(searches: list[Search], sweep: SweepConfig) -> None:
-    """Write tuning.md and tuning.json: the loss of every try, and the best rates of each search."""
-    keys = sweep.tune.split(",")
+def write_tuning(searches: list[RateSearch], sweep: SweepConfig) -> None:
+    """Write tuning.md and tuning.json: the loss of every try, and the best rates of each search.
+
+    Raises:
+        ValueError: all tries of a search diverged
+    """
     rows = []
-    lines = []
     figures = []
+    failures = []
     for search in searches:
-        for point, loss in search.losses.items():
+        losses = search.follow().losses
+        for point, loss in losses.items():
             rates = search.get_rates(point)
             text = "diverged"
             if math.isfinite(loss):
-                is_best = point == tuning.find_best(search.losses)
+                is_best = point == tuning.find_best(losses)
                 text = f"**{loss:.4f}**" if is_best else f"{loss:.4f}"
             rows.append([search.name, *(f"{rate:g}" for rate in rates.values()), text])
             stored_loss = loss if math.isfinite(loss) else None
             figures.append({**search.swept_texts, **rates, "val_loss": stored_loss})
-        lines.append(describe_search(search, sweep))
-    grid = format_markdown(["settings", *keys, "validation loss"], rows)
+        if losses and not tuning.has_converged(losses):
+            failures.append(search.describe())
+    lines = [search.describe() for search in searches]
+    grid = format_markdown(["settings", *sweep.tune.split(","), "validation loss"], rows)
     text = "\n".join([grid, "", *lines]) + "\n"
     print(text, end="")
     store_figures(Path(sweep.out) / "tuning.json", {"rows": figures, "searches": lines})
     files.write_text(Path(sweep.out) / "tuning.md", text)
-
-
-def describe_search(search: Search, sweep: SweepConfig) -> str:
-    """Return the line below the table that gives the best rates of a search."""
-    num_tries = len(search.losses)
-    if not num_tries:
-        return f"{search.name}: no try is finished"
-    if not tuning.has_converged(search.losses):
-        tried = [" ".join(format_options(search.get_rates(point))) for point in search.losses]
-        return (
-            f"{search.name}: no rates found, all {num_tries} of {sweep.tries} tries diverged "
-            f"({', '.join(tried)}); start from lower rates, or look for another cause"
-        )
-    rates = format_options(search.get_rates(tuning.find_best(search.losses)))
-    line = f"{search.name}: best after {num_tries} of {sweep.tries} tries: {' '.join(rates)}"
-    if not tuning.is_inside(search.losses):
-        line += "; this is at the edge of what was tried, so better rates may exist"
-    return line
+    if failures:
+        raise ValueError("; ".join(failures))
 
 
 # ---- results ----
@@ -731,11 +709,10 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
             unfinished_lines.append(f"not finished: `{cell.folder.name}`, {steps} steps saved")
     loaded, error_lines = runs.load([cell.folder for cell in finished])
     unfinished_lines += error_lines
-    groups = compare.group_runs(loaded)
+    groups = compare.group_runs(loaded) if loaded.height else []
     table = tables.make_loss_table(groups)
-    grid = format_markdown(table.header, table.rows)
     cautions = tables.list_cautions(groups)
-    text = "\n".join([grid, "", *unfinished_lines, *cautions]).rstrip() + "\n"
+    text = "\n".join([table.format(), "", *unfinished_lines, *cautions]).rstrip() + "\n"
     print(text, end="")
     store_figures(
         out / "table.json",
@@ -744,7 +721,7 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     files.write_text(out / "table.md", text)
     if groups:
         values_by_folder = {cell.folder.resolve(): cell.values for cell in finished}
-        group_values = [values_by_folder[group.runs[0].path.resolve()] for group in groups]
+        group_values = [values_by_folder[Path(group.runs["path"][0]).resolve()] for group in groups]
         plots.plot_metric(groups, group_values, sweep.metric, out / "plot.png")
 
 
@@ -757,7 +734,7 @@ def main() -> int:
         raise ValueError(f"out={sweep.out} does not exist: nothing has run")
     # a missing package must be reported before hours of training
     runs.import_polars()
-    compare.import_special_functions()
+    compare.import_stats()
     plots.use_print_style()
     if sweep.tune:
         return tune(sweep, train, swept)

@@ -1,13 +1,12 @@
 """Make the tables of a report: results of runs, beside the published ones and beside a baseline."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from research import runs
 from research.compare import (
-    FRACTION_METRICS,
     METRIC_LABELS,
     Comparison,
     Estimate,
@@ -17,9 +16,7 @@ from research.compare import (
     get_vocabulary,
     to_display_unit,
 )
-from research.runs import Run
-from utils import units
-from utils.tables import Table
+from utils.tables import format_markdown
 
 DIGITS = {
     "val_loss": 4,
@@ -29,8 +26,6 @@ DIGITS = {
     "val_accuracy": 2,
     "val_exact_match": 2,
 }
-DIFFERENCE_METRICS = [metric for metric in METRIC_LABELS if metric != "val_perplexity"]
-TIMES = "\N{MULTIPLICATION SIGN}"
 INTERVAL_NOTE = "± is half the 95% interval of the mean over runs, (n) the number of runs."
 ACCURACY_NOTE = (
     f"{INTERVAL_NOTE} For a single run, ± is lm-eval's standard error over a task's items."
@@ -38,28 +33,25 @@ ACCURACY_NOTE = (
 
 
 @dataclass
-class Size:
-    """The models with the same number of layers and the same width, and their baseline.
+class Table:
+    """A table as cells of text and as numbers.
 
-    differences: the comparisons with the baseline in each metric that all groups have. metric: the
-    one that the verdicts are on.
+    rows: the text of each cell, None for an empty one. numbers: a dict for each row.
     """
 
-    name: str
-    groups: list[Group]
-    baseline: Group | None = None
-    metric: str | None = None
-    differences: dict[str, list[Comparison]] = field(default_factory=dict)
+    title: str
+    header: list[str]
+    rows: list[list[str | None]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    numbers: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def comparisons(self) -> list[Comparison]:
-        """The comparisons in `metric`."""
-        return self.differences.get(self.metric, [])
+    def format(self) -> str:
+        """Return the grid of cells as Markdown."""
+        return format_markdown(self.header, self.rows)
 
-    def get_short_name(self, group: Group) -> str:
-        """Return the name of a group without that of the size."""
-        return group.name.removesuffix(f", {self.name}")
+    def format_section(self) -> str:
+        """Return the title as a heading, the grid and the notes."""
+        return "\n\n".join([f"## {self.title}", self.format(), *self.notes])
 
 
 def format_steps(group: Group) -> str:
@@ -67,11 +59,12 @@ def format_steps(group: Group) -> str:
 
     Without an evaluation it is the step that all of its runs have reached.
     """
-    reached_step = min(run.step for run in group.runs)
+    reached_step = min(row["step"] for row in group.rows)
     step = reached_step if group.step is None else int(group.step)
-    for run in group.runs:
-        if "max_steps" in run.settings and (run.finished is False or step < reached_step):
-            return f"{step:,} of {run.settings['max_steps']:,}"
+    for row in group.rows:
+        is_behind = runs.has_finished(row) is False or step < reached_step
+        if row.get("max_steps") is not None and is_behind:
+            return f"{step:,} of {row['max_steps']:,}"
     return f"{step:,}"
 
 
@@ -83,15 +76,6 @@ def format_estimate(estimate: Estimate | None, metric: str) -> str | None:
     if estimate.n == 1:
         return f"{estimate.mean:{number_format}}"
     return estimate.format(number_format)
-
-
-def flatten_estimates(estimates: dict[str, Estimate]) -> dict[str, float | None]:
-    """Return {name: mean, name_ci95: half the interval, or None of a single run}."""
-    numbers = {}
-    for name, estimate in estimates.items():
-        numbers[name] = estimate.mean
-        numbers[f"{name}_ci95"] = estimate.half_width if estimate.n > 1 else None
-    return numbers
 
 
 # ---- losses ----
@@ -107,7 +91,7 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
         metric for metric in METRIC_LABELS if any(group.get_values(metric) for group in groups)
     ]
     metrics = metrics or ["val_loss"]
-    published_by_group, published_notes = get_published_results(groups, "")
+    published_by_group, published_notes = find_published_rows(groups, "")
     comparison_by_group = {id(comparison.group): comparison for comparison in comparisons}
     header = ["model", "parameters", "runs", "steps", *(METRIC_LABELS[key] for key in metrics)]
     if published_by_group:
@@ -116,7 +100,7 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
         metric_label = METRIC_LABELS[comparisons[0].metric]
         header += [f"{metric_label} minus that of {comparisons[0].baseline.name}", "verdict"]
     notes = [INTERVAL_NOTE, *published_notes, *list_cautions(groups, comparisons)]
-    table = Table("validation", "Validation", header, [], notes)
+    table = Table("Validation", header, notes=notes)
     for group in groups:
         published = published_by_group.get(group.name, {})
         comparison = comparison_by_group.get(id(group))
@@ -125,14 +109,14 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
             estimate = group.estimate(metric)
             if estimate is not None:
                 estimates[metric] = estimate
-        parameters = group.runs[0].parameters
+        parameters = group.get_column("parameters")[0]
         cells = [format_estimate(estimates.get(metric), metric) for metric in metrics]
         if not estimates:
             cells[0] = "not evaluated"
         row = [
             group.name,
             f"{parameters:,}" if parameters else None,
-            str(len(group.runs)),
+            str(group.runs.height),
             format_steps(group),
             *cells,
         ]
@@ -143,19 +127,21 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
         elif comparisons:
             row += [None, None]
         table.rows.append(row)
-        table.numbers.append(
-            {
-                "model": group.name,
-                "model_name": group.model_name,
-                "parameters": parameters,
-                "runs": [run.name for run in group.runs],
-                "seeds": group.seeds,
-                "steps": format_steps(group),
-                **flatten_estimates(estimates),
-                **{f"published_{key}": value for key, value in published.items()},
-                **(make_comparison_numbers(comparison) if comparison else {}),
-            }
-        )
+        numbers = {
+            "model": group.name,
+            "model_name": group.model_name,
+            "parameters": parameters,
+            "runs": group.get_column("name"),
+            "seeds": group.seeds,
+            "steps": format_steps(group),
+        }
+        for metric, estimate in estimates.items():
+            numbers[metric] = estimate.mean
+            numbers[f"{metric}_ci95"] = estimate.half_width
+        numbers |= {f"published_{key}": value for key, value in published.items()}
+        if comparison is not None:
+            numbers |= make_comparison_numbers(comparison)
+        table.numbers.append(numbers)
     return table
 
 
@@ -166,26 +152,25 @@ def make_published_cells(
     if published_loss is None:
         return [None, None]
     difference = None
-    if published_loss and estimates and not group.unfinished:
+    if estimates and not group.unfinished:
         difference = f"{estimates['val_loss'].mean - published_loss:+.4f}"
     return [f"{published_loss:.4f}", difference]
 
 
-def get_published_results(
+def find_published_rows(
     groups: list[Group], shots: int | str
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Return the paper's row for each group by its name, and the lines that belong under a table."""
     rows: dict[str, dict] = {}
     names_by_line: dict[str, list[str]] = {}
     for group in groups:
-        for run in group.runs:
-            row: dict[str, float] = {}
+        for run in group.rows:
+            published = runs.find_published(run)
             line = "The settings of {} are not known, so the paper's results are not shown."
-            if run.published is not None:
-                row = run.published.results.get(str(shots), {})
-                line = run.published.remark("{}")
-            if row:
-                rows[group.name] = row
+            if published is not None:
+                line = published.remark("{}")
+                if str(shots) in published.results:
+                    rows[group.name] = published.results[str(shots)]
             names = names_by_line.setdefault(line, [])
             if group.name not in names:
                 names.append(group.name)
@@ -200,10 +185,10 @@ def list_cautions(groups: list[Group], comparisons: Sequence[Comparison] = ()) -
     names_by_validation_data: dict[str, dict[str, bool]] = {}
     tokenizers: dict[str | None, bool] = {}
     for group in groups:
-        for run in group.runs:
-            validation_data = describe_validation_data(run)
+        for row in group.rows:
+            validation_data = describe_validation_data(row)
             names_by_validation_data.setdefault(validation_data, {})[group.name] = True
-            tokenizers[get_vocabulary(run)[0]] = True
+            tokenizers[get_vocabulary(row)[0]] = True
     if len(names_by_validation_data) > 1:
         names = " | ".join(", ".join(names) for names in names_by_validation_data.values())
         tokenizer_names = ""
@@ -221,53 +206,6 @@ def list_cautions(groups: list[Group], comparisons: Sequence[Comparison] = ()) -
     return cautions
 
 
-# ---- differences ----
-
-
-def make_difference_table(sizes: list[Size]) -> Table:
-    """Make the table of each group minus the baseline of its size, in all metrics they share."""
-    first = next(size for size in sizes if size.metric)
-    metric_labels = [METRIC_LABELS[metric] for metric in first.differences]
-    more_is_better = ", of which more is better" if first.metric in FRACTION_METRICS else ""
-    note = (
-        "Mean difference ± half its 95% interval. The verdict is on "
-        f"{METRIC_LABELS[first.metric]}{more_is_better}: better or worse where the interval "
-        "excludes 0 after Holm's correction for the comparisons of this size, else undecided."
-    )
-    header = ["model", "baseline", *metric_labels, "verdict", "pairs or runs"]
-    table = Table("differences", "Differences to the baseline", header, [], [note])
-    for size in sizes:
-        # one comparison in each metric, for each group
-        comparisons_by_group = zip(*size.differences.values())
-        for comparison, comparisons in zip(size.comparisons, comparisons_by_group):
-            cells = [format_difference(in_metric) for in_metric in comparisons]
-            if comparison.estimate is None:
-                cells = [None] * len(comparisons)
-                cells[0] = f"not compared: {comparison.reason}"
-            table.rows.append(
-                [
-                    comparison.group.name,
-                    comparison.baseline.name,
-                    *cells,
-                    comparison.verdict or None,
-                    describe_sample(comparison),
-                ]
-            )
-            estimates = {}
-            for in_metric in comparisons:
-                if in_metric.estimate is not None:
-                    metric = in_metric.metric
-                    estimates[metric] = to_display_unit(in_metric.estimate, metric)
-            table.numbers.append(
-                {
-                    "model": comparison.group.name,
-                    **make_comparison_numbers(comparison),
-                    **flatten_estimates(estimates),
-                }
-            )
-    return table
-
-
 def format_difference(comparison: Comparison) -> str | None:
     """Return the difference ± half its interval; None if the groups are not comparable."""
     if comparison.estimate is None:
@@ -275,25 +213,14 @@ def format_difference(comparison: Comparison) -> str | None:
     estimate = to_display_unit(comparison.estimate, comparison.metric)
     digits = DIGITS[comparison.metric]
     text = f"{estimate.mean:+.{digits}f}"
-    if estimate.n > 1:
+    if estimate.half_width is not None:
         text += f" ± {estimate.half_width:.{digits}f}"
     if not comparison.paired:
         return f"{text} unpaired"
-    num_runs = max(len(comparison.group.runs), len(comparison.baseline.runs))
-    has_unpaired_runs = estimate.n < num_runs
-    return f"{text} ({describe_sample(comparison)})" if has_unpaired_runs else text
-
-
-def describe_sample(comparison: Comparison) -> str | None:
-    """Return how many pairs or runs a difference is estimated from."""
-    if comparison.estimate is None:
-        return None
-    if comparison.paired:
-        num_pairs = comparison.estimate.n
-        return f"{num_pairs} pairs" if num_pairs > 1 else f"{num_pairs} pair"
-    num_runs = len(comparison.group.runs)
-    num_baseline_runs = len(comparison.baseline.runs)
-    return f"{num_runs} and {num_baseline_runs} runs, unpaired: {comparison.reason}"
+    num_runs = max(comparison.group.runs.height, comparison.baseline.runs.height)
+    if estimate.n == num_runs:
+        return text
+    return f"{text} ({estimate.n} pairs)" if estimate.n > 1 else f"{text} (1 pair)"
 
 
 def make_comparison_numbers(comparison: Comparison) -> dict[str, Any]:
@@ -309,260 +236,88 @@ def make_comparison_numbers(comparison: Comparison) -> dict[str, Any]:
         estimate = to_display_unit(comparison.estimate, comparison.metric)
         numbers["n"] = estimate.n
         numbers["difference"] = estimate.mean
-        numbers["difference_ci95"] = estimate.half_width if estimate.n > 1 else None
+        numbers["difference_ci95"] = estimate.half_width
     return numbers
 
 
-# ---- costs ----
-
-COST_FORMATS = {
-    "parameters": "{:,.0f}".format,
-    "flops_per_token": units.format_count,
-    "tokens_per_second": units.format_count,
-    "memory": units.format_bytes,
-    "device_seconds": "{:,.0f}".format,
-}
-MEASURED_COSTS = ("tokens_per_second", "memory", "device_seconds")
-
-
-def make_cost_table(sizes: list[Size]) -> Table:
-    """Make the table of each model's cost: means over runs, and the factor to its baseline."""
-    baseline_names = [size.baseline.name for size in sizes if size.baseline]
-    factor_note = ""
-    if baseline_names:
-        factor_note = f"; brackets give the ratio to those of {' and '.join(baseline_names)}"
-    note = (
-        "Tokens/s is the median over training. Peak memory is that of the main process, allocated "
-        "on a GPU and resident on a CPU. Device-seconds are those of the training steps without "
-        "step 1, which compiles; steps that compile again after a restart count. Values are means "
-        f"over runs{factor_note}. Runs that shared a machine slowed each other down."
-    )
-    header = ["model", "parameters", "FLOPs per token", "tokens/s", "peak memory", "device-seconds"]
-    groups = [group for size in sizes for group in size.groups]
-    table = Table("costs", "Cost", header, [], [note, make_machine_note(groups)])
-    for size in sizes:
-        for group in size.groups:
-            costs = compute_costs(group)
-            factors = compute_cost_factors(group, size.baseline)
-            cells = []
-            for key, format_cost in COST_FORMATS.items():
-                if costs[key] is None:
-                    cells.append(None)
-                elif key in factors:
-                    cells.append(f"{format_cost(costs[key])} ({factors[key]:.2f}{TIMES})")
-                else:
-                    cells.append(format_cost(costs[key]))
-            table.rows.append([group.name, *cells])
-            table.numbers.append(
-                {
-                    "model": group.name,
-                    **costs,
-                    **{f"{key}_factor": factor for key, factor in factors.items()},
-                }
-            )
-    return table
-
-
-def compute_costs(group: Group) -> dict[str, float | None]:
-    """Return the mean of each cost over the runs of a group, None where a run lacks it.
-
-    The device-seconds are those of finished runs.
-    """
-    costs_by_run = []
-    for run in group.runs:
-        costs_by_run.append(
-            {
-                "parameters": run.parameters,
-                "flops_per_token": run.flops_per_token,
-                "tokens_per_second": run.totals.get("tokens_per_second"),
-                "memory": run.totals.get("memory"),
-                "device_seconds": None if run.finished is False else run.device_seconds,
-            }
-        )
-    means = {}
-    for key in COST_FORMATS:
-        values = [costs[key] for costs in costs_by_run]
-        means[key] = None if None in values else float(np.mean(values))
-    return means
-
-
-def compute_cost_factors(group: Group, baseline: Group | None) -> dict[str, float]:
-    """Return each cost divided by the baseline's.
-
-    Measured costs have no factor if the two were trained on different machines.
-    """
-    if baseline is None or group is baseline:
-        return {}
-    costs = compute_costs(group)
-    baseline_costs = compute_costs(baseline)
-    is_same_machine = describe_machines(group) == describe_machines(baseline)
-    factors = {}
-    for key in COST_FORMATS:
-        if costs[key] and baseline_costs[key] and (is_same_machine or key not in MEASURED_COSTS):
-            factors[key] = costs[key] / baseline_costs[key]
-    return factors
-
-
-def describe_machines(group: Group) -> str:
-    """Return the machines that a group was trained on, or "" if they are not known."""
-    return ", ".join(sorted({describe_machine(run) for run in group.runs}))
-
-
-def describe_machine(run: Run) -> str:
-    """Return the name of `utils.provenance.machine` and the number of processes, or ""."""
-    name = (run.machine or {}).get("machine")
-    if not name:
-        return ""
-    unit = "processes" if run.processes > 1 else "process"
-    return f"{name}, {run.processes} {unit}"
-
-
-def make_machine_note(groups: list[Group]) -> str:
-    """Return a sentence on the machines that the groups were trained on."""
-    names_by_machine: dict[str, list[str]] = {}
-    for group in groups:
-        names_by_machine.setdefault(describe_machines(group), []).append(group.name)
-    if names_by_machine.keys() == {""}:
-        return "The runs do not record on what machine they were trained."
-    if len(names_by_machine) == 1:
-        return f"Trained on {next(iter(names_by_machine))}."
-    machines = "; ".join(
-        f"{machine or 'unknown'}: {', '.join(names)}" for machine, names in names_by_machine.items()
-    )
-    return (
-        f"Trained on different machines ({machines}): speed, memory and seconds have no factors "
-        "across them."
-    )
-
-
-# ---- accuracy and provenance ----
+# ---- accuracy ----
 
 
 def make_accuracy_tables(groups: list[Group]) -> list[Table]:
     """Make a table of the results of eval.py for each number of examples; none without results."""
-    titles = {}
+    shots_by_title = {}
     for group in groups:
-        for run in group.runs:
-            for record in run.accuracy:
+        for records in map(read_accuracy, group.rows):
+            for record in records:
                 for result in record.get("shown", ()):
                     title = make_accuracy_title(result["shots"], record["settings"])
-                    titles[title] = result["shots"]
-    ordered = sorted(titles, key=lambda title: (titles[title], title))
-    return [make_accuracy_table(groups, title, titles[title]) for title in ordered]
+                    shots_by_title[title] = result["shots"]
+    ordered = sorted(shots_by_title, key=lambda title: (shots_by_title[title], title))
+    return [make_accuracy_table(groups, title, shots_by_title[title]) for title in ordered]
+
+
+def read_accuracy(row: runs.Row) -> list[dict]:
+    """Return the records of eval.py of a run."""
+    return json.loads(row.get("accuracy") or "[]")
 
 
 def make_accuracy_title(shots: int, settings: dict) -> str:
     """Return the number of shots, and what else affects results."""
     items = f", only the first {settings['limit']} items" if settings["limit"] else ""
-    return f"{shots}-shot, {settings['dtype']}{items}"
+    return f"Accuracy in %, {shots}-shot, {settings['dtype']}{items}"
 
 
 def make_accuracy_table(groups: list[Group], title: str, shots: int) -> Table:
     """Make the table of all results of eval.py with this title."""
-    from evaluation.comparison import compute_average, format_value  # the import takes a second
+    from evaluation.comparison import format_value  # the import takes a second
     from evaluation.tasks import PAPER_METRICS
 
     metric_by_task: dict[str, str] = {}
     values_by_group = []
     for group in groups:
-        results = [select_task_results(run, title) for run in group.runs]
+        results = [select_task_results(row, title) for row in group.rows]
         values = {}
         for task in results[0]:
-            if not all(task in result for result in results):
-                continue
-            metric, value, error = results[0][task]
-            metric_by_task[task] = metric
-            if len(results) > 1:
-                estimate = estimate_mean([result[task][1] for result in results])
-                value = estimate.mean
-                error = estimate.half_width
-            values[task] = (value, error)
-        # Each run is averaged by itself, because its seed changes all of its tasks together.
-        averages = [
-            compute_average({task: (value, error) for task, (_, value, error) in result.items()})
-            for result in results
-        ]
-        if all(averages):
-            values["average"] = averages[0]
-            if len(averages) > 1:
-                estimate = estimate_mean([average for average, _ in averages])
-                values["average"] = (estimate.mean, estimate.half_width)
+            if all(task in result for result in results):
+                metric_by_task[task] = results[0][task].metric
+                values[task] = average_results([result[task] for result in results])
         values_by_group.append(values)
     # the paper's tasks first, in its order
-    names = dict.fromkeys([task for task in PAPER_METRICS if task in metric_by_task])
-    headings = {task: f"{task} ({metric_by_task[task]})" for task in {**names, **metric_by_task}}
-    if any("average" in values for values in values_by_group):
-        headings["average"] = "average of the eight"
+    tasks = dict.fromkeys([*PAPER_METRICS, "average", *metric_by_task])
+    headings = {
+        task: f"{task} ({metric_by_task[task]})" for task in tasks if task in metric_by_task
+    }
     evaluated = [group for group, values in zip(groups, values_by_group) if values]
-    published_by_group, published_notes = get_published_results(evaluated, shots)
-    words = "".join(character if character.isalnum() else " " for character in title).split()
-    table = Table(
-        name=f"accuracy_{'_'.join(words)}",
-        title=f"Accuracy in %, {title}",
-        header=["model", *headings.values()],
-        rows=[],
-        notes=[ACCURACY_NOTE, *published_notes],
-        continuations=("published",),
-    )
+    published_by_group, published_notes = find_published_rows(evaluated, shots)
+    table = Table(title, ["model", *headings.values()], notes=[ACCURACY_NOTE, *published_notes])
     for group, values in zip(groups, values_by_group):
-        label = f"{group.name} ({len(group.runs)})"
-        published = published_by_group.get(group.name, {})
         row = [format_value(*values.get(task, (None,))) for task in headings]
         if not values:
             row[0] = "not evaluated"
-        table.rows.append([label, *row])
+        table.rows.append([f"{group.name} ({group.runs.height})", *row])
+        published = published_by_group.get(group.name, {})
         if published.keys() & headings.keys():
             row = [format_value(published.get(task)) for task in headings]
             table.rows.append(["published", *row])
-        for task, (value, error) in values.items():
-            table.numbers.append(
-                {
-                    "model": label,
-                    "task": task,
-                    "accuracy": value,
-                    "error": error,
-                    "published": published.get(task),
-                }
-            )
     return table
 
 
-def select_task_results(run: Run, title: str) -> dict[str, tuple[str, float, float]]:
-    """Return (metric, value in percent, standard error) by task, of the results with this title."""
-    results = {}
-    for record in run.accuracy:
+def select_task_results(row: runs.Row, title: str) -> dict[str, Any]:
+    """Return a run's results with this title by task, among them the average over the paper's tasks."""
+    from evaluation.comparison import add_averages
+    from evaluation.tasks import Result
+
+    result_by_task = {}
+    for record in read_accuracy(row):
         for result in record.get("shown", ()):
             if make_accuracy_title(result["shots"], record["settings"]) == title:
-                numbers = (result["metric"], result["value"], result["standard_error"])
-                results[result["task"]] = numbers
-    return results
+                result_by_task[result["task"]] = Result(**result)
+    return {result.task: result for result in add_averages(list(result_by_task.values()))}
 
 
-def make_run_table(groups: list[Group]) -> Table:
-    """Make the table of the runs, the code that trained them and the machines."""
-    header = ["run", "model", "seed", "steps", "trained at commit", "on"]
-    table = Table("runs", "Runs", header, [])
-    for group in groups:
-        for run in group.runs:
-            machine = describe_machine(run) or None
-            table.rows.append(
-                [
-                    run.name,
-                    group.name,
-                    None if run.seed is None else str(run.seed),
-                    str(run.step),
-                    run.commit,
-                    machine,
-                ]
-            )
-            table.numbers.append(
-                {
-                    "run": run.name,
-                    "model": group.name,
-                    "seed": run.seed,
-                    "steps": run.step,
-                    "commit": run.commit,
-                    "machine": machine,
-                }
-            )
-    return table
+def average_results(results: list[Any]) -> tuple[float, float | None]:
+    """Return the mean over runs and half its interval, or the result of a single run and its error."""
+    if len(results) == 1:
+        return results[0].value, results[0].standard_error
+    estimate = estimate_mean([result.value for result in results])
+    return estimate.mean, estimate.half_width

@@ -38,30 +38,22 @@ from configurator import collect_options, option
 from model.causality import find_leak, move_parameters
 from model.cost import flops_per_token
 from research import plots, sweep
-from research.analysis.causality import TINY
 from research.benchmarks import timing
-from research.benchmarks.contender import Contender
-from research.compare import Estimate
+from research.benchmarks.models import Contender
+from research.compare import Estimate, import_stats
 from research.track_plan import (
     CPU_1,
-    RATES,
     Entry,
     Run,
     Tier,
-    find_minimum,
     make_plan,
     read_entry,
     read_losses,
-    search_short,
     write_entry,
 )
 from research.track_statistics import (
-    Noise,
     compute_error_with_own_sigma,
-    estimate_tau,
-    fit_curvature,
     judge,
-    simulate_false_decisions,
 )
 from training import metrics
 from training.config import TrainConfig
@@ -77,6 +69,14 @@ FIRST_STEPS = 20
 LOSS_TOLERANCE = 1e-3
 # steps of the entry and of the baseline in turns, whose times give the speed
 SPEED_ROUNDS = 40
+# of the model whose tokens must not see later ones
+TINY = {
+    "vocab_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "hidden_size": 16,
+}
 # entries that the table names even if they were not run
 LISTED_ENTRIES = (
     "wide-gpt-mha-rope",
@@ -96,11 +96,10 @@ LISTED_ENTRIES = (
 class Options:
     """Keys of the track; the keys of the variant are options as well."""
 
-    mode: Literal["run", "show", "table", "check"] = option(
+    mode: Literal["run", "show", "table"] = option(
         "run",
-        "run what is missing, then print the table (run); print the plan and its time (show); "
-        "print the table of what is stored (table); or store how often the rule decides between "
-        "equal entries (check)",
+        "run what is missing, then print the table (run); print the plan and its time (show); or "
+        "print the table of what is stored (table)",
     )
     out: str | None = option(
         None,
@@ -116,13 +115,6 @@ class Options:
         "first seed; an entry with other seeds is another entry",
         low=0,
         high=900,
-    )
-    tunings: int = option(
-        1,
-        "number of searches for the two rates, with a seed each; the noise of the tier needs 8 of "
-        "the baseline",
-        low=1,
-        high=90,
     )
 
 
@@ -143,7 +135,7 @@ def check_tier(tier: Tier) -> None:
         )
     options = collect_options(TrainConfig, models.model_class(tier.baseline).Config)
     for key, default in tier.defaults.items():
-        if key not in options or options[key].default != default:
+        if key in options and options[key].default != default:
             raise ValueError(
                 f"the default of {key} is no longer {default}, with which all entries of the tier "
                 f"{tier.name} were trained; restore it"
@@ -223,7 +215,7 @@ def measure_speed(entry: Entry) -> dict[str, float | str | None]:
         )
     }
     turns = {name: contender.train for name, contender in contenders.items()}
-    seconds = timing.measure(turns, warmup=3, rounds=SPEED_ROUNDS, label="speed")
+    seconds = timing.measure(turns, warmup=3, rounds=SPEED_ROUNDS)
     ratios = timing.compute_speed_ratios("relative", seconds["baseline"], seconds["entry"])
     return ratios | provenance.describe_machine()
 
@@ -250,34 +242,28 @@ def measure_first_losses(entry: Entry, model: str, keys: dict[str, Any]) -> list
     return [record["loss"] for record in records if "loss" in record]
 
 
-def update_code(entry: Entry, stored: dict) -> None:
-    """Bring the digests of the code in a stored entry up to date.
-
-    Code with another digest may go on with an entry if the first losses of the variant and of the
-    baseline stay.
+def check_code(entry: Entry, stored: dict) -> None:
+    """Store the first losses of a new entry, or compare them with those of its stored runs.
 
     Raises:
         ValueError: the code computes other losses than that of the stored runs
     """
-    digests = compute_digests(entry)
-    old = stored.get("code", {})
-    if all(old.get(key) == digest for key, digest in digests.items()):
-        return
     baseline = entry.tier.baseline
     # the baseline first: if its losses differ, so do those of the variant
     first_losses = {
         "baseline": measure_first_losses(entry, baseline, {}),
         "own": measure_first_losses(entry, entry.model, entry.keys),
     }
+    if "code" not in stored:
+        stored["code"] = {"first_losses": first_losses}
     for name, losses in first_losses.items():
-        if old and not have_same_losses(losses, old["first_losses"][name]):
+        if not have_same_losses(losses, stored["code"]["first_losses"][name]):
             changed = models.describe_file(entry.model) if name == "own" else "the code of training"
             raise ValueError(
                 f"{changed} computes other losses than when the runs of {entry.path} were stored; "
                 "give the file another name, which makes another entry, or delete the stored runs "
                 f"and {entry.folder}"
             )
-    stored["code"] = {**digests, "first_losses": first_losses}
 
 
 def have_same_losses(losses: list[float], others: list[float]) -> bool:
@@ -285,42 +271,6 @@ def have_same_losses(losses: list[float], others: list[float]) -> bool:
     return len(losses) == len(others) and all(
         math.isclose(loss, other, rel_tol=LOSS_TOLERANCE) for loss, other in zip(losses, others)
     )
-
-
-def check_same_code(entry: Entry, cell: sweep.Cell, code: dict) -> None:
-    """Raise ValueError if the code has changed since its digests were stored in the entry."""
-    if any(code[key] != digest for key, digest in compute_digests(entry).items()):
-        raise ValueError(
-            f"files of the code changed while the runs of this entry were trained; delete {cell.folder} "
-            "and run the command again"
-        )
-
-
-def compute_digests(entry: Entry) -> dict[str, str]:
-    """Return the SHA-256 of the code that all models share, and of the file of the entry's model."""
-    # a model's file, such as gpt-mha-rope.py, has a hyphen in its name, and other modules have none
-    shared_modules = [
-        path.relative_to(provenance.ROOT).as_posix()
-        for pattern in ("model/*.py", "model/streams/*.py")
-        for path in provenance.ROOT.glob(pattern)
-        if "-" not in path.stem
-    ]
-    code = provenance.compute_digest(
-        "train.py",
-        "configurator.py",
-        "model_folder.py",
-        "utils/*.py",
-        *shared_modules,
-        "model/kernels/*.py",
-        "data/*.py",
-        "training/*.py",
-        "huggingface/released.py",
-        exclude=("launch_table.py",),  # it may differ between machines
-    )
-    return {
-        "code_sha256": code,
-        "model_sha256": provenance.compute_digest(models.describe_file(entry.model)),
-    }
 
 
 # ---- running ----
@@ -367,7 +317,7 @@ class Runner:
         """Train a run and return its row, or None if a signal stopped it.
 
         Raises:
-            ValueError: train.py failed, but not because the run diverged, or the code has changed
+            ValueError: train.py failed, but not because the run diverged
         """
         cell = make_cell(self.entry, run, self.entry.folder)
         sweep.check_cell_folder(cell)
@@ -379,7 +329,6 @@ class Runner:
             if self.signals:
                 return None
             raise ValueError(f"{cell.log}: {last_line}")
-        check_same_code(self.entry, cell, self.stored["code"])
         records = metrics.read(cell.folder / "metrics.jsonl")
         return {
             **run._asdict(),
@@ -446,41 +395,7 @@ def format_loss(loss: float) -> str:
     return f"loss {loss:.4f}" if math.isfinite(loss) else "diverged"
 
 
-# ---- noise, time and table ----
-
-
-def estimate_noise(tier: Tier) -> Noise:
-    """Estimate the noise of a tier from the baseline's stored seeds and searches for rates."""
-    baseline = Entry(tier, tier.baseline, {})
-    losses = read_losses(read_entry(baseline))
-    seeds = sorted({run.seed for run in losses if run.part == "short"})
-    searches = [search_short(baseline, losses, seed).losses for seed in seeds]
-    short_curvatures = []
-    for axis in range(len(RATES)):
-        # all searches have the first cross
-        points = {power: tuple(power * (i == axis) for i in range(2)) for power in (-1.0, 0.0, 1.0)}
-        means = {
-            power: statistics.fmean(search[point] for search in searches)
-            for power, point in points.items()
-        }
-        short_curvatures.append(fit_curvature(means))
-    long_losses = {
-        math.log2(run.muon_learning_rate): loss
-        for run, loss in losses.items()
-        if run.part == "long"
-    }
-    reported = [loss for run, loss in losses.items() if run.part == "seed"]
-    return Noise(
-        sigma=statistics.stdev(reported),
-        sigma_df=len(reported) - 1,
-        tau=estimate_tau(
-            [find_minimum(search) for search in searches],
-            short_curvatures,
-            fit_curvature(long_losses),
-        ),
-        tau_df=len(searches) - 1,
-        num_baseline_seeds=len(reported),
-    )
+# ---- time and table ----
 
 
 def estimate_seconds(entry: Entry, num_steps: int, jobs: int) -> float | None:
@@ -529,7 +444,7 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
     short_losses = [
         loss
         for run, loss in losses.items()
-        if run.part == "short" and run.seed == entry.tuning_seeds[0]
+        if run.part == "short" and run.seed == entry.tuning_seed
     ]
     row = {
         "entry": entry.label,
@@ -653,34 +568,15 @@ def plot_differences(tier: Tier) -> "Figure":
         raise ValueError(f"no entry but {tier.baseline} is complete, so there is nothing to draw")
     standard_error = tier.noise.get_standard_error(tier.num_seeds)
     degrees = tier.noise.get_degrees_of_freedom(tier.num_seeds)
-    estimates = [
-        Estimate(row["difference"], standard_error, degrees, tier.num_seeds) for row in rows
-    ]
-    lines = [plots.Line(row["entry"], None, number) for number, row in enumerate(rows, start=1)]
-    verdicts = [row["verdict"] for row in rows]
-    figure = plots.plot_final(
-        list(zip(lines, estimates, verdicts)), tier.baseline, "validation loss in nats"
-    )
+    drawn_rows = []
+    for row in rows:
+        p_value = 2 * import_stats().t.sf(abs(row["difference"]) / standard_error, degrees)
+        estimate = Estimate(row["difference"], row["half_width"], p_value, tier.num_seeds)
+        drawn_rows.append((row["entry"], estimate, row["verdict"]))
+    figure = plots.plot_differences(drawn_rows, tier.baseline, "validation loss in nats")
     undecided = tier.quantile * standard_error
     figure.axes[0].axvspan(-undecided, undecided, color="black", alpha=0.08, linewidth=0)
     return figure
-
-
-def run_null_test(tier: Tier) -> dict[str, float]:
-    """Return how often the rule decides between equal entries, in simulated tiers."""
-    noise = tier.noise
-    num_tiers = 10_000
-    return {
-        "num_tiers": num_tiers,
-        "false_decisions": simulate_false_decisions(
-            noise.sigma,
-            noise.tau,
-            num_seeds=tier.num_seeds,
-            num_baseline_seeds=noise.num_baseline_seeds,
-            num_tunings=noise.tau_df + 1,
-            num_tiers=num_tiers,
-        ),
-    }
 
 
 # ---- the command ----
@@ -724,7 +620,7 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
     fixed = (tier.read_settings() | tier.defaults).keys() & keys.keys()
     if fixed:
         raise ValueError(f"--{min(fixed)} is fixed by the tier {tier.name}: omit it")
-    entry = Entry(tier, words[0], keys, options.first_seed, options.tunings)
+    entry = Entry(tier, words[0], keys, options.first_seed)
     return entry, options
 
 
@@ -741,11 +637,6 @@ def main(tier: Tier = CPU_1) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["WORLD_SIZE"] = "1"
     provenance.current_commit()  # read now, because files may change while runs train
-    if options.mode == "check":
-        figures = run_null_test(tier)
-        provenance.store_figures(tier.results.parent / "null_test.json", figures)
-        print(figures)
-        return 0
     if entry is None or options.mode == "table":
         print(format_table(tier))
         if options.out is not None:
@@ -758,7 +649,7 @@ def main(tier: Tier = CPU_1) -> int:
     check_tier(tier)
     check_causality(entry)
     stored = read_entry(entry)
-    update_code(entry, stored)
+    check_code(entry, stored)
     stored.update(measure_size(entry))
     if "speed" not in stored and entry.name != tier.baseline:
         print(f"measuring the speed beside {tier.baseline}; compiling takes a minute or two")

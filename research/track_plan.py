@@ -4,7 +4,6 @@ research/track.md says them in words. research/track.py trains the runs and comp
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,8 +12,16 @@ import configurator
 from configurator import collect_options
 from huggingface.released import FORM_OF_RELEASED_CODE
 from model import model_class
-from research import sweep, tuning
+from research import sweep
 from research.track_statistics import Noise
+from research.tuning import (
+    Point,
+    Search,
+    find_minimum,
+    follow_cross,
+    has_converged,
+    to_rate,
+)
 from utils import files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +31,8 @@ RELEASED_FORM = {**FORM_OF_RELEASED_CODE, "ddl_state_conv_init": "mean"}
 
 
 # What the tier cpu-1 leaves to the defaults of train.py, as they were when it was frozen. Keys that
-# change no weight are not among them; a key that is newer than the tier shows in the first losses.
+# change no weight are not among them; a key that is newer than the tier, or that the code no longer
+# has, shows in the first losses.
 CPU_1_DEFAULTS = {
     "init_from": None,
     "muon_dtype": None,
@@ -129,7 +137,6 @@ class Entry:
     model: str
     keys: dict[str, Any]
     first_seed: int = 0
-    num_tunings: int = 1
 
     @property
     def name(self) -> str:
@@ -170,17 +177,9 @@ class Entry:
         return range(self.first_seed, self.first_seed + num_seeds)
 
     @property
-    def tuning_seeds(self) -> range:
-        """The seeds of the searches for two rates, of which the first chooses the entry's rates."""
-        first = self.tier.tuning_seed + self.first_seed
-        return range(first, first + self.num_tunings)
-
-
-class Search(NamedTuple):
-    """The state of a search: the losses of its complete crosses, and the points to try next."""
-
-    losses: dict[tuning.Point, float]
-    missing: list[tuning.Point]
+    def tuning_seed(self) -> int:
+        """The seed of the searches for rates."""
+        return self.tier.tuning_seed + self.first_seed
 
 
 class Plan(NamedTuple):
@@ -195,100 +194,24 @@ class Plan(NamedTuple):
     rates: dict[str, float] | None
 
 
-def follow_cross(
-    get_loss: Callable[[tuning.Point], float | None], num_rates: int, max_tries: int
-) -> Search:
-    """Follow a search that tries a cross around its start and moves it to the best point.
-
-    It ends when the best point is in the middle of a cross, or when the next cross would need more
-    than max_tries. Losses decide only when a cross is complete, so the points depend neither on
-    stops nor on the number of jobs.
-
-    Args:
-        get_loss: returns the loss at a point, infinity of a run that diverged, or None
-    """
-    center: tuning.Point = (0.0,) * num_rates
-    losses: dict[tuning.Point, float] = {}
-    while True:
-        cross = [center, *tuning.list_neighbors(center)]
-        new_points = [point for point in cross if point not in losses]
-        if not new_points or len(losses) + len(new_points) > max_tries:
-            return Search(losses, missing=[])
-        new_losses = {point: get_loss(point) for point in new_points}
-        missing = [point for point, loss in new_losses.items() if loss is None]
-        if missing:
-            return Search(losses, missing)
-        losses.update(new_losses)
-        center = tuning.find_best(losses)
-
-
-def fit_axis(losses: tuning.Losses, axis: int) -> tuple[float, float]:
-    """Fit a parabola to the three lowest losses on the line through the best point along an axis.
-
-    Returns:
-        the power at its minimum, at most one step beside the best point, and its curvature c: at a
-        distance of x powers of two, the loss is higher by c * x**2. If the three losses have no
-        minimum, that is the power of the best point, and nan.
-    """
-    best = tuning.find_best(losses)
-    line = {}
-    for point, loss in losses.items():
-        is_on_line = all(point[i] == best[i] for i in range(len(best)) if i != axis)
-        if is_on_line and math.isfinite(loss):
-            line[point[axis]] = loss
-    lowest = sorted(sorted(line, key=lambda power: line[power])[:3])
-    if len(lowest) < 3:
-        return best[axis], math.nan
-    a, b, c = lowest
-    left_slope = (line[b] - line[a]) / (b - a)
-    right_slope = (line[c] - line[b]) / (c - b)
-    curvature = (right_slope - left_slope) / (c - a)
-    if curvature <= 0:
-        return best[axis], math.nan
-    minimum = (a + b) / 2 - left_slope / (2 * curvature)
-    return min(max(minimum, best[axis] - 1), best[axis] + 1), curvature
-
-
-def find_minimum(losses: tuning.Losses) -> tuning.Point:
-    """Return the minimum of the parabolas along all axes of a search."""
-    num_rates = len(next(iter(losses)))
-    return tuple(fit_axis(losses, axis)[0] for axis in range(num_rates))
-
-
-def make_short_run(entry: Entry, seed: int, point: tuning.Point) -> Run:
+def make_short_run(entry: Entry, point: Point) -> Run:
     """Return the run of the search for two rates at a point."""
     settings = entry.tier.read_settings()
-    rates = {key: tuning.to_rate(settings[key], power) for key, power in zip(RATES, point)}
-    return Run("short", seed, entry.tier.short_steps, **rates)
+    rates = {key: to_rate(settings[key], power) for key, power in zip(RATES, point)}
+    return Run("short", entry.tuning_seed, entry.tier.short_steps, **rates)
 
 
-def make_long_run(entry: Entry, rates: dict[str, float], point: tuning.Point) -> Run:
+def make_long_run(entry: Entry, rates: dict[str, float], point: Point) -> Run:
     """Return the run of the search for a common factor of two rates at a point."""
     power = math.log2(entry.tier.factor) + point[0]
-    scaled = {key: tuning.to_rate(rate, power) for key, rate in rates.items()}
-    return Run("long", entry.tuning_seeds[0], entry.tier.long_steps, **scaled)
-
-
-def search_short(entry: Entry, losses: dict[Run, float], seed: int) -> Search:
-    """Return the state of a search for two rates."""
-    return follow_cross(
-        lambda point: losses.get(make_short_run(entry, seed, point)),
-        num_rates=2,
-        max_tries=entry.tier.max_short_tries,
-    )
-
-
-def search_long(entry: Entry, losses: dict[Run, float], rates: dict[str, float]) -> Search:
-    """Return the state of the search for a common factor of two rates."""
-    return follow_cross(
-        lambda point: losses.get(make_long_run(entry, rates, point)),
-        num_rates=1,
-        max_tries=entry.tier.max_long_tries,
-    )
+    scaled = {key: to_rate(rate, power) for key, rate in rates.items()}
+    return Run("long", entry.tuning_seed, entry.tier.long_steps, **scaled)
 
 
 def make_plan(entry: Entry, losses: dict[Run, float]) -> Plan:
     """Return which runs an entry needs next.
+
+    The stages are the search for two rates, that for a common factor, and the seeds.
 
     Args:
         losses: of the finished runs; infinity of those that diverged
@@ -296,42 +219,34 @@ def make_plan(entry: Entry, losses: dict[Run, float]) -> Plan:
     Raises:
         ValueError: all tries of a search diverged
     """
-    missing, later_steps, rates = plan_stage(entry, losses)
-    for seed in entry.tuning_seeds[1:]:
-        search = search_short(entry, losses, seed)
-        missing += [make_short_run(entry, seed, point) for point in search.missing]
-    return Plan(missing, sum(run.steps for run in missing) + later_steps, rates)
-
-
-def plan_stage(
-    entry: Entry, losses: dict[Run, float]
-) -> tuple[list[Run], int, dict[str, float] | None]:
-    """Return the missing runs of the first stage that is not finished.
-
-    The stages are the search for two rates, that for a common factor, and the seeds.
-
-    Returns:
-        the runs, the steps of the stages that follow, and the rates of the seeds if they are known
-    """
     tier = entry.tier
-    tuning_seed = entry.tuning_seeds[0]
     seed_steps = len(entry.seeds) * tier.long_steps
-
-    short = search_short(entry, losses, tuning_seed)
+    short = follow_cross(
+        lambda point: losses.get(make_short_run(entry, point)),
+        num_rates=2,
+        max_tries=tier.max_short_tries,
+    )
     if short.missing:
-        runs = [make_short_run(entry, tuning_seed, point) for point in short.missing]
-        return runs, 3 * tier.long_steps + seed_steps, None
+        runs = [make_short_run(entry, point) for point in short.missing]
+        steps_left = len(runs) * tier.short_steps + 3 * tier.long_steps + seed_steps
+        return Plan(runs, steps_left, rates=None)
     check_converged(entry, short)
-    short_rates = get_rates(make_short_run(entry, tuning_seed, find_minimum(short.losses)))
+    short_rates = get_rates(make_short_run(entry, find_minimum(short.losses)))
 
-    long = search_long(entry, losses, short_rates)
+    long = follow_cross(
+        lambda point: losses.get(make_long_run(entry, short_rates, point)),
+        num_rates=1,
+        max_tries=tier.max_long_tries,
+    )
     if long.missing:
-        return [make_long_run(entry, short_rates, p) for p in long.missing], seed_steps, None
+        runs = [make_long_run(entry, short_rates, point) for point in long.missing]
+        return Plan(runs, len(runs) * tier.long_steps + seed_steps, rates=None)
     check_converged(entry, long)
     best = make_long_run(entry, short_rates, find_minimum(long.losses))
 
     runs = [best._replace(part="seed", seed=seed) for seed in entry.seeds]
-    return [run for run in runs if run not in losses], 0, get_rates(best)
+    missing = [run for run in runs if run not in losses]
+    return Plan(missing, len(missing) * tier.long_steps, get_rates(best))
 
 
 def get_rates(run: Run) -> dict[str, float]:
@@ -341,7 +256,7 @@ def get_rates(run: Run) -> dict[str, float]:
 
 def check_converged(entry: Entry, search: Search) -> None:
     """Raise ValueError if all tries of a search diverged."""
-    if not tuning.has_converged(search.losses):
+    if not has_converged(search.losses):
         raise ValueError(
             f"{entry.name}: all {len(search.losses)} tries of a search for rates diverged, so it has "
             "no place in the table; lower what the stream multiplies its state by"

@@ -1,17 +1,14 @@
 """The noise of a tier of the track, and the rule that says which differences it decides.
 
 The loss of an entry varies with its seeds (sigma, the standard deviation of one run) and with the
-rates that its tuning happened to choose (tau). Both are estimated from the additive stream, once for
-each tier, and hold for every entry. The rule is that of research/track.md.
+rates that its tuning happened to choose (tau). Both were estimated from the additive stream, once for
+the tier, and hold for every entry. The rule is that of research/track.md.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from research.compare import import_special_functions
+from research.compare import import_stats
 
 FALSE_DECISIONS = 0.002  # two-sided error probability of a verdict
 CONFIDENCE = 0.95  # of the intervals that are shown
@@ -51,7 +48,7 @@ class Noise:
     def get_quantile(self, num_seeds: int, error: float = FALSE_DECISIONS) -> float:
         """Return the two-sided quantile of t for these degrees of freedom."""
         degrees = self.get_degrees_of_freedom(num_seeds)
-        return float(import_special_functions().stdtrit(degrees, 1 - error / 2))
+        return float(import_stats().t.ppf(1 - error / 2, degrees))
 
     def get_half_width(self, num_seeds: int) -> float:
         """Return half the width of the 95% interval of a difference."""
@@ -81,67 +78,4 @@ def compute_error_with_own_sigma(
         smallest_decided: the smallest difference that the rule decides, in nats
     """
     standard_error = noise.get_standard_error(num_seeds, entry_sigma)
-    return 2 * float(import_special_functions().ndtr(-smallest_decided / standard_error))
-
-
-def fit_curvature(losses: dict[float, float]) -> float:
-    """Return c of the least-squares parabola c * x**2 + ... through losses at powers x of two."""
-    return float(np.polyfit(list(losses), list(losses.values()), deg=2)[0])
-
-
-def estimate_tau(
-    minima: Sequence[Sequence[float]],
-    short_curvatures: Sequence[float],
-    long_curvature: float,
-) -> float:
-    """Estimate what the choice of rates adds to a loss after the longer runs, in nats.
-
-    A search that ends x powers of two beside the mean minimum costs the sum of c * x**2 over the
-    rates. The root mean square of that over the searches, rather than its standard deviation, also
-    counts that every search costs something. The longer runs have another curvature.
-
-    Args:
-        minima: where each search for two rates ended, in powers of two
-        short_curvatures: c of each rate in the short runs, of the mean loss over the searches: of a
-            single search it would be biased, because noise chooses the points
-        long_curvature: c of the common factor of both rates in the longer runs
-    """
-    curvatures = np.asarray(short_curvatures)
-    distances = np.asarray(minima) - np.mean(minima, axis=0)
-    costs = (curvatures * distances**2).sum(axis=1)
-    # the common factor moves both rates, so its curvature in short runs is the sum of theirs
-    scale = long_curvature / curvatures.sum()
-    return float(scale * np.sqrt(np.sum(costs**2) / (len(costs) - 1)))
-
-
-def simulate_false_decisions(
-    sigma: float,
-    tau: float,
-    num_seeds: int,
-    num_baseline_seeds: int,
-    num_tunings: int,
-    num_tiers: int = 10_000,
-    seed: int = 0,
-) -> float:
-    """Return the fraction of simulated tiers that decide on an entry which equals the baseline.
-
-    Every tier draws the baseline, the entry and the tunings from normal distributions, as a model of
-    the noise, and estimates sigma, tau and the quantile anew.
-    """
-    rng = np.random.default_rng(seed)
-    num_decisions = 0
-    for _ in range(num_tiers):
-        baseline = tau * rng.normal() + sigma * rng.normal(size=num_baseline_seeds)
-        entry = tau * rng.normal() + sigma * rng.normal(size=num_seeds)
-        noise = Noise(
-            sigma=float(np.std(baseline, ddof=1)),
-            sigma_df=num_baseline_seeds - 1,
-            tau=float(np.std(tau * rng.normal(size=num_tunings), ddof=1)),
-            tau_df=num_tunings - 1,
-            num_baseline_seeds=num_baseline_seeds,
-        )
-        difference = float(entry.mean() - baseline.mean())
-        standard_error = noise.get_standard_error(num_seeds)
-        verdict = judge(difference, standard_error, noise.get_quantile(num_seeds))
-        num_decisions += verdict != "undecided"
-    return num_decisions / num_tiers
+    return 2 * float(import_stats().norm.cdf(-smallest_decided / standard_error))

@@ -1,6 +1,5 @@
 """The commit that a stored figure names, in a repository of the test's own."""
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -49,44 +48,10 @@ def test_changed_and_new_code_makes_the_tree_dirty(repository, file):
     assert provenance.describe_commit(repository) == f"{commit}-dirty"
 
 
-# ---- stored figures ----
-
-
-def test_figures_are_stored_with_the_origin_that_is_given(tmp_path):
-    origin = {"commit": "0123456789ab", "date": "2026-01-02"}
-    figures = tmp_path / "figures.json"
-    for value in (1, 2):  # the file is replaced
-        provenance.store_figures(figures, {"rows": [value]}, origin)
-    assert json.loads(figures.read_text()) == {**origin, "rows": [2]}
-
-
-def test_figures_without_an_origin_have_that_of_this_process(tmp_path):
-    figures = tmp_path / "figures.json"
-    provenance.store_figures(figures, {"rows": []})
-    assert json.loads(figures.read_text()) == {**provenance.collect_provenance(), "rows": []}
-
-
-def test_uncommitted_changes_are_reported_once_per_file(tmp_path, capsys):
-    figures = tmp_path / "figures.json"
-    for _ in range(2):
-        provenance.store_figures(figures, {"rows": []}, {"commit": "0123456789ab-dirty"})
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: figures.json names commit 0123456789ab-dirty")
-
-
-# ---- digests ----
-
-
-def test_a_digest_is_of_files_once_and_without_those_excluded():
-    digest = provenance.compute_digest("utils/*.py")
-    assert provenance.compute_digest("utils/*.py", exclude=("units.py",)) != digest
-    assert provenance.compute_digest("utils/*.py", "utils/units.py") == digest
-
-
 def test_the_command_of_a_module_has_no_folder_of_the_machine(monkeypatch):
-    path = str(provenance.ROOT / "research" / "benchmarks" / "costs.py")
+    path = str(provenance.ROOT / "research" / "benchmarks" / "step.py")
     monkeypatch.setattr("sys.argv", [path, "--json=out.json"])
-    assert provenance.describe_command() == "python -m research.benchmarks.costs --json=out.json"
+    assert provenance.describe_command() == "python -m research.benchmarks.step --json=out.json"
 
 
 def test_the_command_of_a_script_is_as_it_was_typed(monkeypatch):

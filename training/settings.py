@@ -102,6 +102,7 @@ def merge(arguments: Arguments, out_dir: str, resume_checkpoint: Path | None) ->
     trained = {}
     if resume_checkpoint is not None:
         saved_state = checkpoint.read_state(resume_checkpoint)
+        refuse_removed_keys(saved_state)
         saved = saved_settings(saved_state)
     elif user_settings.get("init_from"):  # a resumed run no longer needs the folder
         trained = read_init_settings(user_settings["init_from"])
@@ -215,23 +216,25 @@ def options_of(model: str) -> dict[str, configurator.Option]:
 def saved_settings(state: dict) -> dict[str, object]:
     """Return all keys of a saved run and of its model, without those of a call.
 
-    Keys that were added after the run was saved have their default.
-
-    Raises:
-        ValueError: the run has keys that were removed since, and so may be another model
+    Keys that were added after the run was saved have their default, and keys that were removed since
+    are left out.
     """
     saved = {**state["model_config"], **state["run_config"], "model": state["model"]}
-    options = options_of(state["model"])
-    if removed := saved.keys() - options.keys():
-        raise ValueError(
-            f"the run was saved by a version with other keys ({', '.join(sorted(removed))}); resume it "
-            "with the commit that trained it"
-        )
     return {
         name: declared.convert(saved[name]) if name in saved else declared.default
-        for name, declared in options.items()
+        for name, declared in options_of(state["model"]).items()
         if name not in KEYS_OF_A_CALL
     }
+
+
+def refuse_removed_keys(state: dict) -> None:
+    """Raise a ValueError if a saved run has keys that were removed since: it may be another model."""
+    saved_keys = {*state["model_config"], *state["run_config"]}
+    if removed_keys := saved_keys - options_of(state["model"]).keys():
+        raise ValueError(
+            f"the run was saved by a version with other keys ({', '.join(sorted(removed_keys))}); "
+            "resume it with the commit that trained it"
+        )
 
 
 def read_init_settings(folder: str) -> dict[str, object]:

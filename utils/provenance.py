@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -12,8 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-
-from utils import files
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,57 +103,3 @@ def run_git(repository: Path, *arguments: str) -> str:
         ["git", *arguments], cwd=repository, capture_output=True, text=True, check=False
     )
     return result.stdout
-
-
-# ---- stored figures ----
-
-
-def store_figures(path: Path, figures: dict, origin: dict | None = None) -> None:
-    """Write figures and their provenance to a JSON file, which is complete or absent.
-
-    If the code had uncommitted changes, a note says so, because nobody else can reproduce the
-    figures.
-
-    Args:
-        origin: the provenance of the figures, if they were not measured by this process
-    """
-    # the provenance comes first, where a reader of the file looks for it
-    origin = origin or collect_provenance()
-    files.write_json(path, {**origin, **figures})
-    if origin["commit"].endswith("-dirty"):
-        report_uncommitted(path, origin["commit"])
-
-
-@functools.cache  # a benchmark writes its file after every figure, and one note is enough
-def report_uncommitted(path: Path, commit: str) -> None:
-    """Print once per file that its figures were measured with uncommitted changes."""
-    # on stderr, because the output may be a table that is written to a file
-    print(
-        f"note: {path.name} names commit {commit}, because the code has uncommitted changes, such as a "
-        "new variant; commit them before you measure figures that others should reproduce",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-# ---- digests of the code ----
-
-
-def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:
-    """Return the SHA-256 of the names and contents of files of this repository.
-
-    Args:
-        patterns: the files as glob patterns, relative to the repository
-        exclude: file names, without folders, that do not count
-    """
-    # a set, because a file may match several patterns
-    paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    sha256 = hashlib.sha256()
-    # sorted, because the order of a folder's files depends on the file system
-    for path in sorted(paths):
-        if path.name in exclude:
-            continue
-        sha256.update(path.relative_to(ROOT).as_posix().encode())
-        sha256.update(b"\0")  # ends the name, which cannot contain it
-        sha256.update(path.read_bytes())
-    return sha256.hexdigest()

@@ -1,4 +1,4 @@
-"""What the analyses of trained models share: options, validation sequences, storing and drawing."""
+"""What the analyses of trained models share: options, validation sequences, storing."""
 
 import os
 import time
@@ -6,32 +6,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from configurator import argument, option
 from data import loader
 from data.loader import IGNORED_TARGET, ValidationBatches
 from data.shards import Corpus
+from model.block import State
 from model.gpt import GPT
 from model_folder import ModelFolder, describe, find_run_folder
 from research import plots
+from research.runs import HIDDEN_SETTINGS
+from research.storage import store_figures
 from utils import processes
-from utils.provenance import collect_provenance, store_figures
-from utils.units import format_duration
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from utils.provenance import collect_provenance
 
 PROGRESS_INTERVAL = 20.0  # seconds between two lines of progress
-
-
-FIGURES_HELP = (
-    "file to store the figures in; figures that it already contains are not measured again, and a "
-    "picture is drawn beside it"
-)
 
 
 @dataclass(frozen=True)
@@ -56,84 +50,34 @@ class RunOptions:
     )
 
 
-@dataclass(frozen=True)
-class WidthOptions:
-    """What is compared."""
-
-    widths: str = option(
-        "64,128,256,512",
-        "widths to compare, as increasing multiples of 32, separated by commas",
-    )
-    optimizers: str = option("adamw,muon", "adamw, muon or both, separated by a comma")
-
-
-def parse_widths(text: str) -> list[int]:
-    """Return the widths of --widths.
-
-    Raises:
-        ValueError: they are not two or more rising multiples of 32, the size of a head
-    """
-    words = text.split(",")
-    widths = [int(word) for word in words if word.isdecimal()]
-    are_multiples = all(width >= 32 and width % 32 == 0 for width in widths)
-    are_rising = widths == sorted(set(widths))
-    if len(widths) < max(len(words), 2) or not are_multiples or not are_rising:
-        raise ValueError(
-            f"--widths={text}: give two or more multiples of 32 in increasing order, separated by "
-            "commas"
-        )
-    return widths
-
-
-def parse_optimizers(text: str) -> list[str]:
-    """Return the names of --optimizers.
-
-    Raises:
-        ValueError: there is another one than adamw and muon
-    """
-    names = text.split(",")
-    if not set(names) <= {"adamw", "muon"}:
-        raise ValueError(f"--optimizers={text}: give adamw, muon, or both, separated by a comma")
-    return names
-
-
-def find_folders(args: SimpleNamespace) -> list[ModelFolder]:
-    """Return the folders of args.runs.
-
-    Raises:
-        ValueError: there is no such run, or its corpus is missing
-    """
-    folders = [describe(path) for path in args.runs]
-    for folder in folders:
-        folder.open_corpus(args.dataset or "", option="--dataset")
-    return folders
-
-
-def find_common_folder(paths: list[str]) -> Path:
-    """Return the folder of a single run, or the folder that contains all runs."""
-    runs = {find_run_folder(Path(path)) for path in paths}
-    if len(runs) == 1:
-        return runs.pop()
-    return Path(os.path.commonpath([run.parent for run in runs]))
-
-
 def prepare_output_file(args: SimpleNamespace, name: str) -> Path:
     """Return the path of a command's JSON file, and create its folder."""
-    out = find_common_folder(args.runs) / f"{name}.json"
+    run_folders = {find_run_folder(Path(path)) for path in args.runs}
     if args.json:
         out = Path(args.json)
+    elif len(run_folders) == 1:
+        out = run_folders.pop() / f"{name}.json"
+    else:
+        out = Path(os.path.commonpath([run.parent for run in run_folders])) / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 
 
 def describe_run(folder: ModelFolder, model: GPT) -> dict:
-    """Return what every stored row says of its run: label, model, layers, step and seed."""
+    """Return what every stored row says of its run: label, model, layers, step, seed and settings."""
+    run_config = folder.state.get("run_config", {})
+    settings = {**run_config, **folder.state.get("model_config", {"folder": str(folder.path)})}
     return {
         "label": folder.label,
         "model": folder.model,
         "layers": model.config.num_hidden_layers,
         "step": folder.state.get("step"),
-        "seed": folder.state.get("run_config", {}).get("seed"),
+        "seed": run_config.get("seed"),
+        "settings": {
+            key: value
+            for key, value in settings.items()
+            if key not in {*HIDDEN_SETTINGS, "model", "seed"}
+        },
     }
 
 
@@ -177,20 +121,22 @@ def iterate_batches(
     sequences: list[int],
     batch_size: int,
     device: torch.device,
-    progress: Callable[[int], None] | None = None,
+    label: str = "",
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield ids and targets, int64 (batch_size or fewer, seq_len), of all sequences in turn.
 
     Args:
         sequences: indices of sequences of the split
-        progress: called with the number of sequences so far after each batch has been used
+        label: what is measured, for a line about a long measurement now and then
     """
+    last_print_time = time.monotonic()
     for start in range(0, len(sequences), batch_size):
+        if time.monotonic() - last_print_time > PROGRESS_INTERVAL:
+            print(f"{label}: {start} of {len(sequences)} sequences", flush=True)
+            last_print_time = time.monotonic()
         indices = sequences[start : start + batch_size]
         ids, targets = batches.get(indices, len(indices))
         yield ids.to(device), targets.to(device)
-        if progress is not None:
-            progress(start + len(indices))
 
 
 # ---- models ----
@@ -206,30 +152,12 @@ def list_site_names(model: GPT) -> list[str]:
     return [f"{site.layer} {site.name}" for block in model.transformer.h for site in block.sites]
 
 
+def concatenate_state(state: State) -> torch.Tensor:
+    """Return all numbers of each token side by side: (B, T, ...), or a tuple of such, -> (B, T, n)."""
+    return torch.cat([part.flatten(2) for part in tree_leaves(state)], dim=-1)
+
+
 # ---- commands ----
-
-
-class Progress:
-    """Print now and then how many of `total` units are finished, and an estimate of the rest."""
-
-    def __init__(self, label: str, total: int, unit: str = "sequences"):
-        self.label = label
-        self.total = total
-        self.unit = unit
-        self.start_time = time.monotonic()
-        self.last_print_time = self.start_time
-
-    def __call__(self, num_finished: int) -> None:
-        current_time = time.monotonic()
-        if current_time - self.last_print_time <= PROGRESS_INTERVAL:
-            return
-        self.last_print_time = current_time
-        seconds_per_unit = (current_time - self.start_time) / num_finished
-        remaining = format_duration(seconds_per_unit * (self.total - num_finished))
-        print(
-            f"{self.label}: {num_finished} of {self.total} {self.unit}, {remaining} left",
-            flush=True,
-        )
 
 
 def analyze_runs(
@@ -237,17 +165,15 @@ def analyze_runs(
     name: str,
     measure: Callable[..., dict],
     summarize: Callable[[dict], str],
-    format_table: Callable[[list[dict]], str],
-    draw: Callable[[list[dict]], "Figure"],
+    finish: Callable[[list[dict], Path], None],
 ) -> None:
-    """Measure every run and store its row; then print the table and draw the figure beside it.
+    """Measure every run and store its row; then print and draw all rows.
 
     Args:
         name: that of the command
-        measure: measure(model, encoding, batches, sequences, args, progress) -> figures of a row
+        measure: measure(model, encoding, batches, sequences, args, label) -> figures of a row
         summarize: returns the line that is printed of a row
-        format_table: returns the Markdown table of all rows
-        draw: returns the figure of all rows
+        finish: prints the rows, and draws them beside the JSON file
 
     Raises:
         ValueError: there is no such run, or its corpus is missing
@@ -257,23 +183,20 @@ def analyze_runs(
     rows = []
     # entered first, because a missing package should be noticed before anything is measured
     with plots.use_print_style():
-        folders = find_folders(args)
+        folders = [describe(path) for path in args.runs]
+        corpora = [folder.open_corpus(args.dataset or "", option="--dataset") for folder in folders]
         out = prepare_output_file(args, name)
-        for folder in folders:
+        for folder, corpus in zip(folders, corpora):
             model, encoding = folder.load(device)
-            corpus = folder.open_corpus(args.dataset or "", option="--dataset")
             batches = open_validation_batches(model, corpus)
             sequences = select_sequences(batches, args.windows)
-            progress = Progress(folder.label, len(sequences))
             row = {
                 **describe_run(folder, model),
                 "sequences": len(sequences),
-                **measure(model, encoding, batches, sequences, args, progress),
+                **measure(model, encoding, batches, sequences, args, folder.label),
             }
             rows.append(row)
             print(f"{folder.label}: {summarize(row)}", flush=True)
             store_figures(out, {"rows": rows}, origin)
-        print(format_table(rows))
-        picture = out.with_suffix(".png")
-        plots.save(draw(rows), picture)
-    print(f"wrote {out}, drew {picture}")
+        finish(rows, out)
+    print(f"wrote {out}, and drew its figures beside it")

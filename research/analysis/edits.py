@@ -1,76 +1,74 @@
-"""The loss of a trained model with a piece of one site forced to a value, or removed. An edit is not a retrained model.
+"""The loss of a trained model with the write of one site, or of all, forced to something else.
 
-A read, a write or a `post_write` may have edits in parts.py; a site without any is run without its
-sublayer, h = 0. Parameters stay as they are: an edit is another function in the place of a part.
+An edit is not a retrained model: parameters stay as they are, and another function is in the place of
+the write. A site of DDL has its gate fixed at 0, 1 or 2, or its erase left out; a site of another
+stream is run without its sublayer, h = 0.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from data.loader import IGNORED_TARGET, ValidationBatches
 from model.block import Site, State, Stream
+from model.ddl import DeltaRewrite
 from model.gpt import GPT
 from model.layers import Positions
 from research import compare
 from research.analysis import common
-from research.analysis.parts import EDITS, find_entry
-from research.benchmarks.figures import Figures
-
-PARTS = ("read", "write", "post_write")  # the parts of a site that may have edits
-UNEDITED = "unedited"
 
 SiteKey = tuple[int, str]  # layer and name of a site
+Write = Callable[..., State]
+ALL_SITES: tuple[None, str] = (None, "all")  # layer and site of an edit at all sites at once
 
 
-class Edit(NamedTuple):
-    """A function in the place of one part of a site."""
+def list_edits(site: Site) -> dict[str, Write]:
+    """Return the edits of a site by name: functions in the place of its write."""
+    if isinstance(site.write, DeltaRewrite):
+        return make_delta_rewrite_edits(site.write)
 
-    name: str
+    def write_without_sublayer(state: State, h: torch.Tensor, *args: object) -> State:
+        return site.write(state, torch.zeros_like(h), *args)
 
-    # the part that is replaced; "h" if the sublayer's output is zero instead
-    part: str
-
-    # None if `part` is "h"
-    function: Callable | None
+    return {"h=0": write_without_sublayer}
 
 
-def list_edits(site: Site) -> list[Edit]:
-    """Return the edits of the site's parts; h = 0 if none of them has an entry in EDITS."""
-    edits = []
-    has_entry = False
-    for part in PARTS:
-        module = getattr(site, part)
-        make_edits = find_entry(EDITS, module)
-        if make_edits is not None:
-            has_entry = True
-            edits += [Edit(name, part, function) for name, function in make_edits(module).items()]
-    if not has_entry:
-        return [Edit("h=0", "h", None)]
+def make_delta_rewrite_edits(write: DeltaRewrite) -> dict[str, Write]:
+    """Return writes whose gate is 0, 1 or 2, and one that does not erase."""
+    edits = {}
+    for number in range(3):
+        edits[f"beta={number}"] = make_edit(write, gate=make_constant_gate(write, number))
+    if write.config.ddl_update == "delta":
+        config = copy.copy(write.config)
+        config.ddl_update = "write_only"
+        edits["no erase"] = make_edit(write, config=config)
     return edits
 
 
+def make_constant_gate(write: DeltaRewrite, number: float) -> Callable[..., torch.Tensor]:
+    """Return a gate that is a number for all tokens."""
+    return lambda *args: torch.full_like(write.gate(*args), number)
+
+
+def make_edit(write: DeltaRewrite, **attributes: object) -> Write:
+    """Return the forward of a write with other attributes: a method, or its config.
+
+    The write itself stays as it is, because the forward is that of a shallow copy.
+    """
+    edited = copy.copy(write)
+    # before `nn.Module.__getattr__`, which finds parameters, Python looks here
+    vars(edited).update(attributes)
+    return edited.forward
+
+
 class EditedStream(Stream):
-    """Run the stream with some sites edited."""
+    """Run the stream with other writes at some sites."""
 
-    def __init__(self, edits: dict[SiteKey, Edit]):
-        self.edits = edits
-
-    def edit_site(self, site: Site) -> Site:
-        """Return the site with its edited part."""
-        edit = self.edits.get((site.layer, site.name))
-        if edit is None or edit.part == "h":
-            return site
-        return replace(site, **{edit.part: edit.function})
-
-    def read(
-        self, site: Site, state: State, cache: dict | None
-    ) -> tuple[State, torch.Tensor | tuple, torch.Tensor]:
-        return super().read(self.edit_site(site), state, cache)
+    def __init__(self, writes: dict[SiteKey, Write]):
+        self.writes = writes
 
     def write(
         self,
@@ -81,30 +79,46 @@ class EditedStream(Stream):
         c: torch.Tensor,
         cache: dict | None,
     ) -> State:
-        edit = self.edits.get((site.layer, site.name))
-        if edit is not None and edit.part == "h":
-            h = torch.zeros_like(h)
-        return super().write(self.edit_site(site), state, h, x_in, c, cache)
+        edited = replace(site, write=self.writes.get((site.layer, site.name), site.write))
+        return super().write(edited, state, h, x_in, c, cache)
+
+
+def choose_edits(model: GPT, names: list[str] | None) -> dict[str, dict[SiteKey, Write]]:
+    """Return, for each edit by name, the edited write of each site that has it.
+
+    Args:
+        names: only these edits; None for all
+
+    Raises:
+        ValueError: no site has one of the names
+    """
+    writes_by_edit: dict[str, dict[SiteKey, Write]] = {}
+    for block in model.transformer.h:
+        for site in block.sites:
+            for name, write in list_edits(site).items():
+                writes_by_edit.setdefault(name, {})[site.layer, site.name] = write
+    unknown_names = sorted(set(names or []) - writes_by_edit.keys())
+    if unknown_names:
+        raise ValueError(
+            f"--edits={','.join(unknown_names)}: the edits of this model are "
+            f"{', '.join(writes_by_edit)}"
+        )
+    if names is None:
+        return writes_by_edit
+    return {name: writes for name, writes in writes_by_edit.items() if name in names}
 
 
 # ---- losses ----
 
 
-class BlockInput(NamedTuple):
-    """The arguments of a block."""
-
-    state: State
-    positions: Positions
-
-
 @torch.no_grad()
-def record_block_inputs(model: GPT, ids: torch.Tensor) -> list[BlockInput]:
+def record_block_inputs(model: GPT, ids: torch.Tensor) -> list[tuple[State, Positions]]:
     """Return what each block gets when the model runs on ids (B, T)."""
     block_inputs = []
 
     def record(block: torch.nn.Module, arguments: tuple) -> None:
         state, positions, *_ = arguments
-        block_inputs.append(BlockInput(state, positions))
+        block_inputs.append((state, positions))
 
     # a set, because a model may have the same block several times
     hooks = [block.register_forward_pre_hook(record) for block in set(model.transformer.h)]
@@ -118,24 +132,24 @@ def record_block_inputs(model: GPT, ids: torch.Tensor) -> list[BlockInput]:
 @torch.no_grad()
 def measure_losses_from(
     model: GPT,
-    block_input: BlockInput,
-    first_layer: int,
+    block_inputs: list[tuple[State, Positions]],
     targets: torch.Tensor,
-    edits: dict[SiteKey, Edit],
+    writes: dict[SiteKey, Write],
 ) -> torch.Tensor:
-    """Run the blocks from `first_layer` on, and return the loss of each sequence.
+    """Return the loss of each sequence with edited writes, running the blocks from the first of these on.
 
     Args:
-        block_input: what block `first_layer` gets
+        block_inputs: of `record_block_inputs`
         targets: (B, T)
 
     Returns:
         Nats per target (B,), in float64; 0 for a sequence without targets.
     """
-    state = block_input.state
-    with model.through(EditedStream(edits)):
+    first_layer = min((layer for layer, _ in writes), default=0)
+    state, positions = block_inputs[first_layer]
+    with model.through(EditedStream(writes)):
         for block in model.transformer.h[first_layer:]:
-            state = block(state, block_input.positions)
+            state = block(state, positions)
         hidden = model.stream.finish(model, state, None)
     losses = []
     # one sequence at a time, because logits are large
@@ -150,163 +164,68 @@ def measure_losses_from(
     return torch.stack(losses)
 
 
-class EditPlan:
-    """The edits whose losses are measured.
-
-    Attributes:
-        names: of the edits, in order of appearance
-        at_site: site -> its edits
-        at_all_sites: name of an edit -> site -> its edit of that name, for edits that several
-            sites have; they are made at all these sites at once
-
-    Raises:
-        ValueError: no site has one of the given names
-    """
-
-    def __init__(self, model: GPT, names: list[str] | None = None):
-        """names: only these edits; None for all"""
-        edits_by_site = {
-            (site.layer, site.name): list_edits(site)
-            for block in model.transformer.h
-            for site in block.sites
-        }
-        known_names = list(
-            dict.fromkeys(edit.name for edits in edits_by_site.values() for edit in edits)
-        )
-        unknown_names = sorted(set(names or []) - set(known_names))
-        if unknown_names:
-            raise ValueError(
-                f"--edits={','.join(unknown_names)}: the edits of this model are "
-                f"{', '.join(known_names)}"
-            )
-        self.names = [name for name in known_names if names is None or name in names]
-        self.at_site = {
-            key: [edit for edit in edits if edit.name in self.names]
-            for key, edits in edits_by_site.items()
-        }
-        self.at_all_sites: dict[str, dict[SiteKey, Edit]] = {}
-        for name in self.names:
-            sites_with_edit = {
-                key: edit
-                for key, edits in self.at_site.items()
-                for edit in edits
-                if edit.name == name
-            }
-            if len(sites_with_edit) > 1:
-                self.at_all_sites[name] = sites_with_edit
-
-    def list_edits_of_layer(self, layer: int | None) -> dict[str, dict[str, dict[SiteKey, Edit]]]:
-        """Return {name of a site: {name of an edit: what `EditedStream` takes}}.
-
-        layer: None for the edits at all sites at once, and no edit, under the name "all"
-        """
-        if layer is None:
-            return {"all": {UNEDITED: {}, **self.at_all_sites}}
-        edits_of_layer = {}
-        for (site_layer, site_name), edits in self.at_site.items():
-            if site_layer == layer:
-                edits_of_layer[site_name] = {
-                    edit.name: {(layer, site_name): edit} for edit in edits
-                }
-        return edits_of_layer
-
-
-def measure_losses(
+def measure_effects(
     model: GPT,
     batches: ValidationBatches,
     sequences: list[int],
     batch_size: int,
-    plan: EditPlan,
-    figures: Figures,
-    key: dict,
+    names: list[str] | None,
     label: str,
-) -> None:
-    """Measure the losses of all edits, and add a row to `figures` for each batch and layer.
-
-    A row has "losses", {site: {edit: nats per target of each sequence}}, and "targets", their
-    numbers. Its "layer" is None for edits at all sites at once. Rows that `figures` has under
-    `key` are not measured again.
+) -> list[dict]:
+    """Return how much each edit changes the mean loss per target, at each site and at all at once.
 
     Args:
-        key: what tells the rows of this model from others
+        names: of the edits; None for all
         label: of the model, for lines of progress
     """
+    edits = choose_edits(model, names)
+    writes_by_key: dict[tuple, dict[SiteKey, Write]] = {}
+    for name, writes in edits.items():
+        if len(writes) > 1:
+            writes_by_key[*ALL_SITES, name] = writes
+        for site_key, write in writes.items():
+            writes_by_key[*site_key, name] = {site_key: write}
+    num_targets = common.count_targets(batches, sequences)
+    unedited: list[torch.Tensor] = []
+    losses: dict[tuple, list[torch.Tensor]] = {key: [] for key in writes_by_key}
     device = common.get_device(model)
-    layers = [None, *range(len(model.transformer.h))]
-    missing_layers: dict[int, list[int | None]] = {}  # by the index of a batch's first sequence
-    for first in range(0, len(sequences), batch_size):
-        for layer in layers:
-            if figures.find(**{**key, "first": first, "layer": layer}) is None:
-                missing_layers.setdefault(first, []).append(layer)
-    num_missing = sum(len(batch_layers) for batch_layers in missing_layers.values())
-    progress = common.Progress(label, num_missing, "parts of the edits")
-    num_finished = 0
-    for first, batch_layers in missing_layers.items():
-        batch_sequences = sequences[first : first + batch_size]
-        [(ids, targets)] = common.iterate_batches(batches, batch_sequences, batch_size, device)
-        num_targets = common.count_targets(batches, batch_sequences)
+    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, label):
         block_inputs = record_block_inputs(model, ids)
-        for layer in batch_layers:
-            first_layer = 0 if layer is None else layer
-            losses: dict[str, dict[str, list[float]]] = {}
-            for site_name, edits_by_name in plan.list_edits_of_layer(layer).items():
-                losses[site_name] = {}
-                for name, edits in edits_by_name.items():
-                    values = measure_losses_from(
-                        model, block_inputs[first_layer], first_layer, targets, edits
-                    )
-                    losses[site_name][name] = values.tolist()
-            figures.add(
-                {
-                    **key,
-                    "first": first,
-                    "layer": layer,
-                    "losses": losses,
-                    "targets": num_targets.tolist(),
-                }
-            )
-            num_finished += 1
-            progress(num_finished)
-
-
-def compute_effects(rows: list[dict]) -> list[dict]:
-    """Return how much each edit changes the mean loss per target, in nats, with its 95% interval.
-
-    The interval is over sequences that have targets. If these have different numbers of them, the
-    mean is a ratio of two sums, and the interval is that of the linearized ratio.
-
-    rows: those of one model, as `measure_losses` stores them
-    """
-    losses: dict[tuple[int | None, str, str], list[float]] = {}
-    num_targets: list[int] = []
-    for row in sorted(rows, key=lambda row: row["first"]):
-        if row["layer"] is None:
-            num_targets += row["targets"]
-        for site_name, edits in row["losses"].items():
-            for edit_name, values in edits.items():
-                losses.setdefault((row["layer"], site_name, edit_name), []).extend(values)
-    has_targets = np.array(num_targets) > 0
-    weights = np.array(num_targets)[has_targets] / np.mean(num_targets, where=has_targets)
-    unedited_losses = np.array(losses.pop((None, "all", UNEDITED)))[has_targets]
+        unedited.append(measure_losses_from(model, block_inputs, targets, {}))
+        for key, writes in writes_by_key.items():
+            losses[key].append(measure_losses_from(model, block_inputs, targets, writes))
     effects = []
-    for (layer, site_name, edit_name), values in losses.items():
-        edited_losses = np.array(values)[has_targets]
-        differences = edited_losses - unedited_losses
-        mean_difference = np.mean(weights * differences)
-        difference = compare.estimate_mean(
-            mean_difference + weights * (differences - mean_difference)
-        )
-        has_interval = difference.n > 1
+    for (layer, site_name, name), edited in losses.items():
+        difference = estimate_difference(torch.cat(edited), torch.cat(unedited), num_targets)
         effects.append(
             {
                 "layer": layer,
                 "site": site_name,
-                "edit": edit_name,
-                "loss": float(np.mean(weights * edited_losses)),
+                "edit": name,
                 "difference": difference.mean,
-                "ci95": difference.half_width if has_interval else None,
-                "standard_error": difference.standard_error if has_interval else None,
+                "ci95": difference.half_width,
+                "p_value": difference.p_value,
                 "windows": difference.n,
             }
         )
     return effects
+
+
+def estimate_difference(
+    edited: torch.Tensor, unedited: torch.Tensor, num_targets: torch.Tensor
+) -> compare.Estimate:
+    """Estimate the difference of the mean losses per target, with its 95% interval over sequences.
+
+    If sequences have different numbers of targets, the mean is a ratio of two sums, and the interval
+    is that of the linearized ratio. Sequences without targets do not count.
+
+    Args:
+        edited, unedited: nats per target of each sequence, (count,)
+        num_targets: of each sequence, (count,)
+    """
+    has_targets = num_targets > 0
+    counts = num_targets[has_targets].double()
+    weights = counts / counts.mean()
+    differences = (edited - unedited).cpu()[has_targets]
+    mean = (weights * differences).mean()
+    return compare.estimate_mean((mean + weights * (differences - mean)).tolist())

@@ -1,15 +1,19 @@
-"""`analyze.py gates`: what a trained model does at every site of its residual stream, and how the loss depends on it.
+"""`analyze.py gates`: what the writes of a trained model do at every site, and how the loss depends on them.
 
-Over validation sequences, in float32, it measures the statistics and details of each write (for a delta rewrite: the
-gate, the fractions of tokens in its intervals, the discrepancy before and after, what is erased and written), the size
-of the change of the state, how the direction of a write turns from site to site and from token to token, effective
-ranks, and how value channels differ. Then it measures the loss with a piece of one site, or of all sites, forced to a
-value or removed. This works for any stream, and shows every statistic that its parts define (research/docs/gates.md).
+Over validation sequences, in float32, it measures the statistics that the write of a site reports, the size of the
+change of the state, and how the direction of a write turns from site to site and from token to token. For DDL it also
+measures how much is erased and written, and the fractions of tokens by what their gate does. Then it measures the loss
+with the write of one site, or of all sites, replaced (edits.py).
 """
 
-from collections.abc import Callable, Iterable
+import itertools
+import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,176 +22,36 @@ from torch.utils._pytree import tree_leaves
 
 from configurator import option
 from data.loader import ValidationBatches
+from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream
+from model.ddl import DeltaRewrite, project_onto_k
 from model.gpt import GPT
-from model_folder import ModelFolder
-from research import plots
-from research.analysis import common, edits, gates_page
-from research.analysis.parts import (
-    DETAILS,
-    DIRECTIONS,
-    compute_cosines,
-    find_entry,
-    get_intervals,
-)
-from research.analysis.rank import concatenate_state, effective_rank
-from research.benchmarks.figures import Figures
-from utils import files, processes
-from utils.provenance import compute_digest
+from research import compare, plots
+from research.analysis import common, edits
+from utils import files, tables
 
-# the code that the figures depend on
-CODE = (
-    "model/*.py",
-    "model/streams/*.py",
-    "research/analysis/common.py",
-    "research/analysis/rank.py",
-    "research/analysis/parts.py",
-    "research/analysis/edits.py",
-    "research/analysis/gates.py",
-)
-NUM_BINS = 40
-QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-MAX_DETAIL_SIZE = 2**14  # larger details are not stored
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+QUANTILES = {"low": 0.05, "high": 0.95}  # between which 90% of the tokens lie
+MAX_COLUMNS = 3  # panels side by side
 
 
 # ---- what is collected at each site ----
 
 
-class Moments:
-    """The sums over tokens of a vector or matrix and of its squares, in float64."""
-
-    def __init__(self):
-        self.count = 0
-        self.total = 0.0
-        self.total_of_squares = 0.0
-
-    def add(self, values: torch.Tensor) -> None:
-        """values: (tokens, ...)"""
-        values = values.double()
-        self.count += len(values)
-        self.total = self.total + values.sum(0)
-        self.total_of_squares = self.total_of_squares + values.square().sum(0)
-
-    def summarize(self) -> dict[str, list]:
-        """Return the mean and the standard deviation over tokens."""
-        mean = self.total / self.count
-        variance = (self.total_of_squares / self.count - mean.square()).clamp_min(0)
-        return {"mean": mean.tolist(), "std": variance.sqrt().tolist()}
-
-
-class SiteRecord:
-    """What is collected at one site.
-
-    Numbers of tokens or sequences are kept as they are, so that quantiles can be computed; of
-    vectors and matrices only the moments are kept.
-
-    Args:
-        intervals: statistic -> label -> (low, high); the fraction of tokens strictly between the
-            ends is reported
-    """
-
-    def __init__(self, intervals: dict[str, dict[str, tuple[float, float]]]):
-        self.numbers: dict[str, list[torch.Tensor]] = {}
-        self.moments: dict[str, Moments] = {}
-        self.intervals = intervals
-
-    def add(self, name: str, values: torch.Tensor) -> None:
-        """Add numbers (B,) or (B, T), or vectors or matrices (B, T, ...)."""
-        if values.ndim <= 2:
-            self.numbers.setdefault(name, []).append(values.flatten().cpu())
-        else:
-            self.moments.setdefault(name, Moments()).add(values.flatten(0, 1))
-
-    def join_numbers(self, name: str) -> np.ndarray:
-        """Return all numbers of a statistic in float64.
-
-        Raises:
-            ValueError: one of them is not finite
-        """
-        values = torch.cat(self.numbers[name]).double().numpy()
-        if not np.isfinite(values).all():
-            raise ValueError(
-                f"{name} is not finite for {(~np.isfinite(values)).sum()} tokens: the model has "
-                "diverged"
-            )
-        return values
-
-    def summarize(self, edges: dict[str, np.ndarray]) -> dict[str, dict]:
-        """Return the summaries of all "statistics", which are numbers, and of all "details".
-
-        edges: statistic -> edges of the bins of its histogram
-        """
-        statistics = {}
-        for name in self.numbers:
-            values = self.join_numbers(name)
-            statistics[name] = summarize_numbers(values, edges[name])
-        for name, intervals in self.intervals.items():
-            values = self.join_numbers(name)
-            fractions = {}
-            for label, (low, high) in intervals.items():
-                inside = (values > low) & (values < high)
-                fractions[label] = float(inside.mean())
-            statistics[name]["shares"] = fractions
-            statistics[name]["intervals"] = intervals
-        details = {
-            name: moments.summarize()
-            for name, moments in self.moments.items()
-            if moments.total.numel() <= MAX_DETAIL_SIZE
-        }
-        return {"statistics": statistics, "details": details}
-
-
-def summarize_numbers(values: np.ndarray, edges: np.ndarray) -> dict:
-    """Return the count, mean, standard deviation, extremes, quantiles and histogram of numbers."""
-    quantiles = np.quantile(values, QUANTILES).tolist()
-    return {
-        "count": len(values),
-        "mean": float(values.mean()),
-        "std": float(values.std()),
-        "mean_abs": float(np.abs(values).mean()),
-        "min": float(values.min()),
-        "max": float(values.max()),
-        "quantiles": dict(zip(map(str, QUANTILES), quantiles)),
-        "histogram": np.histogram(values, edges)[0].tolist(),
-    }
-
-
-def choose_bin_edges(records: Iterable[SiteRecord]) -> dict[str, np.ndarray]:
-    """Return, for each statistic, the edges of NUM_BINS equal bins, the same at all sites.
-
-    They cover the intervals of the statistic, or, without any, the range of its values.
-    """
-    ranges: dict[str, tuple[float, float]] = {}
-    for record in records:
-        for name in record.numbers:
-            if record.intervals.get(name):
-                values = [end for interval in record.intervals[name].values() for end in interval]
-            else:
-                values = record.join_numbers(name)
-            low, high = ranges.get(name, (np.inf, -np.inf))
-            ranges[name] = (min(low, np.min(values)), max(high, np.max(values)))
-    edges = {}
-    for name, (low, high) in ranges.items():
-        if high <= low:  # all values are equal
-            high = low + 1
-        edges[name] = np.linspace(low, high, NUM_BINS + 1)
-    return edges
-
-
-# ---- a forward pass ----
-
-
 class Audit(Stream):
-    """Run the stream as it is, and add what happens at each site to its record.
+    """Run the stream as it is, and collect what happens at each site.
 
     Args:
-        records: (layer, site name) -> record, which is created if it is missing
-        embeddings: of the tokens (B, T, d)
+        values: (layer, site name) -> statistic -> numbers of tokens, to which those of this
+            forward pass are appended
     """
 
-    def __init__(self, records: dict[tuple[int, str], SiteRecord], embeddings: torch.Tensor):
-        self.records = records
-        self.embeddings = embeddings
+    def __init__(self, values: dict[tuple[int, str], dict[str, list[torch.Tensor]]]):
+        self.values = values
         self.previous_direction: torch.Tensor | None = None
 
     def write(
@@ -200,188 +64,410 @@ class Audit(Stream):
         cache: dict | None,
     ) -> State:
         written = super().write(site, state, h, x_in, c, cache)
-        direction = get_direction(site, state, h, x_in, c)
-        values_by_name = {
-            **collect_from_parts(site, state, h, x_in, c, written),
-            **measure_change(state, written),
-            **measure_turns(direction, self.previous_direction, self.embeddings),
-        }
-        key = (site.layer, site.name)
-        if key not in self.records:
-            self.records[key] = SiteRecord(get_intervals(site.write))
-        for name, values in values_by_name.items():
-            self.records[key].add(name, values)
+        by_name = {}
+        direction = h
+        if hasattr(site.write, "statistics"):
+            by_name.update(site.write.statistics(state, h, x_in, c, written))
+        if isinstance(site.write, DeltaRewrite):
+            direction = site.write.direction(state, h, x_in, c)
+            by_name.update(measure_delta_rewrite(site.write, by_name, direction, state, h, x_in, c))
+        by_name.update(measure_change(state, written))
+        by_name.update(measure_turns(direction, self.previous_direction))
+        site_values = self.values.setdefault((site.layer, site.name), {})
+        for name, numbers in by_name.items():
+            site_values.setdefault(name, []).append(numbers.flatten().cpu())
         self.previous_direction = direction
         return written
 
 
-def collect_from_parts(
-    site: Site,
-    state: State,
+def measure_delta_rewrite(
+    write: DeltaRewrite,
+    statistics: dict[str, torch.Tensor],
+    k_hat: torch.Tensor,
+    state: torch.Tensor,
     h: torch.Tensor,
-    x_in: torch.Tensor | tuple,
+    x_in: torch.Tensor,
     c: torch.Tensor,
-    written: State,
 ) -> dict[str, torch.Tensor]:
-    """Return the statistics of the write, and the details of the write and the read (parts.py)."""
-    values_by_name = {}
-    if hasattr(site.write, "statistics"):
-        values_by_name.update(site.write.statistics(state, h, x_in, c, written))
-    write_details = find_entry(DETAILS, site.write)
-    if write_details is not None:
-        values_by_name.update(write_details(site.write, state, h, x_in, c, written))
-    read_details = find_entry(DETAILS, site.read)
-    if read_details is not None:
-        values_by_name.update(read_details(site.read, state))
-    return values_by_name
+    """Return what a rewrite erases and writes of each token, (B, T).
 
+    Args:
+        statistics: of the write
+        k_hat: sqrt(d) k, (B, T, d)
 
-def get_direction(
-    site: Site,
-    state: State,
-    h: torch.Tensor,
-    x_in: torch.Tensor | tuple,
-    c: torch.Tensor,
-) -> torch.Tensor:
-    """Return the direction of a write (B, T, d), of any length: h, unless parts.py has another."""
-    direction = find_entry(DIRECTIONS, site.write)
-    if direction is None:
-        return h
-    return direction(site.write, state, h, x_in, c)
-
-
-def cosine(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the cosines (B, T) between vectors (B, T, d); 0 where one of them is zero."""
-    return (F.normalize(x, dim=-1) * F.normalize(y, dim=-1)).sum(-1)
-
-
-def measure_turns(
-    direction: torch.Tensor, previous_direction: torch.Tensor | None, embeddings: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return the cosines of a site's directions with other vectors, and their effective rank (B,).
-
-    The cosines are those with the direction of the previous token (B, T - 1), with that of the
-    previous site, if there is one, and with the embedding of the token (B, T).
+    Returns:
+        `written` and `erased`, the norms of m beta k v^T and m beta k k^T X over that of X, where m
+        is residual_branch_mult; `contraction`, the discrepancy after the write over that before, and
+        `contraction_expected`, |1 - m beta|; and whether the gate skips (below 0.5), matches,
+        over-relaxes (above 1.5) or reflects (1 - m beta is negative), 0 or 1. An update without an
+        erase, or without a write, lacks what it does not do.
     """
-    values_by_name = {"cosine_tokens": cosine(direction[:, 1:], direction[:, :-1])}
-    if previous_direction is not None:
-        values_by_name["cosine_sites"] = cosine(direction, previous_direction)
-    values_by_name["cosine_embedding"] = cosine(direction, embeddings)
-    values_by_name["rank_direction"] = effective_rank(direction)
-    return values_by_name
+    config = write.config
+    beta = statistics["beta"]
+    scale = config.branch_mult
+    relative_k_norm = torch.linalg.vector_norm(k_hat, dim=-1) / math.sqrt(k_hat.shape[-1])
+    relative_k_norm /= torch.linalg.vector_norm(state.flatten(2).to(k_hat.dtype), dim=-1)
+    measured = {
+        "skips": beta < 0.5,
+        "matches": (beta >= 0.5) & (beta <= 1.5),
+        "over-relaxes": beta > 1.5,
+    }
+    if config.ddl_update != "erase_only":
+        value_norm = torch.linalg.vector_norm(write.value(h, x_in, c), dim=-1)
+        measured["written"] = scale * beta * relative_k_norm * value_norm
+    if config.erases:
+        projection_norm = torch.linalg.vector_norm(project_onto_k(state, k_hat), dim=-1)
+        measured["erased"] = scale * beta * relative_k_norm * projection_norm
+        tiny = torch.finfo(k_hat.dtype).tiny
+        before = statistics["discrepancy_before"].clamp_min(tiny)
+        measured["contraction"] = statistics["discrepancy_after"] / before
+        measured["contraction_expected"] = (1 - scale * beta).abs()
+        measured["reflects"] = scale * beta > 1
+    return {name: numbers.to(beta.dtype) for name, numbers in measured.items()}
 
 
 def measure_change(state: State, written: State) -> dict[str, torch.Tensor]:
-    """Return how a write changes the state.
+    """Return `write_size` (B, T), ||X' - X|| / ||X||, unless the state grows with depth."""
+    if [part.shape for part in tree_leaves(state)] != [part.shape for part in tree_leaves(written)]:
+        return {}
+    old = common.concatenate_state(state)
+    norm = old.norm(dim=-1).clamp_min(torch.finfo(old.dtype).tiny)
+    return {"write_size": (common.concatenate_state(written) - old).norm(dim=-1) / norm}
 
-    Returns:
-        `write_size` (B, T), ||X' - X|| / ||X||, unless the state grows; `rank_state` (B,), the
-        effective rank of the new state; `column_cosine` (B, T, d_v, d_v), the cosines between its
-        value channels or streams, if there are several.
+
+def measure_turns(
+    direction: torch.Tensor, previous_direction: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the cosines of a site's directions (B, T, d) with those of the token and the site before."""
+    turns = {"cosine_tokens": F.cosine_similarity(direction[:, 1:], direction[:, :-1], dim=-1)}
+    if previous_direction is not None:
+        turns["cosine_sites"] = F.cosine_similarity(direction, previous_direction, dim=-1)
+    return turns
+
+
+def summarize_numbers(numbers: torch.Tensor) -> dict[str, float]:
+    """Return the mean, standard deviation and QUANTILES of numbers of tokens.
+
+    Raises:
+        ValueError: one of them is not finite
     """
-    values_by_name = {}
-    shapes = [part.shape for part in tree_leaves(state)]
-    if shapes == [part.shape for part in tree_leaves(written)]:
-        old = concatenate_state(state)
-        new = concatenate_state(written)
-        norm = old.norm(dim=-1).clamp_min(torch.finfo(old.dtype).tiny)
-        values_by_name["write_size"] = (new - old).norm(dim=-1) / norm
-    values_by_name["rank_state"] = effective_rank(concatenate_state(written))
-    if torch.is_tensor(written) and written.ndim == 4 and written.shape[2] > 1:
-        values_by_name["column_cosine"] = compute_cosines(written)
-    return values_by_name
+    values = numbers.double().numpy()
+    if not np.isfinite(values).all():
+        raise ValueError("a statistic is not finite: the model has diverged")
+    quantiles = {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
+    return {"mean": float(values.mean()), "std": float(values.std()), **quantiles}
 
 
 # ---- a run ----
 
 
-@torch.no_grad()
-def measure(
+def measure_run(
     model: GPT,
+    encoding: Tokenizer,
     batches: ValidationBatches,
     sequences: list[int],
-    batch_size: int,
-    device: torch.device,
-    progress: Callable[[int], None] | None = None,
+    args: SimpleNamespace,
+    label: str,
 ) -> dict:
-    """Measure every site over sequences of full length.
-
-    The numbers of all tokens stay in memory until the end, 4 bytes each; states do not.
-
-    Returns:
-        "sequences" and "tokens", their numbers; "sites", with the "statistics" and "details" of
-        each; "edges", those of the histogram of each statistic, which are the same at all sites.
+    """Return the statistics of each site over sequences of full length, and the effects of edits.
 
     Raises:
-        ValueError: a number is not finite
+        ValueError: a number is not finite, or args.edits names an edit that the model does not have
     """
-    records: dict[tuple[int, str], SiteRecord] = {}
-    for ids, _ in common.iterate_batches(batches, sequences, batch_size, device, progress):
-        with model.through(Audit(records, model.transformer.wte(ids))):
-            model.hidden(ids)
-    edges = choose_bin_edges(records.values())
-    return {
-        "sequences": len(sequences),
-        "tokens": len(sequences) * batches.seq_len,
-        "sites": [
-            {"layer": layer, "site": name, **record.summarize(edges)}
-            for (layer, name), record in records.items()
-        ],
-        "edges": {name: bins.tolist() for name, bins in edges.items()},
-    }
-
-
-def measure_run(
-    folder: ModelFolder, args: SimpleNamespace, device: torch.device, figures: Figures
-) -> dict:
-    """Return the row of a run's statistics with the effects of its edits.
-
-    What `figures` has is not measured again.
-
-    Raises:
-        ValueError: args.edits names an edit that the model does not have
-    """
-    corpus = folder.open_corpus(args.dataset or "", option="--dataset")
-    model, _ = folder.load(device)
-    batches = common.open_validation_batches(model, corpus)
-    sequences = common.select_sequences(batches, args.windows)
-    row = figures.find(kind="statistics", weights=folder.identity, corpus=corpus.identity)
-    if row is None:
-        progress = common.Progress(folder.label, len(sequences))
-        measured = measure(model, batches, sequences, args.rows, device, progress)
-        row = {
-            "kind": "statistics",
-            "weights": folder.identity,
-            "corpus": corpus.identity,
-            **common.describe_run(folder, model),
-            **measured,
+    names = None if args.edits == "all" else args.edits.split(",")
+    if args.edits != "none":
+        edits.choose_edits(
+            model, names
+        )  # a wrong name should be noticed before anything is measured
+    values: dict[tuple[int, str], dict[str, list[torch.Tensor]]] = {}
+    device = common.get_device(model)
+    with torch.no_grad():
+        for ids, _ in common.iterate_batches(batches, sequences, args.rows, device, label):
+            with model.through(Audit(values)):
+                model.hidden(ids)
+    sites = []
+    for (layer, site_name), by_name in values.items():
+        statistics = {
+            name: summarize_numbers(torch.cat(numbers)) for name, numbers in by_name.items()
         }
-        figures.add(row)
-        print(
-            f"{folder.label}: {len(measured['sites'])} sites over {measured['tokens']:,} tokens",
-            flush=True,
+        sites.append({"layer": layer, "site": site_name, "statistics": statistics})
+    effects = []
+    if args.edits != "none":
+        effects = edits.measure_effects(model, batches, sequences, args.rows, names, label)
+    return {"sites": sites, "effects": effects}
+
+
+# ---- groups of runs ----
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one setting at one step: their rows, each with a seed of its own.
+
+    In a group of one run, the interval of an edit's effect is over validation sequences: it covers
+    the choice of the text. In a group of several runs it is over their means: it covers the seed.
+    """
+
+    label: str
+    rows: list[dict]
+
+    @property
+    def site_names(self) -> list[str]:
+        """The names of sites within a block."""
+        return list(dict.fromkeys(site["site"] for site in self.rows[0]["sites"]))
+
+    @property
+    def statistics(self) -> list[str]:
+        names = [name for site in self.rows[0]["sites"] for name in site["statistics"]]
+        return list(dict.fromkeys(names))
+
+    @property
+    def edit_names(self) -> list[str]:
+        return list(dict.fromkeys(effect["edit"] for effect in self.rows[0]["effects"]))
+
+    def collect(self, name: str) -> dict[tuple[int, str], list[dict]]:
+        """Return {(layer, site): the summary of a statistic in each run}."""
+        by_site: dict[tuple[int, str], list[dict]] = {}
+        for row in self.rows:
+            for site in row["sites"]:
+                if name in site["statistics"]:
+                    summaries = by_site.setdefault((site["layer"], site["site"]), [])
+                    summaries.append(site["statistics"][name])
+        return by_site
+
+    def judge_effects(self, edit: str) -> dict[tuple[int | None, str], tuple]:
+        """Return {(layer, site): (the change of the loss by an edit, its verdict)}.
+
+        The verdict on all sites at once is corrected for the number of edits, those on single sites
+        for the number of sites.
+        """
+        at_all_sites = {}
+        for name in self.edit_names:
+            effect = self.get_effect(*edits.ALL_SITES, name)
+            if effect is not None:
+                at_all_sites[name] = effect
+        by_site = {}
+        for row in self.rows[0]["effects"]:
+            if row["edit"] == edit and row["layer"] is not None:
+                key = (row["layer"], row["site"])
+                by_site[key] = self.get_effect(*key, edit)
+
+        judged = {}
+        if edit in at_all_sites:
+            words = compare.judge_differences(list(at_all_sites.values()))
+            verdict_by_edit = dict(zip(at_all_sites, words))
+            judged[edits.ALL_SITES] = (at_all_sites[edit], verdict_by_edit[edit])
+        words = compare.judge_differences(list(by_site.values()))
+        for key, word in zip(by_site, words):
+            judged[key] = (by_site[key], word)
+        return judged
+
+    def get_effect(self, layer: int | None, site: str, edit: str) -> compare.Estimate | None:
+        """Return the change of the loss, or None if the site does not have the edit."""
+        key = {"layer": layer, "site": site, "edit": edit}
+        effects = [
+            effect
+            for row in self.rows
+            for effect in row["effects"]
+            if key.items() <= effect.items()
+        ]
+        if not effects:
+            return None
+        if len(self.rows) > 1:
+            return compare.estimate_mean([effect["difference"] for effect in effects])
+        [effect] = effects
+        return compare.Estimate(
+            effect["difference"], effect["ci95"], effect["p_value"], effect["windows"]
         )
-    if args.edits == "none":
-        return {**row, "effects": []}
-    plan = edits.EditPlan(model, None if args.edits == "all" else args.edits.split(","))
-    key = {
-        "kind": "losses",
-        "weights": folder.identity,
-        "corpus": corpus.identity,
-        "names": plan.names,
-    }
-    edits.measure_losses(
-        model,
-        batches,
-        sequences,
-        args.rows,
-        plan,
-        figures,
-        key,
-        label=f"{folder.label}, edits",
+
+
+def group_rows(rows: list[dict]) -> list[Group]:
+    """Group rows that differ only in their seed; a setting with a repeated seed has a group for each."""
+    rows_by_setting: dict[str, list[dict]] = {}
+    for row in rows:
+        setting = json.dumps([row["model"], row["step"], row["settings"]], sort_keys=True)
+        rows_by_setting.setdefault(setting, []).append(row)
+    row_lists = []
+    for members in rows_by_setting.values():
+        if len({row["seed"] for row in members}) == len(members):
+            row_lists.append(members)
+        else:
+            row_lists += [[row] for row in members]
+    # a group has the name of its model, unless several have the same
+    models = [members[0]["model"] for members in row_lists]
+    return [
+        Group(model if models.count(model) == 1 else members[0]["label"], members)
+        for model, members in zip(models, row_lists)
+    ]
+
+
+# ---- the page ----
+
+
+def format_statistics_table(group: Group) -> str:
+    """Return the mean of each statistic over sites, and the sites with the lowest and highest mean."""
+    rows = []
+    for name in group.statistics:
+        by_site = group.collect(name)
+        means = {
+            f"block {layer} {site}": np.mean([run["mean"] for run in runs])
+            for (layer, site), runs in by_site.items()
+        }
+        by_run = np.mean([[run["mean"] for run in runs] for runs in by_site.values()], axis=0)
+        low = min(means, key=means.get)
+        high = max(means, key=means.get)
+        extremes = f"{means[low]:.4g} ({low}) to {means[high]:.4g} ({high})"
+        rows.append([name, compare.estimate_mean(by_run.tolist()).format(".4g"), extremes])
+    header = ["statistic", "mean over sites (runs)", "lowest to highest site"]
+    return tables.format_markdown(header, rows)
+
+
+def format_edit_table(group: Group) -> str:
+    """Return the table of changes of the loss, with a row for each site and a column per edit."""
+    judged_by_edit = {edit: group.judge_effects(edit) for edit in group.edit_names}
+    keys = list(dict.fromkeys(key for judged in judged_by_edit.values() for key in judged))
+    rows = []
+    for layer, site in keys:
+        row = ["all at once" if layer is None else f"block {layer} {site}"]
+        for judged in judged_by_edit.values():
+            cell = None
+            if (layer, site) in judged:
+                change, verdict = judged[layer, site]
+                cell = change.format("+.4f").rpartition(" ")[0]
+                cell = f"({cell})" if verdict == "undecided" else cell
+            row.append(cell)
+        rows.append(row)
+    return tables.format_markdown(["site", *judged_by_edit], rows)
+
+
+def format_page(groups: list[Group], pictures: list[Path]) -> str:
+    """Return the page in Markdown: statistics and edits of each group, then the pictures."""
+    parts = ["# Gates and writes of trained models"]
+    for group in groups:
+        labels = "; ".join(row["label"] for row in group.rows)
+        num_sequences = group.rows[0]["sequences"]
+        parts += [f"## {group.label}", f"{labels}; {num_sequences} validation sequences."]
+        parts.append(format_statistics_table(group))
+        if group.edit_names:
+            unit = f"{len(group.rows)} seeds" if len(group.rows) > 1 else "sequences"
+            parts.append(
+                f"Change of the loss, in nats per token, with its 95% interval over {unit}; brackets "
+                "mark changes that do not differ from 0 after Holm's correction (at one site, for the "
+                "number of sites; at all sites at once, for the number of edits). An edit is not a "
+                "retrained model."
+            )
+            parts.append(format_edit_table(group))
+    parts += [f"![{picture.stem}]({picture.name})" for picture in pictures]
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- figures ----
+
+
+def draw_group(group: Group, out: Path) -> list[Path]:
+    """Draw the figures of a group as <out>_course.png and <out>_edits.png, and return their files."""
+    figures = {"course": draw_course(group)}
+    if group.edit_names:
+        figures["edits"] = draw_edits(group)
+    pictures = []
+    for kind, figure in figures.items():
+        pictures.append(out.with_name(f"{out.name}_{kind}.png"))
+        plots.save(figure, pictures[-1])
+    return pictures
+
+
+def draw_panels(
+    names: list[str],
+    height: float,
+    draw_panel: Callable[["Axes", str], dict[str, "Artist"]],
+    labels: list[str],
+) -> "Figure":
+    """Return a figure with a panel over blocks for each name, and one legend for all.
+
+    Args:
+        height: of each row, in inches
+        draw_panel: draws what has this name, and returns the artists of its labels in the legend
+        labels: those of the legend, for which room is left
+    """
+    num_columns = min(MAX_COLUMNS, len(names))
+    figure, axes = plots.make_panels(
+        math.ceil(len(names) / num_columns), num_columns, height, labels
     )
-    losses = [stored for stored in figures.rows if key.items() <= stored.items()]
-    return {**row, "effects": edits.compute_effects(losses)}
+    entries: dict[str, Artist] = {}
+    for panel, name in itertools.zip_longest(axes.flat, names):
+        if name is None:
+            panel.axis("off")
+            continue
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        entries.update(draw_panel(panel, name))
+    for panel in axes[-1]:
+        panel.set_xlabel("block")
+    plots.add_legend(figure, entries)
+    return figure
+
+
+def draw_course(group: Group) -> "Figure":
+    """Draw the mean of every statistic over blocks.
+
+    For one run, a band shows between which values 90% of its tokens lie. For several runs, each is
+    drawn thin beside the mean, because runs may differ so much that none is like the mean.
+    """
+
+    def draw_panel(panel: "Axes", name: str) -> dict[str, "Artist"]:
+        artists = {}
+        by_site = group.collect(name)
+        for index, site_name in enumerate(group.site_names):
+            by_layer = {layer: runs for (layer, site), runs in by_site.items() if site == site_name}
+            if not by_layer:
+                continue
+            layers = list(by_layer)
+            color = plots.COLORS[index]
+            means = np.array([[run["mean"] for run in runs] for runs in by_layer.values()])
+            (artists[site_name],) = panel.plot(
+                layers, means.mean(1), marker=plots.MARKERS[index], color=color
+            )
+            if means.shape[1] > 1:
+                panel.plot(layers, means, linewidth=0.6, alpha=0.6, color=color)
+            else:
+                low = [runs[0]["low"] for runs in by_layer.values()]
+                high = [runs[0]["high"] for runs in by_layer.values()]
+                panel.fill_between(layers, low, high, color=color, alpha=0.1)
+        panel.set_title(name.replace("_", " "), loc="left")
+        return artists
+
+    return draw_panels(group.statistics, 1.6, draw_panel, group.site_names)
+
+
+def draw_edits(group: Group) -> "Figure":
+    """Draw the change of the loss by block, with a panel for each edit."""
+
+    def draw_panel(panel: "Axes", edit: str) -> dict[str, "Artist"]:
+        artists = {}
+        judged = group.judge_effects(edit)
+        for index, site_name in enumerate(group.site_names):
+            changes = {
+                layer: change for (layer, site), (change, _) in judged.items() if site == site_name
+            }
+            # points of one block stand side by side
+            offset = 0.12 * (2 * index - len(group.site_names) + 1)
+            artists[site_name] = panel.errorbar(
+                [layer + offset for layer in changes],
+                [change.mean for change in changes.values()],
+                [change.half_width or 0 for change in changes.values()],
+                fmt=plots.MARKERS[index],
+                color=plots.COLORS[index],
+                capsize=2,
+            )
+        title = edit
+        if edits.ALL_SITES in judged:
+            title += f" (all: {judged[edits.ALL_SITES][0].mean:+.3f})"
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set_title(title, loc="left")
+        if panel.get_subplotspec().is_first_col():
+            panel.set_ylabel("change of loss\n(nats per token)")
+        return artists
+
+    return draw_panels(group.edit_names, 2.0, draw_panel, group.site_names)
 
 
 # ---- the command ----
@@ -395,34 +481,23 @@ class Options(common.RunOptions):
     edits: str = option("all", "edits to measure: all, none, or names separated by commas")
 
 
-def run(args: SimpleNamespace) -> None:
-    """Measure every run and store its figures; then draw them and write the page."""
-    plots.use_print_style()  # a missing package should be noticed before anything is measured
-    device = processes.pick_device(args.device)
-    out = common.prepare_output_file(args, "gates")
-    folders = common.find_folders(args)
-    if args.edits not in ("all", "none"):
-        # a wrong name should be noticed before anything is measured
-        for folder in folders:
-            model, _ = folder.load("cpu")
-            edits.EditPlan(model, args.edits.split(","))
-    figures = Figures(
-        out,
-        device,
-        {"windows": args.windows, "at_once": args.rows},
-        resume=True,
-        code=compute_digest(*CODE)[:12],
-        notes={"summary": {}},
-    )
-    rows = [measure_run(folder, args, device, figures) for folder in folders]
-    groups = gates_page.group_runs(rows, folders)
-    figures.notes["summary"] = {group.label: group.summarize() for group in groups}
-    figures.store()
+def summarize(row: dict) -> str:
+    """Return the line that is printed of a row."""
+    return f"{len(row['sites'])} sites over {row['sequences']} sequences"
+
+
+def finish(rows: list[dict], out: Path) -> None:
+    """Draw all groups, and write and print the page beside the JSON file `out`."""
+    groups = group_rows(rows)
     pictures = []
     for group in groups:
-        pictures += gates_page.draw(group, out, in_several_groups=len(groups) > 1)
-    page = gates_page.format_page(groups, pictures)
-    page_file = out.with_suffix(".md")
-    files.write_text(page_file, page)
+        suffix = "" if len(groups) == 1 else f"_{group.label.replace('/', '_').replace(' ', '_')}"
+        pictures += draw_group(group, out.with_name(out.stem + suffix))
+    page = format_page(groups, pictures)
+    files.write_text(out.with_suffix(".md"), page)
     print(page)
-    print(f"wrote {out} and {page_file}, drew {len(pictures)} figures beside them")
+
+
+def run(args: SimpleNamespace) -> None:
+    """Measure every run and store its figures; then draw them and write the page."""
+    common.analyze_runs(args, "gates", measure_run, summarize, finish)

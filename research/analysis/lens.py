@@ -8,8 +8,8 @@ prediction at an early depth does not show that the state lacks the information.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from research import plots
 from research.analysis import common
 from serving.completion import label_token
 from utils import files, tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MAX_LABEL_LENGTH = 12  # characters of a token in a table
 
@@ -120,12 +117,13 @@ def find_settled_depth(top: torch.Tensor) -> torch.Tensor:
 # ---- a run ----
 
 
+@torch.no_grad()
 def measure(
     model: GPT,
     batches: ValidationBatches,
     sequences: list[int],
     batch_size: int,
-    progress: Callable[[int], None] | None = None,
+    label: str = "",
 ) -> dict:
     """Measure the predictions at each depth, over all scored tokens of sequences of full length.
 
@@ -140,28 +138,23 @@ def measure(
     """
     num_depths = len(list_depths(model))
     num_tokens = 0
-    sums = {
-        name: torch.zeros(num_depths, dtype=torch.float64)
-        for name in ("loss", "kl", "agrees", "right", "overwritten", "settles")
-    }
+    sums: dict[str, torch.Tensor] = {}
     device = common.get_device(model)
-    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, progress):
+    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, label):
         measured = measure_tokens(model, ids, targets)
-        top = measured["top"]
-        is_overwritten = torch.zeros_like(top, dtype=torch.bool)
-        is_overwritten[1:] = top[1:] != top[:-1]
+        top = measured.pop("top")
         by_name = {
-            "loss": measured["loss"],
-            "kl": measured["kl"],
+            **measured,
             "agrees": top == top[-1],
             "right": top == targets,
-            "overwritten": is_overwritten,
+            "overwritten": top != torch.cat([top[:1], top[:-1]]),
             "settles": F.one_hot(find_settled_depth(top), num_depths).movedim(-1, 0),
         }
         # a task scores only the tokens of answers
         is_scored = targets != IGNORED_TARGET
         for name, values in by_name.items():
-            sums[name] += values[:, is_scored].double().sum(1).cpu()
+            total = values[:, is_scored].double().sum(1).cpu()
+            sums[name] = sums.get(name, 0.0) + total
         num_tokens += int(is_scored.sum())
     if not sums["loss"].isfinite().all():
         raise ValueError("the loss at some depth is not finite: the model has diverged")
@@ -178,12 +171,9 @@ def encode_text(text_argument: str, model: GPT, encoding: Tokenizer) -> torch.Te
     text_argument: a text, FILE:path, or - for standard input
 
     Raises:
-        ValueError: it is empty, longer than block_size, or the encoding lacks some of it
+        ValueError: it is longer than block_size, or the encoding lacks some of it
     """
-    text = files.read_text_argument(text_argument)
-    if not text:
-        raise ValueError("--text is empty: give a text, FILE:path, or - for standard input")
-    ids = encode_prompt(encoding, text)
+    ids = encode_prompt(encoding, files.read_text_argument(text_argument))
     if len(ids) > model.config.block_size:
         raise ValueError(
             f"the text has {len(ids)} tokens: give at most block_size={model.config.block_size}, "
@@ -192,24 +182,12 @@ def encode_text(text_argument: str, model: GPT, encoding: Tokenizer) -> torch.Te
     return torch.tensor([ids], device=common.get_device(model))
 
 
-def make_visible(label: str) -> str:
-    """Return a token for a cell of a table: with signs for white space, and not too long."""
-    for space, sign in {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "·", "|": "\\|"}.items():
-        label = label.replace(space, sign)
-    # some characters that cannot be printed would end the line
-    label = "".join(
-        character if character.isprintable() else f"\\x{ord(character):02x}" for character in label
-    )
-    if len(label) <= MAX_LABEL_LENGTH:
-        return label
-    return f"{label[: MAX_LABEL_LENGTH - 1]}…"
-
-
 def format_token(encoding: Tokenizer, token: int) -> str:
-    """Return the visible label of a token."""
+    """Return a token for a cell of a table: with a sign for blanks, and not too long."""
     if token >= encoding.n_vocab:  # padding of the output layer
         return f"id {token}"
-    return make_visible(label_token(encoding, token))
+    label = repr(label_token(encoding, token))[1:-1].replace(" ", "·").replace("|", "\\|")
+    return label if len(label) <= MAX_LABEL_LENGTH else f"{label[: MAX_LABEL_LENGTH - 1]}…"
 
 
 def format_text_table(model: GPT, encoding: Tokenizer, ids: torch.Tensor) -> str:
@@ -276,7 +254,7 @@ PANELS = {
 }
 
 
-def draw(rows: list[dict]) -> "Figure":
+def draw(rows: list[dict], picture: Path) -> None:
     """Draw each quantity over depth, with a line for each run."""
     drawn_rows = [
         {
@@ -289,7 +267,7 @@ def draw(rows: list[dict]) -> "Figure":
     figure, axes = plots.plot_over_depth(drawn_rows, PANELS, "depth (sites; 0: embedding)")
     for axis in axes[1 : len(PANELS)]:
         axis.set_ylim(bottom=0)
-    return figure
+    plots.save(figure, picture)
 
 
 # ---- the command ----
@@ -313,7 +291,7 @@ def measure_run(
     batches: ValidationBatches,
     sequences: list[int],
     args: SimpleNamespace,
-    progress: common.Progress,
+    label: str,
 ) -> dict:
     """Return the figures of `measure`, and the table of --text, which is printed."""
     row = {"depths": list_depths(model)}
@@ -321,7 +299,13 @@ def measure_run(
         ids = encode_text(args.text, model, encoding)
         row["table"] = format_text_table(model, encoding, ids)
         print(row["table"])
-    return {**row, **measure(model, batches, sequences, args.rows, progress)}
+    return {**row, **measure(model, batches, sequences, args.rows, label)}
+
+
+def finish(rows: list[dict], out: Path) -> None:
+    """Print the table of all rows, and draw them beside the JSON file `out`."""
+    print(format_table(rows))
+    draw(rows, out.with_suffix(".png"))
 
 
 def run(args: SimpleNamespace) -> None:
@@ -330,4 +314,4 @@ def run(args: SimpleNamespace) -> None:
     Raises:
         ValueError: the text is too long for a model
     """
-    common.analyze_runs(args, "lens", measure_run, summarize, format_table, draw)
+    common.analyze_runs(args, "lens", measure_run, summarize, finish)

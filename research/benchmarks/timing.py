@@ -7,13 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.units import format_duration
-
-PROGRESS_SECONDS = 10  # between two lines about a long measurement
-
 
 def measure(
-    functions: dict[Any, Callable[[], object]], warmup: int, rounds: int, label: str = "step"
+    functions: dict[Any, Callable[[], object]], warmup: int, rounds: int
 ) -> dict[Any, list[float]]:
     """Return the seconds of each function in each round.
 
@@ -22,32 +18,16 @@ def measure(
     Args:
         functions: return when their work is done, on a GPU too
         warmup: calls of each function before the first round
-        label: names the measurement in lines about its progress
     """
-    seconds = {name: [] for name in functions}
-    for number, (name, function) in enumerate(functions.items(), 1):
-        start = time.perf_counter()
+    for function in functions.values():
         for _ in range(warmup):
             function()
-        elapsed = time.perf_counter() - start
-        if elapsed > 1:
-            print(
-                f"  {label}: warmed up {name} ({number}/{len(functions)}) in {elapsed:.0f} s",
-                flush=True,
-            )
-    start = time.perf_counter()
-    last_printed = start
-    for num_rounds in range(1, rounds + 1):
+    seconds = {name: [] for name in functions}
+    for _ in range(rounds):
         for name, function in functions.items():
-            call_start = time.perf_counter()
+            start = time.perf_counter()
             function()
-            seconds[name].append(time.perf_counter() - call_start)
-        current_time = time.perf_counter()
-        if current_time - last_printed > PROGRESS_SECONDS and num_rounds < rounds:
-            seconds_per_round = (current_time - start) / num_rounds
-            remaining = format_duration(seconds_per_round * (rounds - num_rounds))
-            print(f"  {label}: round {num_rounds}/{rounds}, {remaining} left", flush=True)
-            last_printed = current_time
+            seconds[name].append(time.perf_counter() - start)
     return seconds
 
 

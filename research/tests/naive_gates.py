@@ -7,7 +7,6 @@ model/ or analysis/. In names and shapes, X (d, d_v) is the state of a token, k 
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from naive import attention, branch_mult, expand, mlp, read, rms_norm, select, sigmoid
 
@@ -16,17 +15,16 @@ from naive import attention, branch_mult, expand, mlp, read, rms_norm, select, s
 class NaiveEdit:
     """How a write is edited."""
 
-    # replaces both gates
+    # replaces the gate
     beta: float | None = None
 
-    # whether the update has its erase, and its write
+    # whether the update has its erase
     erase: bool = True
-    write: bool = True
 
 
 @dataclass
 class TokenWrite:
-    """What a site does to the state of one token; the gates include the factor on the update."""
+    """What a site does to the state of one token; the gate includes the factor on the update."""
 
     X: torch.Tensor
     written: torch.Tensor
@@ -39,7 +37,7 @@ class TokenWrite:
 
 
 def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
-    """Write to the state of one token: k-Map, gates of one layer on c, and a value from x_in."""
+    """Write to the state of one token: k-Map, a gate of one layer on c, and a value from x_in."""
     k = h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt()
     beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
     v = w["v_proj.weight"] @ x_in
@@ -53,9 +51,7 @@ def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
     A = torch.eye(len(k), dtype=X.dtype)
     if edit.erase and cfg["ddl_update"] != "write_only":
         A = A - beta * torch.outer(k, k)
-    written = A @ X
-    if edit.write:
-        written = written + beta * torch.outer(k, v)
+    written = A @ X + beta * torch.outer(k, v)
     return TokenWrite(X, written, k, beta, v, A)
 
 
@@ -132,23 +128,13 @@ def discrepancy(X, k, v) -> float:
     return math.sqrt(sum(squares) / len(v))
 
 
-def effective_rank(matrix: np.ndarray) -> float:
-    singular_values = np.linalg.svd(matrix, compute_uv=False)
-    fractions = singular_values / singular_values.sum()
-    entropy = -sum(fraction * math.log(fraction) for fraction in fractions if fraction > 0)
-    return math.exp(entropy) / min(matrix.shape)
-
-
 def compute_statistics(
-    writes: list[TokenWrite],
-    previous_writes: list[TokenWrite] | None,
-    embeddings: torch.Tensor,
+    writes: list[TokenWrite], previous_writes: list[TokenWrite] | None
 ) -> dict[str, list[float]]:
     """Return the statistics of one site and one sequence: a number for each token, or for the sequence.
 
     Args:
         previous_writes: those of the site before; None at the first one
-        embeddings: of the tokens (T, d)
     """
     statistics: dict[str, list[float]] = {}
     for position, write in enumerate(writes):
@@ -168,7 +154,6 @@ def compute_statistics(
             "erased": l2_norm(erase_term) / norm,
             "written": l2_norm(write_term) / norm,
             "write_size": l2_norm(write.written - X) / norm,
-            "cosine_embedding": cosine(k, embeddings[position]),
         }
         if position > 0:
             values["cosine_tokens"] = cosine(k, writes[position - 1].k)
@@ -176,55 +161,4 @@ def compute_statistics(
             values["cosine_sites"] = cosine(k, previous_writes[position].k)
         for name, value in values.items():
             statistics.setdefault(name, []).append(value)
-    states = np.stack([write.written.flatten().numpy() for write in writes])
-    directions = np.stack([write.k.numpy() for write in writes])
-    statistics["rank_state"] = [effective_rank(states)]
-    statistics["rank_direction"] = [effective_rank(directions)]
     return statistics
-
-
-# ---- value channels ----
-
-
-def compute_channel_cosines(writes: list[TokenWrite]) -> list[np.ndarray]:
-    """Return, for each token, the cosines (d_v, d_v) between the value channels of the new state."""
-    channels = range(writes[0].X.shape[1])
-    cosines = []
-    for write in writes:
-        written = write.written
-        cosines.append(
-            np.array([[cosine(written[:, i], written[:, j]) for j in channels] for i in channels])
-        )
-    return cosines
-
-
-def compute_channel_fractions(w, writes: list[TokenWrite], kind: str) -> list[np.ndarray]:
-    """Return, for each token (d_v,), what the read makes of one value channel alone.
-
-    It is the norm of that, over the sum of these norms.
-    """
-    num_channels = writes[0].X.shape[1]
-    norms_by_channel = []
-    for channel in range(num_channels):
-        mask = torch.nn.functional.one_hot(torch.tensor(channel), num_channels)
-        channel_alone = [write.X * mask for write in writes]
-        norms_by_channel.append([l2_norm(x) for x in read(w, channel_alone, kind)])
-    return [np.array(norms) / sum(norms) for norms in zip(*norms_by_channel)]
-
-
-def list_kernels(w, kind: str, num_channels: int) -> list[np.ndarray]:
-    """Return, for each value channel, all weights that it is read with, as one vector."""
-    if kind == "channel":
-        d = w["weight"].shape[0]
-        eye = torch.eye(num_channels, dtype=w["weight"].dtype)
-        ones_in_channel = eye.unsqueeze(1).expand(-1, d, -1)
-        return [read(w, [X], kind)[0].numpy() for X in ones_in_channel]
-    d = w["shortconv.weight"].shape[0] // num_channels
-    kernels = []
-    for channel in range(num_channels):
-        taps = [
-            w["shortconv.weight"][feature * num_channels + channel].flatten() * w["read"][channel]
-            for feature in range(d)
-        ]
-        kernels.append(torch.cat(taps).numpy())
-    return kernels

@@ -92,7 +92,7 @@ def edit_state(folder, **changes):
 
 
 def load(*paths):
-    """Read runs, all of which can be read."""
+    """Return the frame of runs, all of which can be read."""
     loaded, error_lines = runs.load(paths)
     assert not error_lines
     return loaded

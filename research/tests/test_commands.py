@@ -11,7 +11,6 @@ from in_process import call
 
 from configurator import argument, option, read_command_line
 from research import analyze, bench, gpu, report
-from research.benchmarks import turns
 from research.commands import Command, read_command
 
 # ---- reading a command line ----
@@ -126,12 +125,6 @@ def test_every_command_has_help_and_refuses_unknown_keys(script, command):
     assert "unknown key --zzz" in one_line_error(refused)
 
 
-@pytest.mark.parametrize("module", [gpu, turns])
-def test_defaults_of_other_scripts_are_read(module):
-    args = read_command_line("", module.Options, argv=["name"])
-    assert args.device == "cuda"
-
-
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
@@ -156,18 +149,12 @@ def list_commands() -> list[str]:
     return sorted(commands)
 
 
-def test_pages_show_commands_of_every_script():
-    scripts = {command.split()[0] for command in list_commands()}
-    assert scripts == {f"research/{name}.py" for name in ("analyze", "bench", "gpu", "report")}
-
-
 @pytest.mark.parametrize("command", list_commands())
 def test_a_command_of_a_page_is_understood(command, monkeypatch, tmp_path):
     script, *words = shlex.split(command)
     if script == "research/gpu.py":
-        args = gpu.parse_arguments(words)
-        args.out = args.work = tmp_path
-        assert set(args.packs) <= gpu.make_packs(args).keys()
+        args = read_command_line("", gpu.Options, argv=words)
+        assert set(args.packs) <= gpu.SECONDS.keys()
         return
     module = {"analyze": analyze, "bench": bench, "report": report}[script[9:-3]]
     runs = []
@@ -178,6 +165,19 @@ def test_a_command_of_a_page_is_understood(command, monkeypatch, tmp_path):
     result = call(script, *words)
     assert result.returncode == 0, result.stderr.decode()
     assert len(runs) == 1
+
+
+def test_every_stored_result_is_named_on_a_page_and_what_pages_name_exists():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    stored = {
+        path.relative_to(ROOT / "results").as_posix()
+        for path in (ROOT / "results").rglob("*.*")
+        if path.suffix != ".md" and path.parent.name != "cpu-1"  # the track's table names entries
+    }
+    assert [name for name in stored if name.rpartition("/")[2] not in text] == []
+    # what a commit has is shown by `git show COMMIT:FILE`
+    named = set(re.findall(r"(?<!:)results/((?:[\w-]+/)*[\w-]+\.(?:json|jsonl|csv|png))\b", text))
+    assert named - stored - {"track/cpu-1.png"} == set()
 
 
 def test_both_folders_of_tests_can_be_collected_in_one_call():

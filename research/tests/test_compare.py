@@ -23,30 +23,17 @@ A = [1.30, 1.35, 1.28, 1.41, 1.33]
 B = [1.36, 1.37, 1.33, 1.44, 1.41]
 
 
-def draw_studies(num_studies: int, n: int, scale: float = 1.0, seed: int = 0) -> list[list[float]]:
-    """Return n normally distributed values with mean 0 for each study."""
-    return (scale * np.random.default_rng(seed).standard_normal((num_studies, n))).tolist()
-
-
-def fraction(hits) -> float:
-    """Return the fraction of hits that are true."""
-    return float(np.mean(list(hits)))
-
-
 def test_intervals_and_p_values_are_those_of_scipys_tests():
     mean = estimate_mean(A)
-    low, high = stats.t.interval(0.95, 4, np.mean(A), stats.sem(A))
-    assert (mean.low, mean.high) == pytest.approx((low, high), rel=1e-9)
     for estimate, expected in (
         (estimate_paired_difference(A, B), stats.ttest_rel(A, B)),
         (estimate_unpaired_difference(A, B[:4]), stats.ttest_ind(A, B[:4], equal_var=False)),
         (mean, stats.ttest_1samp(A, 0)),
     ):
-        assert estimate.compute_p_value() == pytest.approx(expected.pvalue, rel=1e-9)
+        assert estimate.p_value == pytest.approx(expected.pvalue, rel=1e-9)
         interval = expected.confidence_interval(0.95)
-        assert (estimate.low, estimate.high) == pytest.approx(
-            (interval.low, interval.high), rel=1e-9
-        )
+        ends = (estimate.mean - estimate.half_width, estimate.mean + estimate.half_width)
+        assert ends == pytest.approx((interval.low, interval.high), rel=1e-9)
     assert estimate_paired_difference(A, B).format() == "-0.048 ± 0.030 (5)"
 
 
@@ -57,49 +44,26 @@ def test_a_single_seed_decides_nothing():
         estimate_unpaired_difference([2.0], B),
         estimate_unpaired_difference(A, [1.0]),
     ):
-        assert estimate.half_width == math.inf
-        assert estimate.compute_p_value() == 1
+        assert estimate.half_width is None
+        assert estimate.p_value == 1
         assert judge_differences([estimate]) == ["undecided"]
     assert estimate_mean([2.0]).format() == "2.000 (1)"
     with pytest.raises(ValueError, match="no value"):
         estimate_mean([])
-    with pytest.raises(ValueError, match="5 and 4 values cannot be paired"):
-        estimate_paired_difference(A, B[:4])
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_95_percent_intervals_hold_the_truth_in_95_percent_of_studies(scale):
-    """Each setting has five seeds, whose common effect on both is larger than all else."""
-    values = draw_studies(4000, 5, seed=1)
-    baseline = draw_studies(4000, 5, scale, seed=2)
-    seed_effects = draw_studies(4000, 5, 5.0, seed=3)
-    unpaired = map(estimate_unpaired_difference, values, baseline)
-    assert 0.93 < fraction(estimate.low <= 0 <= estimate.high for estimate in unpaired) < 0.97
-
-    with_effects = []
-    for own, base, effect in zip(values, baseline, seed_effects):
-        with_effects.append((np.add(own, effect), np.add(base, effect)))
-    paired = [estimate_paired_difference(own, base) for own, base in with_effects]
-    assert 0.93 < fraction(estimate.low <= 0 <= estimate.high for estimate in paired) < 0.97
-    narrower = []
-    for pair, (own, base) in zip(paired[:200], with_effects[:200]):
-        narrower.append(pair.half_width < estimate_unpaired_difference(own, base).half_width)
-    assert fraction(narrower) > 0.8
-
-
-@pytest.mark.parametrize("n", [3, 5])
-def test_verdicts_without_a_difference_are_wrong_in_at_most_5_percent_of_studies(n):
-    studies = draw_studies(4000, n, seed=n)
-    wrong = fraction(
-        judge_differences([estimate_mean(study)]) != ["undecided"] for study in studies
-    )
-    # one in two hundred true 5% is above the upper bound; the lower one is for too wide intervals
-    assert 0.04 < wrong < 0.05 + 2.6 * math.sqrt(0.05 * 0.95 / 4000)
+def test_equal_values_have_an_interval_without_a_width():
+    assert estimate_mean([2.0, 2.0]) == compare.Estimate(2.0, 0.0, 0.0, 2)
+    assert judge_differences([estimate_mean([0.0, 0.0]), estimate_mean([2.0, 2.0])]) == [
+        "undecided",
+        "worse",
+    ]
 
 
 def make_estimate(mean: float, half_width: float = 0.1) -> compare.Estimate:
     """Return an estimate of five values with this interval."""
-    return compare.Estimate(mean, half_width / stats.t.ppf(0.975, 4), 4, 5)
+    standard_error = half_width / stats.t.ppf(0.975, 4)
+    return compare.Estimate(mean, half_width, 2 * stats.t.sf(abs(mean) / standard_error, 4), 5)
 
 
 def test_verdicts():
@@ -108,14 +72,9 @@ def test_verdicts():
     assert judge_differences(estimates, lower_is_better=False) == ["worse", "better", "undecided"]
 
 
-def test_many_comparisons_are_wrong_together_in_at_most_5_percent_of_studies():
+def test_verdicts_are_corrected_for_their_number():
     # Holm by hand: 0.01 x 4, 0.02 x 3, 0.03 x 2 (not below the one before), 0.8 x 1.
     assert correct_p_values([0.03, 0.8, 0.01, 0.02]) == pytest.approx([0.06, 0.8, 0.04, 0.06])
-    studies = [
-        [estimate_mean(values) for values in draw_studies(6, 5, seed=seed)] for seed in range(1000)
-    ]
-    wrong = fraction(set(judge_differences(study)) != {"undecided"} for study in studies)
-    assert 0.025 < wrong < 0.07
     clear_and_unclear = [estimate_mean([-1.0, -1.1, -0.9]), estimate_mean([1.0, -1.0, 0.0])]
     assert judge_differences(clear_and_unclear) == ["better", "undecided"]
 
@@ -126,9 +85,9 @@ def test_many_comparisons_are_wrong_together_in_at_most_5_percent_of_studies():
 def compare_to_base(folder, metric=None):
     """Compare the groups in a folder with that of the runs `base*`, by the name of the first run."""
     groups = compare.group_runs(load(folder))
-    baseline = next(group for group in groups if group.runs[0].name.startswith("base"))
+    baseline = next(group for group in groups if group.runs["name"][0].startswith("base"))
     comparisons = compare.compare_groups(groups, baseline, metric)
-    return {comparison.group.runs[0].name: comparison for comparison in comparisons}
+    return {comparison.group.runs["name"][0]: comparison for comparison in comparisons}
 
 
 def test_pairs_are_runs_of_the_same_seed_and_the_same_order_of_data(tmp_path):
@@ -146,7 +105,7 @@ def test_pairs_are_runs_of_the_same_seed_and_the_same_order_of_data(tmp_path):
     estimate = comparisons["same0"].estimate
     assert (estimate.mean, estimate.half_width) == pytest.approx((mean, half_width), rel=1e-6)
     welch = stats.ttest_ind(losses["batch"], losses["base"], equal_var=False)
-    assert comparisons["batch0"].estimate.compute_p_value() == pytest.approx(welch.pvalue)
+    assert comparisons["batch0"].estimate.p_value == pytest.approx(welch.pvalue)
     assert comparisons["batch0"].reason == "the data came in another order"
 
 
@@ -247,17 +206,15 @@ def test_groups_by_any_key_and_filters(tmp_path):
 
     def groups_by(*by):
         groups = compare.group_runs(loaded, by)
-        return [
-            (group.name, [run.name for run in group.runs], group.mixed_keys) for group in groups
-        ]
+        return [(group.name, group.runs["name"].to_list(), group.mixed_keys) for group in groups]
 
-    rates = [(f"learning_rate={r}", [f"{r}-0", f"{r}-1"], ()) for r in (0.001, 0.01)]
+    rates = [(f"learning_rate={r}", [f"{r}-0", f"{r}-1"], []) for r in (0.001, 0.01)]
     assert groups_by() == [(f"{BASE} {name}", *rest) for name, *rest in rates]
     assert groups_by("learning_rate") == rates
-    mixed = ("learning_rate",)
+    mixed = ["learning_rate"]
     seeds = [(f"seed={s}", [f"0.001-{s}", f"0.01-{s}"], mixed) for s in (0, 1)]
     assert groups_by("seed") == seeds
-    everyone = [run.name for run in loaded]
+    everyone = loaded["name"].to_list()
     assert groups_by("model", "beta1") == [(f"{BASE} beta1=0.9", everyone, mixed)]
     for conditions, names in (
         (["learning_rate=1e-3"], ["0.001-0", "0.001-1"]),
@@ -265,37 +222,9 @@ def test_groups_by_any_key_and_filters(tmp_path):
         (["run=0.01-0"], ["0.01-0"]),
         (["model=gpt-mha-rope", "seed=0"], ["0.001-0", "0.01-0"]),
     ):
-        assert [run.name for run in compare.select_runs(loaded, conditions)] == names
+        assert compare.select_runs(loaded, conditions)["name"].to_list() == names
     error = one_line_error(call("research/report.py", "table", tmp_path, "--by=learning_rat"))
     assert "no run has a key 'learning_rat', did you mean learning_rate, " in error
-
-
-def test_labels_are_short_and_name_what_differs(tmp_path):
-    def labels(**runs):
-        folders = [write_run(tmp_path / name, **keys) for name, keys in runs.items()]
-        return compare.make_labels(load(*folders))
-
-    one = {"warmup_steps": 9}
-    two = {"model_name": "DDL-gpt-mha-rope", "warmup_steps": 10}
-    assert labels(a=one, b=two) == [f"{BASE}, warmup_steps=9", "DDL-gpt-mha-rope, warmup_steps=10"]
-    assert labels(c={"out_dir": "x"}, d={"seed": 2, "out_dir": "y"}) == ["seed=0", "seed=2"]
-    assert labels(e={}, f={}) == ["e", "f"]  # nothing differs
-    assert labels(**{"i" * 90: {}, "j": {}}) == ["i" * 28 + "..." + "i" * 28, "j"]
-    (tmp_path / "e/checkpoints").rename(tmp_path / "e/gone")  # a run before its first checkpoint
-    assert compare.make_labels(load(tmp_path / "e", tmp_path / "d")) == ["e", "d"]
-
-
-def test_labels_name_keys_that_only_some_runs_have(tmp_path):
-    """A baseline has no keys of DDL, in which the other runs differ."""
-    write_run(tmp_path / "baseline", BASE)
-    for beta_init in (0.5, 1.0):
-        config = {**SMALL, "ddl_beta_init": beta_init}
-        write_run(tmp_path / str(beta_init), "DDL-gpt-mha-rope", config=config)
-    assert compare.make_labels(load(tmp_path)) == [
-        "DDL-gpt-mha-rope, ddl_beta_init=0.5",
-        "DDL-gpt-mha-rope, ddl_beta_init=1.0",
-        BASE,
-    ]
 
 
 def write_two_runs_that_differ_in_much(folder):
@@ -304,14 +233,6 @@ def write_two_runs_that_differ_in_much(folder):
     large = {"compile": False, "max_steps": 8, "beta1": 0.8}
     write_run(folder / "a", config={**SMALL, "hidden_size": 64, "num_hidden_layers": 2}, **small)
     write_run(folder / "b", config={**SMALL, "hidden_size": 128, "num_hidden_layers": 4}, **large)
-
-
-def test_labels_name_width_and_depth_before_compile_and_max_steps(tmp_path):
-    write_two_runs_that_differ_in_much(tmp_path)
-    assert compare.make_labels(load(tmp_path)) == [
-        "hidden_size=64, num_hidden_layers=2, beta1=0.9, max_steps=4",
-        "hidden_size=128, num_hidden_layers=4, beta1=0.8, max_steps=8",
-    ]
 
 
 def test_groups_are_named_by_width_and_depth_before_compile_and_max_steps(tmp_path):
@@ -326,7 +247,7 @@ def test_the_baseline_is_the_run_at_the_path_even_if_others_have_its_folders_nam
             write_run(tmp_path / setting / f"seed={seed}", seed=seed, learning_rate=value)
     groups = compare.group_runs(load(tmp_path))
     baseline = compare.find_baseline(groups, str(tmp_path / "TC" / "seed=0"))
-    assert {run.path.parent.name for run in baseline.runs} == {"TC"}
+    assert all("/TC/" in path for path in baseline.runs["path"])
     with pytest.raises(ValueError, match="2 of the rows match"):
         compare.find_baseline(groups, "elsewhere/seed=0")
 
@@ -365,7 +286,7 @@ def test_a_difference_says_from_how_many_of_the_runs_it_is(tmp_path):
 def test_differences_of_single_runs_do_not_weaken_the_verdict_on_others():
     several = estimate_paired_difference(A, B)
     single = estimate_paired_difference([1.0], [2.0])
-    assert several.compute_p_value() > 0.05 / 5
+    assert several.p_value > 0.05 / 5
     assert judge_differences([several, *[single] * 4])[0] == "better"
 
 

@@ -105,9 +105,7 @@ def test_measures_are_those_of_loops_over_tokens(corpus):
     move_parameters(model)
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
     sequences = common.select_sequences(batches, 3)
-    progress = []
-    figures = lens.measure(model, batches, sequences, 2, progress.append)
-    assert progress == [2, 3]
+    figures = lens.measure(model, batches, sequences, 2)
     names = ("loss", "kl", "agrees", "right", "overwritten", "settles")
     sums = {name: [0.0] * 5 for name in names}
     ids, targets = batches.get(sequences, 3)
@@ -180,7 +178,7 @@ def test_a_text_is_a_table_of_the_predictions_that_change():
         # the embedding, and the second site of each of the two blocks
         assert predictions[::2] == expected
     labels = [read_cells(line)[1] for line in lines[2:]]
-    assert labels[1:] == ["a", "¦", "·", "⏎"]
+    assert labels[1:] == ["a", "¦", "·", "\\n"]
 
 
 # ---- the command ----
@@ -221,8 +219,6 @@ def test_mistakes_are_one_line_and_leave_stored_figures_as_they_are(corpus, tmp_
     long_text = run_lens(run, f"--text={'a' * 99}")
     message = "the text has 100 tokens: give at most block_size=16"
     assert message in one_line_error(long_text)
-    empty_text = run_lens(run, "--text=")
-    assert "--text is empty" in one_line_error(empty_text)
     no_run = run_lens(tmp_path, "--windows=2")
     assert "no checkpoint" in one_line_error(no_run)
     assert file.read_bytes() == stored

@@ -10,11 +10,10 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, configure, small_run, wait_for
+from helpers import configure, small_run, wait_for
 from in_process import call
-from report_helpers import by_hand, edit_state, write_checkpoint
+from report_helpers import by_hand, write_checkpoint
 
-import configurator
 from configurator import collect_options
 from research import plots, sweep
 from training import checkpoint, metrics
@@ -150,20 +149,6 @@ def test_values_and_ranges():
     assert train.from_command_line == {"dataset": "../shards", "compile": "True"}
 
 
-def test_a_config_file_is_read_once_for_all_cells(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    read_files = []
-    read_config_files = configurator.read_config_files
-
-    def read_and_record(path):
-        read_files.append(path)
-        return read_config_files(path)
-
-    monkeypatch.setattr(configurator, "read_config_files", read_and_record)
-    make_cells("config/demo_cpu.py", "--seed=0..2", f"--out={tmp_path}")
-    assert read_files == ["config/demo_cpu.py"]
-
-
 def test_names_are_stable_safe_and_distinct():
     assert sweep.make_cell_name({"seed": 3, "b": 1, "a": None}) == "a=None,b=1,seed=3"
     odd = ["a/b", "a b", "a%2Fb", "..", "a,b=c", "ä", "a\nb"]
@@ -183,13 +168,11 @@ TOO_LARGE = r"cell 1 \(--seed=0 --min_lr=5\): min_lr=5"
 MISTAKES = [
     ({"seed": "0,1", "learning_rat": 1}, "unknown key --learning_rat, did you mean learning_rate"),
     ({"seed": "0,x"}, r"cell 1 \(--seed=x\): --seed=x: give a whole number"),
-    ({"seed": "4..0"}, "the range 4..0 is empty"),
-    ({"seed": "0,,1"}, "a value is empty"),
-    ({"seed": "0..999999999999"}, "at most 10,000 values"),
-    ({"seed": "0..199", "warmup_steps": "0..99"}, "20,000 cells are too many: give fewer values"),
+    ({"seed": "4..0"}, "a value or a range is empty"),
+    ({"seed": "0,,1"}, "a value or a range is empty"),
     ({"seed": "0,1", "min_lr": "0.001,5"}, TOO_LARGE),
-    ({"seed": "0,1,0"}, "cells 0 and 2 are both seed=0"),
-    ({"ddl_beta_init": "1,2,1.0"}, "cells 0 and 2 are both ddl_beta_init=1.0"),
+    ({"seed": "0,1,0"}, "two cells are seed=0: give every value once"),
+    ({"ddl_beta_init": "1,2,1.0"}, "two cells are ddl_beta_init=1.0"),
     ({"seed": "0"}, "nothing to sweep"),
     ({"seed": "0,1", "out_dir": "runs/a"}, "--out_dir is set by sweep.py"),
     ({"seed": "0,1", "mode": "remote"}, "mode='remote': give"),
@@ -258,18 +241,6 @@ def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
     assert steps == [(True, False), (False, True)]  # resumed, not restarted
     assert (out / "table.md").read_text() in printed
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_cell_that_trains_already_fails(corpus, tmp_path, run, capsys):
-    """This happens if the sweep alone was killed, because its train.py continues."""
-    arguments = grid(corpus, tmp_path / "out", seed="0..1")
-    training_cell, finished_cell = make_cells(*arguments)
-    finish(finished_cell, val_loss=2.0)
-    training_cell.folder.mkdir(parents=True)
-    with files.lock_file(training_cell.folder / "lock"):
-        assert run(*arguments) == 1
-    assert "another process is training in this folder" in capsys.readouterr().err
-    assert are_finished([training_cell, finished_cell]) == [False, True]
 
 
 def is_locked(folder) -> bool:
@@ -388,7 +359,7 @@ def test_exit_codes(corpus, tmp_path, run, fake, capsys):
     fake("end(75) if keys['seed'] == '1' else finish()")
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments) == 75
-    assert "| stopped; to resume: python research/sweep.py --model=" in capsys.readouterr().out
+    assert "stopped; to resume: python research/sweep.py --model=" in capsys.readouterr().out
     assert not (tmp_path / "out" / "seed=2.log").exists()
     for source, message in (
         ("sys.exit(7)", "FAILED (exit code 7)"),
@@ -504,18 +475,6 @@ def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
         run(*partly_finished, "--mode=table", "--metric=val_accuracy")
 
 
-def test_the_table_names_runs_that_are_no_repetitions(corpus, tmp_path, run):
-    arguments = grid(corpus, tmp_path, seed="0,1")
-    for cell in make_cells(*arguments):
-        finish(cell, val_loss=2.0)
-        edit_state(cell.folder, commit=f"commit{cell.index}")
-    assert run(*arguments, "--mode=table") == 0
-    caution = "its runs were trained at several commits: commit0, commit1."
-    assert caution in (tmp_path / "table.md").read_text()
-    [stored] = json.loads((tmp_path / "table.json").read_text())["cautions"]
-    assert stored.endswith(caution)
-
-
 def test_a_diverged_cell_is_named_and_in_no_mean(partly_finished, tmp_path, run):
     first, *_ = make_cells(*partly_finished)
     finish(first, val_loss=math.nan)
@@ -585,57 +544,52 @@ SEARCH = {
 }
 
 
-def test_every_setting_gets_the_same_tries_and_its_best_rates_are_named(
-    corpus, tmp_path, run, fake, capsys
-):
+def test_the_best_rates_of_every_setting_are_named(corpus, tmp_path, run, fake, capsys):
     fake(BOWL)
     out = tmp_path / "out"
-    assert run(*grid(corpus, out, **SEARCH), "--tries=9") == 0
+    assert run(*grid(corpus, out, **SEARCH), "--jobs=2") == 0
     rows = json.loads((out / "tuning.json").read_text())["rows"]
-    assert [row["ddl_value_channels"] for row in rows].count("1") == 9
-    assert [row["ddl_value_channels"] for row in rows].count("2") == 9
+    # the cross moves twice, and once where half of the runs diverge
+    tries = [row["ddl_value_channels"] for row in rows]
+    assert (tries.count("1"), tries.count("2")) == (8, 10)
     text = (out / "tuning.md").read_text()
     assert text in capsys.readouterr().out
     rates = "--learning_rate=0.02 --muon_learning_rate=0.02"
-    assert f"ddl_value_channels=2: best after 9 of 9 tries: {rates}\n" in text
+    assert f"ddl_value_channels=2: best after 10 tries: {rates}\n" in text
     assert "| ddl_value_channels=1 | 0.02          | 0.01               | diverged" in text
     assert "| **0.0000** " in text
 
 
 def test_a_search_runs_only_what_is_missing(corpus, tmp_path, run, fake, capsys):
     fake(BOWL)
-    arguments = grid(corpus, tmp_path / "out", **SEARCH)
-    run(*arguments, "--tries=3")
+    arguments = grid(corpus, tmp_path / "out", **{**SEARCH, "ddl_value_channels": "2"})
+    run(*arguments, "--tries=5")
     assert "this is at the edge of what was tried" in capsys.readouterr().out
     fake("sys.exit('no run')")
-    assert run(*arguments, "--tries=3") == 0
-    run(*arguments, "--tries=5", "--mode=table")
-    assert "best after 3 of 5 tries" in capsys.readouterr().out
-    assert run(*arguments, "--tries=4") == 1
-    lines = capsys.readouterr().err.splitlines()
-    failed = [line for line in lines if not line.startswith("warning: ")]
-    assert len(failed) == 2
-    assert all(line.endswith("no run") for line in failed)
+    assert run(*arguments, "--tries=5") == 0
+    run(*arguments, "--tries=12", "--mode=table")
+    assert "best after 5 tries" in capsys.readouterr().out
+    assert run(*arguments, "--tries=12") == 1
+    assert "no run" in capsys.readouterr().err
 
 
-def test_a_search_in_which_every_try_diverges_fails(corpus, tmp_path, run, fake, capsys):
+def test_a_search_in_which_every_try_diverges_fails(corpus, tmp_path, run, fake):
     fake('os.makedirs(out + "/nonfinite")\nend(1, 0)')
     out = tmp_path / "out"
     arguments = grid(corpus, out, tune="learning_rate", learning_rate=0.64)
-    with pytest.raises(ValueError, match="all 4 of 4 tries diverged") as raised:
-        run(*arguments, "--tries=4")
-    for rate in ("0.64", "0.16", "0.01", "3.906e-05"):
+    with pytest.raises(ValueError, match="all 3 tries diverged") as raised:
+        run(*arguments)
+    for rate in ("0.32", "0.64", "1.28"):
         assert f"--learning_rate={rate}" in str(raised.value)
     text = (out / "tuning.md").read_text()
-    assert "best" not in text
+    assert "best" not in text.replace("better", "")
     assert "**" not in text
-    assert text.count("diverged") == 5
 
 
 def test_a_search_trains_one_seed_and_evaluates_the_first_half(corpus, tmp_path, run, fake):
     fake("open(out + '/keys', 'w').write(json.dumps(keys))\nfinish()")
     arguments = grid(corpus, tmp_path / "out", tune="learning_rate")
-    assert run(*arguments, "--tries=1") == 0
-    [path] = tmp_path.glob("out/*/keys")
-    keys = json.loads(path.read_text())
-    assert (keys["seed"], keys["eval_part"]) == ("1000", "first")
+    assert run(*arguments, "--tries=3") == 0
+    all_keys = [json.loads(path.read_text()) for path in tmp_path.glob("out/*/keys")]
+    assert len(all_keys) == 3
+    assert {(keys["seed"], keys["eval_part"]) for keys in all_keys} == {("1000", "first")}

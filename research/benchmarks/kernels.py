@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import re
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +20,13 @@ import torch
 
 from configurator import option
 from research.benchmarks.figures import Figures, pop_used_launches
-from research.benchmarks.options import MeasurementOptions
 from research.benchmarks.timing import Clock, compute_speed_ratios, format_spread
 from utils import processes, tables
-from utils.provenance import compute_digest
-from utils.units import format_bytes, format_duration
+from utils.units import format_bytes
 
 if TYPE_CHECKING:
     from model.kernels.launch import Launch
 
-PASSES = ("forward", "backward")
 HEAD_DIM = 128  # of the paper's sizes
 # The launches that --tune tries beside the table's: warps of a program, stages and prefetch (which make
 # loads run ahead), and warps of a multiprocessor.
@@ -297,23 +293,16 @@ def measure_kernels(
     copy: Callable[[], object],
     figures: Figures,
 ) -> None:
-    """Store a row for every kernel that has none yet."""
-    start = time.perf_counter()
+    """Store a row for every kernel."""
     for number, family in enumerate(families, 1):
-        operation, space, variant = family.name.partition(" ")
-        kernels = [f"{operation} {direction}{space}{variant}" for direction in PASSES]
-        if not all(figures.find(kernel=kernel, d=family.d) for kernel in kernels):
-            calls = family.make_calls()
-            assert list(calls) == kernels
-            pop_used_launches()  # forget those of earlier kernels
-            seconds = measure_in_turns(calls, copy, args.rounds, clock)
-            launches = pop_used_launches()
-            for kernel, call in calls.items():
-                row = make_row(family.d, kernel, call.tensors, seconds, args.copied)
-                figures.add({**row, **launches}, "kernel", "d")
-        seconds_per_family = (time.perf_counter() - start) / number
-        remaining = format_duration(seconds_per_family * (len(families) - number))
-        print(f"{number}/{len(families)} {family.name} d={family.d}, {remaining} left", flush=True)
+        calls = family.make_calls()
+        pop_used_launches()  # forget those of earlier kernels
+        seconds = measure_in_turns(calls, copy, args.rounds, clock)
+        launches = pop_used_launches()
+        for kernel, call in calls.items():
+            row = make_row(family.d, kernel, call.tensors, seconds, args.copied)
+            figures.add({**row, **launches})
+        print(f"{number}/{len(families)} {family.name} d={family.d}", flush=True)
 
 
 def list_launches_to_try(args: SimpleNamespace, d: int, kernel: str) -> tuple[str, list["Launch"]]:
@@ -345,28 +334,24 @@ def tune_kernels(
     copy: Callable[[], object],
     figures: Figures,
 ) -> None:
-    """Measure each kernel with every launch worth trying, and store the row after each launch."""
-    from model.kernels.launch import FORCED, Launch
+    """Measure each kernel with every launch worth trying, and store a row, the fastest launch first."""
+    from model.kernels.launch import FORCED
 
     for family in families:
         for kernel, call in family.make_calls().items():
             key, launches = list_launches_to_try(args, family.d, kernel)
             num_bytes = count_bytes(call.tensors)
-            row = figures.find(kernel=kernel, d=family.d)
-            if row is None:
-                row = {"kernel": kernel, "d": family.d, "bytes": num_bytes, "launches": []}
-            for launch in map(dataclasses.asdict, launches):
-                if any(launch.items() <= stored.items() for stored in row["launches"]):
-                    continue
-                FORCED[key] = Launch(**launch)
+            measured = []
+            for launch in launches:
+                FORCED[key] = launch
                 try:
                     speed = measure_launch(call.function, num_bytes, copy, args, clock)
                 finally:
                     del FORCED[key]
-                row["launches"].append({**launch, **speed})
-                row["launches"].sort(key=lambda stored: stored.get("microseconds", float("inf")))
-                figures.add(row, "kernel", "d")
-            print(f"{kernel} d={family.d}: fastest {row['launches'][0]}", flush=True)
+                measured.append({**dataclasses.asdict(launch), **speed})
+            measured.sort(key=lambda row: row.get("microseconds", float("inf")))
+            figures.add({"kernel": kernel, "d": family.d, "bytes": num_bytes, "launches": measured})
+            print(f"{kernel} d={family.d}: fastest {measured[0]}", flush=True)
 
 
 def measure_launch(
@@ -410,9 +395,14 @@ def format_table(rows: list[dict[str, Any]]) -> str:
 
 
 @dataclass(frozen=True)
-class Options(MeasurementOptions):
+class Options:
     """Kernels, and what they are called with."""
 
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto",
+        "device to measure on; auto uses the GPU if there is one",
+    )
+    json: str | None = option(None, "file to store the results in, after each of them")
     widths: str = option("768,1024", "hidden sizes d, separated by commas")
     match: str = option("", "only kernels with this in their name, as in --match='step K=1 v=4'")
     micro_batch_size: int = option(16, "number of sequences per call", low=1)
@@ -492,16 +482,12 @@ def run(args: SimpleNamespace) -> None:
         "rounds": args.rounds,
         "copied": args.copied,
     }
-    code = ""
-    if args.tune:
-        # timed launches do not depend on the table of launches, only on the kernels
-        code = compute_digest("model/kernels/*.py", exclude=("launch_table.py",))[:12]
-    figures = Figures(args.json, device, settings, args.resume, code)
+    figures = Figures(args.json, settings)
     clock = Clock(device)
     if args.tune:
         tune_kernels(families, args, clock, copy, figures)
     else:
         measure_kernels(families, args, clock, copy, figures)
-    print(f"on {figures.format_chip()}")
+    print(f"on {figures.origin['machine']}")
     if not args.tune:
         print(format_table(figures.rows))

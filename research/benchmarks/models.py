@@ -1,0 +1,210 @@
+"""The sizes and models that are measured, and a model that takes its turn in a measurement."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import configurator
+from configurator import collect_options
+from model import build, kernels, model_class
+
+BASELINE = "gpt-mha-rope"
+CC_EC = "DDL-gpt-mha-rope-CC-EC"
+# of the models, and of a batch
+SIZES = {
+    "quick": {
+        "vocab_size": 1024,
+        "block_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "hidden_size": 256,
+    },
+    "small": {
+        "vocab_size": 50304,
+        "block_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "head_dim": 128,
+        "hidden_size": 768,
+        "mup": True,
+    },
+    "medium": {
+        "vocab_size": 50304,
+        "block_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "mup": True,
+    },
+    "tiny": {
+        "vocab_size": 64,
+        "block_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "hidden_size": 32,
+    },
+}
+MICRO_BATCH_SIZES = {"quick": 8, "small": 16, "medium": 16, "tiny": 1}
+
+
+class ModelChoice(NamedTuple):
+    """A model of `--models`: its name, the keys of its config, and the options of `kernels.use`."""
+
+    model_name: str
+    settings: dict[str, Any]
+    kernel_options: dict[str, Any]
+
+
+def parse_model(text: str) -> ModelChoice:
+    """Parse `model`, `model:d_v`, or either followed by settings.
+
+    A setting is `+kernels=off`, `+state_checkpoint_interval=4`, or a key of the model's config, for
+    example `+state_dtype=float32`.
+
+    Raises:
+        ValueError: there is no such model, number of value channels or key
+    """
+    model_text, *setting_texts = text.split("+")
+    model_name, colon, value_channels = model_text.partition(":")
+    if colon and not value_channels.isdecimal():
+        raise ValueError(
+            f"--models: {text}: after the colon give a number of value channels, as in {CC_EC}:2"
+        )
+    config_class = model_class(model_name).Config
+    config_options = collect_options(config_class)
+    settings = {}
+    kernel_options = {"setting": "auto", "state_checkpoint_interval": 2}  # as train.py's defaults
+    for setting_text in setting_texts:
+        key, _, value = setting_text.partition("=")
+        if key == "kernels" and value in ("auto", "on", "off"):
+            kernel_options["setting"] = value
+        elif key == "state_checkpoint_interval" and value.isdecimal() and int(value):
+            kernel_options["state_checkpoint_interval"] = int(value)
+        elif key in config_options:
+            settings.update(configurator.read_settings({}, {key: value}, config_options))
+        else:
+            raise ValueError(
+                f"--models: {text}: after a plus give kernels=auto, on or off, "
+                "state_checkpoint_interval=1 or more, or a key of the model's config"
+            )
+    if colon:
+        if config_class.expansion_key is None:
+            raise ValueError(
+                f"--models: {text}: {model_name} has no value channels: omit the colon and the "
+                "number"
+            )
+        settings[config_class.expansion_key] = int(value_channels)
+    return ModelChoice(model_name, settings, kernel_options)
+
+
+def make_row_name(model: str) -> str:
+    """Return the name of a model of `--models` in tables and files."""
+    return model.replace(":", " d_v=").replace("+", " ")
+
+
+def build_model(model: str, size: dict[str, Any], device: torch.device) -> torch.nn.Module:
+    """Build a model of `--models` with seed 0 and the kernels that its text asks for."""
+    choice = parse_model(model)
+    torch.manual_seed(0)
+    built = build(choice.model_name, **size, **choice.settings)
+    kernels.use(built, device=device, **choice.kernel_options)
+    return built
+
+
+class Contender:
+    """A model on its device, its optimizer, and its forward pass.
+
+    Args:
+        make_batch: returns ids (B, T) and targets (B, T)
+        dtype: of autocast
+        compiled: whether the forward pass is compiled
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        make_batch: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        device: torch.device,
+        dtype: torch.dtype,
+        compiled: bool,
+    ):
+        self.name = name
+        self.make_batch = make_batch
+        self.device = device
+        self.dtype = dtype
+        self.compiled = compiled
+        self.model = model.to(device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.call = torch.compile(self.model, fullgraph=True) if compiled else self.model
+
+    def compute_loss(self) -> torch.Tensor:
+        """Return the loss of a batch, a scalar."""
+        ids, targets = self.make_batch()
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            _, loss = self.call(ids, targets)
+        return loss
+
+    def train(self) -> None:
+        """Take a training step."""
+        self.compute_loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self) -> None:
+        """Do a forward pass without gradients."""
+        with torch.no_grad():
+            self.compute_loss()
+
+
+# ---- memory ----
+
+
+def measure_saved_bytes(contender: Contender) -> int:
+    """Return the bytes that a forward pass saves for its backward pass, without parameters.
+
+    Tensors that share a storage count once.
+    """
+    parameter_storages = {
+        parameter.untyped_storage().data_ptr() for parameter in contender.model.parameters()
+    }
+    bytes_by_storage = {}
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameter_storages:
+            bytes_by_storage[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        loss = contender.compute_loss()
+    del loss  # the storages must stay alive until here, or their addresses could be used twice
+    return sum(bytes_by_storage.values())
+
+
+def measure_peak_bytes(contender: Contender) -> int:
+    """Return the peak bytes that a forward and backward pass adds on the GPU.
+
+    Weights, gradients and the optimizer's state do not count. The gradients exist before the pass, as
+    in all but the first micro-step of an accumulated batch. The tests do not run this without a GPU.
+    """
+    contender.compute_loss().backward()
+    torch.cuda.synchronize(contender.device)
+    allocated_bytes = torch.cuda.memory_allocated(contender.device)
+    torch.cuda.reset_peak_memory_stats(contender.device)
+    contender.compute_loss().backward()
+    torch.cuda.synchronize(contender.device)
+    contender.optimizer.zero_grad(set_to_none=True)
+    return torch.cuda.max_memory_allocated(contender.device) - allocated_bytes
+
+
+def measure_activations(contender: Contender, num_tokens: int) -> float:
+    """Return the bytes of activations per token of a batch with num_tokens tokens."""
+    measure = measure_peak_bytes if contender.device.type == "cuda" else measure_saved_bytes
+    return measure(contender) / num_tokens
