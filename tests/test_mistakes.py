@@ -180,10 +180,14 @@ def test_a_damaged_token_ends_the_run_in_one_line(corpus, tmp_path):
 # (a change to state.json of the finished run, arguments, the line)
 CHANGED_RUNS = [
     (
-        # keys that later versions do not have any more
-        lambda state: state["run_config"].update(wandb_log=False, eval_tasks_limit=3),
+        lambda state: None,
         "--learning_rate=0.5",
         "was trained with learning_rate=0.01 (not 0.5); omit",
+    ),
+    (
+        lambda state: state["model_config"].update(ddl_erase_gate="own"),
+        "--max_steps=7",
+        "saved by a version with other keys (ddl_erase_gate)",
     ),
     (
         lambda state: state["run_config"].update(dataset="/nowhere"),

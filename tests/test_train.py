@@ -351,12 +351,6 @@ def test_settings_come_from_the_checkpoint_that_is_resumed_if_the_latest_is_dama
     assert read_state(branch)["run_config"]["eval_interval"] == 3
 
 
-def test_a_run_with_a_removed_key_is_not_resumed(branch):
-    change_saved_state(branch, lambda state: state["model_config"].update(ddl_erase_gate="own"))
-    result = call("train.py", f"--out_dir={branch}", "--resume=auto")
-    assert "saved by a version with other keys (ddl_erase_gate)" in one_line_error(result)
-
-
 def test_a_dry_run_of_a_complete_run_says_that_nothing_is_left_to_train(finished_run):
     assert "nothing to train" in run_train(
         f"--out_dir={finished_run}", "--resume=auto", "--dry_run"
