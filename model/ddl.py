@@ -415,10 +415,10 @@ class TokenConvRead(nn.Module):
 class ChannelConvRead(nn.Module):
     """Compressor (CC): a weighted sum over value channels, x_in[t, i] = sum_j w[i, j] X[t, j, i].
 
-    With ddl_cc_read=folded, as in the texts, w (d, d_v) is itself the parameter, and starts at
-    ddl_state_read_init (1 / d_v). With ddl_cc_read=pair, as in the authors' code, w follows from
-    two parameters: `weight` (d, K), a padded convolution over the value channels, and `read` (d_v,),
-    which sums its d_v results.
+    With ddl_cc_read=folded, as in the texts, w (d, d_v) is itself the parameter; it starts as a random
+    pair that is folded, or at ddl_state_read_init (1 / d_v). With ddl_cc_read=pair, as in the authors'
+    code, w follows from two parameters: `weight` (d, K), a padded convolution over the value channels,
+    and `read` (d_v,), which sums its d_v results.
     """
 
     def __init__(self, config: ChannelConvConfig):
