@@ -168,7 +168,7 @@ def main() -> None:
             weights = checkpoint.get_model_tensors(model.to(getattr(torch, args.dtype)))
             checkpoint.save_tensors(out_dir / "model.safetensors", weights)
     if model is None:
-        print(f"wrote {out_dir}, a package with the class ResidualStream (see README.md)")
+        print(f"wrote {out_dir}, a package with the class ResidualStream (docs/export.md)")
     else:
         print(f"wrote {out_dir}\n{card.LOADING_CODE.format(folder=args.out_dir)}")
 

@@ -21,13 +21,13 @@ init = "normal"  # the loss is lower here, but not clearly (research/docs/demo.m
 # With so few tokens, small batches are better: more steps matter more than less gradient noise.
 # Muon learns about twice as fast as AdamW here. The learning rates are the best ones for this model
 # (research/docs/demo.md); the best ones for the additive model are learning_rate=8e-2 and
-# muon_learning_rate=1e-2.
+# muon_learning_rate=5e-3.
 max_steps = 800
 global_batch_size = 8
 micro_batch_size = 8
 optimizer = "muon"
 learning_rate = 2e-2
-muon_learning_rate = 4e-2
+muon_learning_rate = 8e-2
 warmup_steps = 50
 
 eval_interval = 100
