@@ -62,9 +62,9 @@ def run(own: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
     return own.stream(x, own.norms, own.sublayers)
 
 
-def test_the_readme_puts_the_stream_into_nanogpt(import_package):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = re.search(r"## Use a stream in your own model\n(.*?)\n## ", text, re.S)[1]
+def test_the_page_puts_the_stream_into_nanogpt(import_package):
+    text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    section = text.partition("## A stream in your own model\n")[2]
     command, code = re.findall(r"```(?:bash|python)\n(.*?)```", section, re.S)
     assert command.startswith(f"python export.py {CC_EC} ")
     # nanoGPT's names
