@@ -171,8 +171,8 @@ class Session:
         with self.lock:
             self.figures[name] = value
             (self.out / "figures.json").write_text(json.dumps(self.figures, indent=1) + "\n")
-        shown = {key: item for key, item in value.items() if not isinstance(item, list)}
-        print(f"{name}: {json.dumps(shown)}", flush=True)
+        numbers = {key: item for key, item in value.items() if not isinstance(item, list)}
+        print(f"{name}: {json.dumps(numbers)}", flush=True)
 
     def run(self, task: Task, deadline: float) -> None:
         """Run a task until it ends, or until the deadline."""

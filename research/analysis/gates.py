@@ -119,8 +119,8 @@ def measure_delta_rewrite(
         projection_norm = torch.linalg.vector_norm(project_onto_k(state, k_hat), dim=-1)
         measured["erased"] = scale * beta * relative_k_norm * projection_norm
         tiny = torch.finfo(k_hat.dtype).tiny
-        before = statistics["discrepancy_before"].clamp_min(tiny)
-        measured["contraction"] = statistics["discrepancy_after"] / before
+        old_discrepancy = statistics["discrepancy_before"].clamp_min(tiny)
+        measured["contraction"] = statistics["discrepancy_after"] / old_discrepancy
         measured["contraction_expected"] = (1 - scale * beta).abs()
         measured["reflects"] = scale * beta > 1
     return {name: numbers.to(beta.dtype) for name, numbers in measured.items()}
@@ -154,7 +154,7 @@ def summarize_numbers(numbers: torch.Tensor) -> dict[str, float]:
     values = numbers.double().numpy()
     if not np.isfinite(values).all():
         raise ValueError("a statistic is not finite: the model has diverged")
-    quantiles = {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
+    quantiles = {name: float(np.quantile(values, level)) for name, level in QUANTILES.items()}
     return {"mean": float(values.mean()), "std": float(values.std()), **quantiles}
 
 
