@@ -215,7 +215,7 @@ class TrainBatches(Batches):
         return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `count` sequences of the batch of a step, from sequence `first` on.
+        """Return `count` sequences of the batch of a step, both counted from 0, from sequence `first` on.
 
         Returns:
             ids and targets, int64 (count, seq_len) each

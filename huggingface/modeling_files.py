@@ -23,6 +23,11 @@ OPTION_IMPORT = re.compile(r"^from configurator import (option|check_ranges, opt
 # transformers follows the imports of files in the same folder alone.
 IMPORT_ACROSS_FOLDERS = re.compile(r"^from \.(?:\.|streams\.)(?=\w)", re.M)
 STREAM_IMPORT = re.compile(r"^from \.(?:streams\.)?(\w+) import ", re.M)
+# An import of this repository's other folders, which a copy does not have.
+REPOSITORY_IMPORT = re.compile(
+    r"^(?:from|import) (?:configurator|data|evaluation|model|model_folder|research|training|utils)\b.*",
+    re.M,
+)
 # What a model does not need.
 LEFT_OUT = ("__init__", "causality", "cost", "generation", "weights")
 # The two files that transformers itself loads. They import the variant as `stem`.
@@ -30,7 +35,11 @@ TRANSFORMERS_FILES = ("configuration_ddl.py", "modeling_ddl.py")
 
 
 def copy_model_files(variant_file: Path) -> dict[str, str]:
-    """Return the files of a variant, which is stem.py, and of all that variants share, by name."""
+    """Return the files of a variant, which is stem.py, and of all that variants share, by name.
+
+    Raises:
+        ValueError: the variant imports what a copy would not find
+    """
     # the name of a variant has a hyphen, so that no other file can import it
     shared = [
         path
@@ -39,7 +48,14 @@ def copy_model_files(variant_file: Path) -> dict[str, str]:
     ]
     files = {"stem.py": variant_file, "option.py": FOLDER / "option.py"}
     files.update({path.name: path for path in [*shared, *find_stream_helpers(variant_file)]})
-    return {name: copy_code(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    copies = {name: copy_code(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    unavailable = REPOSITORY_IMPORT.search(copies["stem.py"])
+    if unavailable:
+        raise ValueError(
+            f"{variant_file.name} cannot be exported with `{unavailable[0]}`: of this repository, "
+            "import only `option` from configurator and, relatively, files of model/"
+        )
+    return copies
 
 
 def find_stream_helpers(file: Path) -> list[Path]:

@@ -85,7 +85,10 @@ def resolve(arguments: Arguments) -> RunSettings:
             raise ValueError(f"out_dir={folder} has no valid checkpoint; give another --out_dir")
     resolved = merge(arguments, out_dir, resume_checkpoint)
     # after the keys, because a mistyped one would be the next error
-    is_used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    # a run that ended before its first checkpoint may have left the file that locks the folder
+    is_used = folder.exists() and (
+        not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())
+    )
     if is_used and not resolved.config.resume and not resolved.config.dry_run:
         raise ValueError(
             f"out_dir={folder} is not empty; resume that run with --resume=auto, or give another "

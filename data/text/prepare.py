@@ -3,7 +3,7 @@
     python data/text/prepare.py --source notes.txt essays/ --out=data/mine
     python data/text/prepare.py --source ~/src --suffixes .py .c --out=data/code
     python data/text/prepare.py --source 'dump/*.jsonl' --column=body --out=data/dump
-    python train.py config/demo_cpu.py --dataset=mine                       # train on the corpus
+    python train.py config/demo_cpu.py --dataset=mine --out_dir=runs/mine   # train on the corpus
 
 Each row of a table (.parquet, .jsonl, .ndjson, .json, .csv, .tsv, .arrow, .feather) is a document,
 and so is every other UTF-8 file; .gz, .zst and .bz2 files are decompressed. The first tokens are the
