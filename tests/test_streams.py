@@ -169,6 +169,13 @@ def test_muon_trains_the_matrices_of_the_backbone_alone(name):
     assert {key for key, rule in rules.items() if rule.muon} == expected
 
 
+def test_the_factor_of_the_stream_in_lambdas_learns_slowly():
+    for keys in ({}, MAIN_GAIN):
+        rules = collect_rules(build_initial("Lambdas", **keys))
+        assert rules["transformer.h.0.begin.a"].lr_scale == 0.01
+    assert collect_rules(build_initial("Lambdas"))["transformer.h.0.begin.b"].lr_scale == 1
+
+
 # ---- statistics of the writes, by hand ----
 
 # (name, what the read returns, statistics of the write)
