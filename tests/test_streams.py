@@ -211,6 +211,11 @@ def test_statistics_of_what_the_read_returns(name, read_output, expected):
     assert {key: value.item() for key, value in statistics.items()} == pytest.approx(expected)
 
 
+def test_defaults_of_mgt_are_those_of_its_paper():
+    config = build_initial("MGT").config
+    assert (config.mgt_arm, config.mgt_lambda, config.mgt_epsilon) == ("full", 1.0, 0.0)
+
+
 def test_statistics_of_mgt():
     """Eight features have beta = 2 tanh(1) - 0.1, and two have beta = 2 tanh(-1/2) - 0.1.
 
