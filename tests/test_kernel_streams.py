@@ -49,6 +49,7 @@ V_MAP = {"ddl_map": "v", "ddl_k_hidden_size": 3}
 OPTIONS = {
     "two layer gate": (CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5}),
     "v-Map": (CC, V_MAP),
+    "one column": (VDIM1, {}),
     "v-Map, one column": (VDIM1, V_MAP),
     "constant": (CC, {"ddl_v_constant": True, "ddl_v_constant_value": 1.5}),
     "write only": (CC, {"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5}),
