@@ -37,14 +37,18 @@ class NeverFilled(Add):
         self.rules = {"gate": Rule(lambda gate: None)}
 
 
+class Unused(NeverFilled):
+    def __init__(self, config):
+        super().__init__(config)
+        self.rules = {"gate": Rule(nn.init.zeros_)}
+
+
 class SharedWrite(Block):
-    """Gives its sites a write that the block does not own."""
+    """Gives its sites writes that the block does not own."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        write = NeverFilled(config)
-        write.rules = {"gate": Rule(nn.init.zeros_)}
-        self.sites = tuple(replace(site, write=write) for site in self.sites)
+        self.sites = tuple(replace(site, write=Unused(config)) for site in self.sites)
 
 
 def read_without_cache(x, past=None):
@@ -53,24 +57,6 @@ def read_without_cache(x, past=None):
 
 def read_from_zero(x, past=None):
     return x + delay(x + 1, 1, past)
-
-
-def repeat_for_each_token(x, past=None):
-    """Expand to a state of as many vectors as there are tokens."""
-    return x.unsqueeze(2).expand(-1, -1, x.shape[1], -1)
-
-
-def read_mean(state, past=None):
-    return state.mean(2)
-
-
-def write_to_each(state, h, x_in, c, past=None):
-    return state + h.unsqueeze(2)
-
-
-class Growing(with_sites(read=read_mean, write=write_to_each)):
-    Expander = staticmethod(lambda config: repeat_for_each_token)
-    Readout = staticmethod(lambda config: read_mean)
 
 
 class Penalized(GPT):
@@ -114,7 +100,11 @@ BROKEN = {
         "cache",
         "of the zeros before a shorter prompt",
     ),
-    "a state that grows with the context": (Growing, "costs", "grows with the context"),
+    "a parameter without a gradient": (
+        with_write(Unused),
+        "costs",
+        "the loss does not depend on transformer.h.0.write_attn.gate",
+    ),
     "a penalty in the loss": (Penalized, "losses", "cross-entropy of its logits"),
     "breaks the graph": (
         with_sites(write=branching_write),
