@@ -193,39 +193,27 @@ def mgt_beta(w, X, cfg):
     return cfg["mgt_lambda"] * (w["beta.weight"] @ X + w["beta.bias"]).tanh() + cfg["mgt_epsilon"]
 
 
-def mgt_write(w, X, h, norm, cfg):
-    """Return the new state of one token.
-
-    norm: the LayerNorm of the arms that have it after the sum
-    """
-    arm = cfg["mgt_arm"]
-    m = branch_mult(cfg)
-    if arm == "additive":
-        return X + m * h
-    if arm == "standard":
-        return norm(X + m * h)
-    if arm == "mhc":
-        return norm(X + m * h * mgt_gate(w, X))
-    if arm == "mhc_pre":
-        return X + m * h * mgt_gate(w, X)
-    if arm == "ddl_post":
-        return norm(X + m * mgt_beta(w, X, cfg) * (h - w["alpha"] * X))
-    if arm == "full_post":
-        return norm(X + m * mgt_beta(w, X, cfg) * (h * mgt_gate(w, X) - w["alpha"] * X))
-    value = h * mgt_gate(w, X) if arm == "full" else h
-    return X + m * mgt_beta(w, X, cfg) * (value - w["alpha"] * X)
+def mgt_write(w, X, h, cfg):
+    """Return the new state of one token, before the LayerNorm of the post-norm arms."""
+    update = h
+    if cfg["mgt_arm"] in ("full", "full_post", "mhc", "mhc_pre"):
+        update = mgt_gate(w, X) * h
+    if cfg["mgt_arm"] in ("full", "full_post", "ddl", "ddl_post"):
+        update = mgt_beta(w, X, cfg) * (update - w["alpha"] * X)
+    return X + branch_mult(cfg) * update
 
 
 def mgt(weights, cfg, xs):
-    """Return the final states, normalized in the arms that have a final norm."""
+    """Return the final states, normalized."""
     is_post_norm = cfg["mgt_arm"] in ("standard", "mhc", "ddl_post", "full_post")
-    states = xs
     for site in sites(weights, cfg):
         own = select(site.block, f"write_{site.name}.")
         norm = functools.partial(layer_norm, w=site.block, name=site.norm)
-        hs = site.process(states if is_post_norm else [norm(X) for X in states])
-        states = [mgt_write(own, X, h, norm, cfg) for X, h in zip(states, hs)]
-    return states if is_post_norm else [layer_norm(X, weights, "ln_f") for X in states]
+        hs = site.process(xs if is_post_norm else [norm(X) for X in xs])
+        xs = [mgt_write(own, X, h, cfg) for X, h in zip(xs, hs)]
+        if is_post_norm:
+            xs = [norm(X) for X in xs]
+    return xs if is_post_norm else [layer_norm(X, weights, "ln_f") for X in xs]
 
 
 # The others, of one token: X (d,), in `wide` X (d, v).
