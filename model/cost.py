@@ -1,4 +1,4 @@
-"""The cost of a model: its operations per token, the size of its state, and what it does not use.
+"""The cost of a model: its operations per token, and the parameters that it does not use.
 
 A model runs once on fake tensors, which have shapes but no values. As this is the first time that
 a stream runs, what its reads and writes return is checked as well.
@@ -19,7 +19,6 @@ class Cost(NamedTuple):
     """What a token costs."""
 
     flops: int  # floating-point operations of a training step
-    state_numbers: int  # numbers in the residual state, where it is largest
     unused_parameters: tuple[str, ...]  # names of those that the loss does not depend on
 
 
@@ -53,20 +52,12 @@ def flops_per_token(model: GPT) -> int:
     return count_cost(model).flops
 
 
-def state_bytes_per_token(model: GPT, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return the bytes of the residual state of one token, in dtype, where it is largest."""
-    return count_cost(model).state_numbers * dtype.itemsize
-
-
 def run_once(model: GPT) -> Cost:
     """Run a model for one sequence of block_size tokens, and return what a token costs."""
     # it imports Triton, which takes 0.15 s; generating and evaluating do without it
     from torch.utils.flop_counter import FlopCounterMode
 
     block_size = model.config.block_size
-    states = []
-    for block in model.transformer.h:
-        block.register_forward_hook(lambda module, inputs, state: states.append(state))
     stream = CheckingStream((1, block_size, model.config.hidden_size))
     with FlopCounterMode(display=False) as counter, model.through(stream):
         ids = torch.zeros(1, block_size, dtype=torch.int64)
@@ -75,18 +66,12 @@ def run_once(model: GPT) -> Cost:
     logits.sum().backward()
     return Cost(
         flops=3 * counter.get_total_flops() // block_size,
-        state_numbers=max(count_state_numbers(state) for state in states),
         unused_parameters=tuple(
             name
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.grad is None
         ),
     )
-
-
-def count_state_numbers(state: State) -> int:
-    """Return how many numbers a state holds per token."""
-    return sum(tensor.numel() // tensor.shape[:2].numel() for tensor in tree_leaves(state))
 
 
 class CheckingStream(Stream):

@@ -1,5 +1,7 @@
 """Compute the streams besides DDL a second time, as naive.py does for DDL.
 
+Those that test_production_streams.py compares with transformers are not here.
+
 The loops over tokens, sites and streams follow the papers' equations, and share no code with
 `model/`. Backbone and norms are those of naive.py; X, or H, is the state of one token.
 
@@ -92,23 +94,6 @@ def sinkhorn_knopp(logits, iterations):
     return matrix
 
 
-def rows_last(logits, iterations):
-    """Return res, the matrix that multiplies H, normalized so that its rows are last.
-
-    logits[i, j] belongs to res[j, i], which is what stream i gives to stream j. The softmax of
-    every column is followed by divisions of rows and columns by their sums in turn; 1e-6 is added
-    to each sum.
-    """
-    n = len(logits)
-    res = torch.stack([torch.stack([logits[i, j] for i in range(n)]) for j in range(n)])
-    res = torch.stack([column.exp() / column.exp().sum() for column in res.T]).T + 1e-6
-    for iteration in range(iterations):
-        if iteration > 0:
-            res = torch.stack([column / (column.sum() + 1e-6) for column in res.T]).T
-        res = torch.stack([row / (row.sum() + 1e-6) for row in res])
-    return res
-
-
 def manifold_weights(w, H, cfg):
     """Return pre (n,), post (n,) and res (n, n) of one token."""
     n = len(H)
@@ -116,16 +101,14 @@ def manifold_weights(w, H, cfg):
     phi = w["maps.weight"].T
     b = w["bias"]
     a_pre, a_post, *a_res = w["scales"]
-    a_res = a_res[0] if a_res else None
     pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n])
     post = 2 * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
     if cfg["mhc_mix"] == "identity":
         return pre, post, torch.eye(n, dtype=H.dtype)
-    logits = a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]
-    logits = logits.reshape(n, n)
-    if cfg["mhc_rows_last"]:
-        return pre, post, rows_last(logits, cfg["mhc_iterations"])
-    return pre, post, sinkhorn_knopp(logits, cfg["mhc_iterations"])
+    logits = (a_res[0] * (z @ phi[:, 2 * n :]) + b[2 * n :]).reshape(n, n)
+    mix = sinkhorn_knopp(logits, cfg["mhc_iterations"])
+    # the weights into a stream, which sum to 1, are a row of res
+    return pre, post, mix.T if cfg["mhc_rows_last"] else mix
 
 
 def manifold_connections(weights, cfg, xs):
@@ -135,15 +118,7 @@ def manifold_connections(weights, cfg, xs):
         maps = [manifold_weights(own, H, cfg) for H in states]
         hs = sublayer(site, [pre @ H for H, (pre, _, _) in zip(states, maps)])
         states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, maps)]
-    if cfg["mhc_readout"] == "sum":
-        return [H.sum(0) for H in states]
-    w = select(weights, "readout.")
-    finals = []
-    for H in states:
-        z = rms_norm(torch.cat(list(H)), 1.0, 1e-6)
-        pre = sigmoid(w["scale"] * (w["maps.weight"] @ z) + w["bias"])
-        finals.append(pre @ H)
-    return finals
+    return [H.sum(0) for H in states]
 
 
 # Norms in other places, of one token: X (d,).
@@ -156,10 +131,7 @@ def norm_placement(weights, cfg, xs):
     for number, site in enumerate(sites(weights, cfg)):
         layer = number // 2
         n = functools.partial(rms_norm, weight=site.block[f"{site.norm}.weight"], eps=1e-5)
-        if placement == "sandwich":
-            after = site.block[f"write_{site.name}.norm.weight"]
-            xs = [X + m * rms_norm(h, after, 1e-5) for X, h in zip(xs, sublayer(site, xs))]
-        elif placement == "lns":
+        if placement == "lns":
             hs = site.process([n(X) / math.sqrt(layer + 1) for X in xs])
             xs = [X + m * h for X, h in zip(xs, hs)]
         elif placement == "keel":
@@ -221,39 +193,27 @@ def mgt_beta(w, X, cfg):
     return cfg["mgt_lambda"] * (w["beta.weight"] @ X + w["beta.bias"]).tanh() + cfg["mgt_epsilon"]
 
 
-def mgt_write(w, X, h, norm, cfg):
-    """Return the new state of one token.
-
-    norm: the LayerNorm of the arms that have it after the sum
-    """
-    arm = cfg["mgt_arm"]
-    m = branch_mult(cfg)
-    if arm == "additive":
-        return X + m * h
-    if arm == "standard":
-        return norm(X + m * h)
-    if arm == "mhc":
-        return norm(X + m * h * mgt_gate(w, X))
-    if arm == "mhc_pre":
-        return X + m * h * mgt_gate(w, X)
-    if arm == "ddl_post":
-        return norm(X + m * mgt_beta(w, X, cfg) * (h - w["alpha"] * X))
-    if arm == "full_post":
-        return norm(X + m * mgt_beta(w, X, cfg) * (h * mgt_gate(w, X) - w["alpha"] * X))
-    value = h * mgt_gate(w, X) if arm == "full" else h
-    return X + m * mgt_beta(w, X, cfg) * (value - w["alpha"] * X)
+def mgt_write(w, X, h, cfg):
+    """Return the new state of one token, before the LayerNorm of the post-norm arms."""
+    update = h
+    if cfg["mgt_arm"] in ("full", "full_post", "mhc", "mhc_pre"):
+        update = mgt_gate(w, X) * h
+    if cfg["mgt_arm"] in ("full", "full_post", "ddl", "ddl_post"):
+        update = mgt_beta(w, X, cfg) * (update - w["alpha"] * X)
+    return X + branch_mult(cfg) * update
 
 
 def mgt(weights, cfg, xs):
-    """Return the final states, normalized in the arms that have a final norm."""
+    """Return the final states, normalized."""
     is_post_norm = cfg["mgt_arm"] in ("standard", "mhc", "ddl_post", "full_post")
-    states = xs
     for site in sites(weights, cfg):
         own = select(site.block, f"write_{site.name}.")
         norm = functools.partial(layer_norm, w=site.block, name=site.norm)
-        hs = site.process(states if is_post_norm else [norm(X) for X in states])
-        states = [mgt_write(own, X, h, norm, cfg) for X, h in zip(states, hs)]
-    return states if is_post_norm else [layer_norm(X, weights, "ln_f") for X in states]
+        hs = site.process(xs if is_post_norm else [norm(X) for X in xs])
+        xs = [mgt_write(own, X, h, cfg) for X, h in zip(xs, hs)]
+        if is_post_norm:
+            xs = [norm(X) for X in xs]
+    return xs if is_post_norm else [layer_norm(X, weights, "ln_f") for X in xs]
 
 
 # The others, of one token: X (d,), in `wide` X (d, v).
@@ -267,20 +227,12 @@ def rezero(weights, cfg, xs):
 
 
 def laurel(weights, cfg, xs):
-    if cfg["laurel_form"] == "zaya":
-        xs = [(x + weights["input_embed.bias"]) * weights["input_embed.scale"] for x in xs]
     for site in sites(weights, cfg):
         w = select(site.block, f"write_{site.name}.")
         hs = sublayer(site, xs)
         if cfg["laurel_form"] == "rw":
             a, b = 2 * w["logits"].exp() / w["logits"].exp().sum()
             xs = [a * h + b * X for X, h in zip(xs, hs)]
-        elif cfg["laurel_form"] == "zaya":
-            b_r = w["affine_state.bias"]
-            s_r = w["affine_state.scale"]
-            b_h = w["affine_output.bias"]
-            s_h = w["affine_output.scale"]
-            xs = [(X + b_r) * s_r + (h + b_h) * s_h for X, h in zip(xs, hs)]
         else:
             A = w["down.weight"].T
             B = w["up.weight"].T
@@ -288,35 +240,10 @@ def laurel(weights, cfg, xs):
     return xs
 
 
-def muse_spark(weights, cfg, xs):
-    xs = [rms_norm(x, 1.0, 1e-5) for x in xs]
-    for site in sites(weights, cfg):
-        w = select(site.block, f"write_{site.name}.")
-        b = 1 / (1 + (-w["gate"] / 0.3).exp())
-        a = torch.maximum(1 - b**2, torch.tensor(1e-3)).sqrt()
-        scale = w["output_scale"] if site.name == "mlp" else 1.0
-        hs = sublayer(site, xs)
-        xs = [a * X + b * rms_norm(scale * h, 1.0, 1e-8) for X, h in zip(xs, hs)]
-    return xs
-
-
-def to_sphere(x):
-    """Return x with the length sqrt(d), up to the epsilon."""
-    return x * math.sqrt(len(x)) / ((x * x).sum() + 1e-6).sqrt()
-
-
-def n_gpt(weights, cfg, xs):
-    xs = [to_sphere(x) for x in xs]
-    for site in sites(weights, cfg):
-        rate = site.block[f"write_{site.name}.alpha"].abs()
-        xs = [to_sphere(X + rate * (to_sphere(h) - X)) for X, h in zip(xs, sublayer(site, xs))]
-    return xs
-
-
 def dense_former(weights, cfg, xs):
     outputs = [[x] for x in xs]  # Y_0, Y_1, ... of each token
     for site in sites(weights, cfg):
-        xs = [X + h for X, h in zip(xs, sublayer(site, xs))]
+        xs = [X + branch_mult(cfg) * h for X, h in zip(xs, sublayer(site, xs))]
         if site.name == "mlp":
             for ys, X in zip(outputs, xs):
                 ys.append(X)
@@ -328,7 +255,7 @@ def dense_former(weights, cfg, xs):
 def conv(weights, cfg, xs):
     for site in sites(weights, cfg):
         x_ins = read(select(site.block, "compress."), [X[:, None] for X in xs], "token")
-        xs = [X + h for X, h in zip(xs, sublayer(site, x_ins))]
+        xs = [X + branch_mult(cfg) * h for X, h in zip(xs, sublayer(site, x_ins))]
     return read(select(weights, "readout."), [X[:, None] for X in xs], "token")
 
 
@@ -341,30 +268,6 @@ def wide(weights, cfg, xs):
             X + torch.outer(h, site.block[f"write_{site.name}.weights"]) for X, h in zip(states, hs)
         ]
     return read(select(weights, "readout."), states, kind)
-
-
-def gated_mean(w, X, cfg):
-    """Return x_in and u (n, d) of one token's streams X (n, d)."""
-    n, d = X.shape
-    u = [rms_norm(x, weight, cfg["gated_residual_eps"]) for x, weight in zip(X, w["norm_weight"])]
-    hidden = w["down.weight"] @ torch.cat(u) / n
-    hidden = hidden * sigmoid(hidden)  # SiLU
-    logits = w["up.weight"] @ hidden
-    gated = [sigmoid(logits[i * d : (i + 1) * d]) * u[i] for i in range(n)]
-    return sum(gated) / n, torch.cat(u)
-
-
-def gated_residual(weights, cfg, xs):
-    n = cfg["hc_streams"]
-    states = [torch.stack([x] * n) for x in xs]
-    for site in sites(weights, cfg):
-        own = select(site.block, f"gated_{site.name}.")
-        reads = [gated_mean(own, X, cfg) for X in states]
-        gates = [2 * sigmoid(own["inject.weight"] @ u / n) for _, u in reads]
-        hs = site.process([x_in for x_in, _ in reads])
-        states = [X + torch.outer(g, h) for X, g, h in zip(states, gates, hs)]
-    own = select(weights, "readout.")
-    return [gated_mean(own, X, cfg)[0] for X in states]
 
 
 # Streams block by block, whose attention may have several inputs
@@ -381,7 +284,7 @@ def normed(xs, block, norm):
 
 def plus_mlp(xs, block, cfg):
     hs = mlp(select(block, "mlp."), normed(xs, block, "ln_2"), cfg)
-    return [x + h for x, h in zip(xs, hs)]
+    return [x + branch_mult(cfg) * h for x, h in zip(xs, hs)]
 
 
 def mudd(weights, cfg, xs):
@@ -393,7 +296,7 @@ def mudd(weights, cfg, xs):
             for i, norm in enumerate(("ln_1", "ln_k", "ln_v"))
         )
         hs = attention(select(block, "attn."), qs, cfg, ks, vs)
-        xs = [token_inputs[-1] + h for token_inputs, h in zip(inputs, hs)]
+        xs = [x[-1] + branch_mult(cfg) * h for x, h in zip(inputs, hs)]
         xs = plus_mlp(xs, block, cfg)
         w = select(block, "dense.")
         for t, x in enumerate(xs):
@@ -425,16 +328,17 @@ def lambdas(weights, cfg, xs):
         own = [block["attn.c_v.weight"] @ c for c in cs]
         first = own if layer == 0 else first
 
-        def change(v, head, t, block=block, first=first):
+        def change(v, head, t, layer=layer, block=block, first=first):
             if "g" in block:
                 g = block["g"][head if len(block["g"]) > 1 else 0]
                 v = (1 - g) * v + g * first[t].reshape(heads, dim)[head]
-            if "embedding.weight" in block:
+            if cfg["lambda_value_embeddings"] and (last - layer) % 2 == 0:
                 v = v + block["embedding.weight"][cfg["ids"][t]].reshape(heads, dim)[head]
             return v
 
         hs = attention(select(block, "attn."), cs, cfg, change=change)
-        xs = plus_mlp([x + h for x, h in zip(xs, hs)], block, cfg)
+        xs = [x + branch_mult(cfg) * h for x, h in zip(xs, hs)]
+        xs = plus_mlp(xs, block, cfg)
         if cfg["lambda_skips"] and layer < (last + 1) // 2:
             skipped.append(xs)
     return xs
@@ -450,12 +354,9 @@ STREAMS = {
     "MGT": mgt,
     "ReZero": rezero,
     "LAuReL": laurel,
-    "MuseSpark": muse_spark,
-    "nGPT": n_gpt,
     "DenseFormer": dense_former,
     "conv": conv,
     "wide": wide,
-    "GatedResidual": gated_residual,
 }
 
 
@@ -464,7 +365,7 @@ def logits(model_name, weights, cfg, ids):
     name = model_name.partition("-")[0]
     cfg = {**cfg, "ids": ids}
     finals = STREAMS[name](weights, cfg, [weights["transformer.wte.weight"][i] for i in ids])
-    if name not in ("MGT", "GatedResidual"):  # they have norms of their own
+    if name != "MGT":  # it has a norm of its own
         finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in finals]
     scale = cfg["hidden_size_base"] / cfg["hidden_size"] if cfg["mup"] else 1.0
     return torch.stack([weights["lm_head.weight"] @ x * scale for x in finals])

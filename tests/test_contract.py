@@ -18,7 +18,7 @@ import model_folder
 import train
 from model import MODEL_NAMES, model_class
 from model.gpt import GPT
-from training import checkpoint, metrics
+from training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("example_streams")
 
@@ -75,7 +75,7 @@ def test_compiled_by_inductor(model_name, settings, checkpointing, monkeypatch):
 @pytest.mark.parametrize("fault", broken_streams.BROKEN)
 def test_a_broken_stream_is_caught(fault):
     cls, check, message = broken_streams.BROKEN[fault]
-    with pytest.raises((AssertionError, ValueError), match=message):
+    with pytest.raises(AssertionError, match=message):
         contract.CHECKS[check](cls)
 
 
@@ -91,7 +91,6 @@ RUN_SETTINGS = {
     "max_steps": 3,
     "checkpoint_interval": 2,
     "eval_interval": 3,
-    "statistics_interval": 3,
     "keep_last": 9,
     "schedule": "wsd",
     "decay_steps": 0,
@@ -107,7 +106,6 @@ TRAINED = {
     "MUDD-gpt-mha-rope",
     "mHC-gpt-mha-rope",
     "shared-gpt-mha-rope",
-    "untied-gpt-mha-rope",
 }
 
 
@@ -138,12 +136,6 @@ def test_a_resumed_run_has_the_same_bits(trained_run, corpus, tmp_path):
         assert (resumed_checkpoint / file).read_bytes() == expected, f"{file} has other bits"
 
 
-def test_a_run_logs_the_statistics_of_every_block(trained_run):
-    records = metrics.read(trained_run / "metrics.jsonl")
-    [record] = [record for record in records if "residual" in record]
-    assert len(record["residual"]["attn.state_rms"]) == 2
-
-
 def test_an_exported_run_computes_the_same_logits(trained_run, tmp_path, monkeypatch):
     exported = tmp_path / "exported"
     monkeypatch.setattr(sys, "argv", ["export.py", str(trained_run), str(exported)])
@@ -152,8 +144,3 @@ def test_an_exported_run_computes_the_same_logits(trained_run, tmp_path, monkeyp
     exported_model, *_ = model_folder.load_model(exported, "cpu")
     ids = torch.randint(0, 257, (2, 9))
     assert torch.equal(exported_model(ids)[0], trained_model(ids)[0])
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 55

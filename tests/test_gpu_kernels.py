@@ -30,7 +30,6 @@ CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
 STEPS = [
     *(Step(768, v, 1, 2, 550, "bf16", pending=v % 2) for v in (1, 2, 4, 8)),
     Step(768, 4, 4, 3, 60, "bf16", store=False),
-    Step(1024, 4, T=5, dtype="bf16"),
     Step(37, 8, 4, 2, 60),
     Step(96, 2, 3, 2, 40, "fp16", form="raw", value_input="context"),
     Step(T=1100),
@@ -45,11 +44,9 @@ STEPS = [
 # is not full.
 LONG = [
     *(Step(768, v, 1, 2, 550, "bf16", pending=1, store=False) for v in (1, 4)),
-    Step(768, 4, 4, 2, 550, "bf16"),
     Step(1024, 4, 4, 2, 300, "bf16"),
     Step(1024, 4, 1, 1, 500, "bf16", store=False),
     Step(600, 2, 3, 2, 200, "bf16"),
-    Step(600, 4, 1, 1, 300, "fp16"),
     Step(768, 8, 1, 1, 300, "bf16"),
 ]
 
@@ -80,22 +77,14 @@ def test_two_runs_give_the_same_bits():
         assert torch.equal(second_gradients[name], first), name
 
 
-@pytest.mark.parametrize("cuts", [(1,) * 40, (2, 1, 37)])
-def test_generation_carries_the_reads_that_are_under_way(cuts):
-    fused.check_generation(Step(K=4, T=40, B=2), cuts)
+def test_generation_carries_the_reads_that_are_under_way():
+    fused.check_generation(Step(K=4, T=40, B=2), (2, 1, 37))
 
 
 @pytest.mark.parametrize("shape", [(2, 1024, 6, 128), (2, 300, 3, 6), (1, 1, 1, 2)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_rotation_and_norm(shape, dtype):
     fused.check_heads(*shape, dtype)
-
-
-def test_rotation_gives_the_same_bits():
-    inputs = fused.heads_inputs(2, 1024, 6, 128, "bf16", True)
-    assert all(
-        torch.equal(one, other) for one, other in zip(fused.heads(inputs), fused.heads(inputs))
-    )
 
 
 @pytest.mark.parametrize("shape", [(16, 1024, 2048), (3, 500)])
@@ -128,9 +117,8 @@ def test_two_layer_gate_and_v_map():
     fused.check_model(tiny(CC, ddl_map="v", ddl_beta_single_linear=False))
 
 
-@pytest.mark.parametrize("model_name", [CC, TC])
-def test_intervals_change_no_bit(model_name):
-    fused.check_intervals(tiny(model_name), torch.bfloat16, (1, 2, 4))
+def test_intervals_change_no_bit():
+    fused.check_intervals(tiny(TC), torch.bfloat16, (1, 2, 4))
 
 
 @pytest.mark.parametrize("model_name", ["DDL-gpt-mha-rope-EC", "gpt-mha-rope"])
@@ -142,11 +130,10 @@ def test_activation_checkpointing():
     fused.check_checkpointing(tiny(CC))
 
 
-@pytest.mark.parametrize("model_name", [TC, CC, "DDL-vdim1-gpt-mha-rope"])
+@pytest.mark.parametrize("model_name", [TC, CC])
 def test_autocast(model_name):
     fused.check_autocast(tiny(model_name), torch.bfloat16)
 
 
-@pytest.mark.parametrize("model_name", ["DDL-gpt-mha-rope-EC", CC])
-def test_cached_generation(model_name):
-    fused.check_cached(tiny(model_name), (2, 1, 3, 1))
+def test_cached_generation():
+    fused.check_cached(tiny("DDL-gpt-mha-rope-EC"), (2, 1, 3, 1))

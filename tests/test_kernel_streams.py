@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from helpers import ROOT, run_script
-from models import PAPER, TINY
+from models import AUTHORS, TINY
 from torch._functorch import config as functorch_config
 from torch.torch_version import TorchVersion
 
@@ -19,11 +19,9 @@ pytest.importorskip("triton")
 
 import fused
 from fused import INTERPRETED
-from helpers import configure
 
 from model import build, kernels
 from model.block import Block, Stream
-from model.cost import flops_per_token
 from model.ddl import DeltaRewrite, EmbeddingConv, SingleChannelRead
 from model.kernels.rope import fused_heads
 from model.kernels.stream import DeltaStream
@@ -35,10 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 CC = "DDL-gpt-mha-rope-CC"
 TC = "DDL-gpt-mha-rope"
-CC_AND_SLOWLY_THE_OTHERS = [
-    CC,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in PAPER if name != CC),
-]
+VDIM1 = "DDL-vdim1-gpt-mha-rope"
 
 
 @pytest.fixture(autouse=True)
@@ -50,21 +45,17 @@ def tiny(model_name, **changes):
     return move_parameters(build(model_name, **{**TINY, **changes}))
 
 
+V_MAP = {"ddl_map": "v", "ddl_k_hidden_size": 3}
 OPTIONS = {
     "two layer gate": (CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5}),
-    "v-Map": (CC, {"ddl_map": "v", "ddl_k_hidden_size": 3}),
-    "v-Map, one column": ("DDL-vdim1-gpt-mha-rope", {"ddl_map": "v", "ddl_k_hidden_size": 3}),
+    "v-Map": (CC, V_MAP),
+    "one column": (VDIM1, {}),
+    "v-Map, one column": (VDIM1, V_MAP),
     "constant": (CC, {"ddl_v_constant": True, "ddl_v_constant_value": 1.5}),
     "write only": (CC, {"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5}),
     "erase only": (CC, {"ddl_update": "erase_only"}),
-    "from context": (CC, {"ddl_v_sigmoid": False, "ddl_v_input": "context"}),
-    "value without bias": (CC, {"ddl_v_bias": False}),
-    "v-Map, value without bias": (
-        CC,
-        {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_v_bias": False},
-    ),
+    "sigmoid and bias, from context": (CC, {**AUTHORS, "ddl_v_input": "context"}),
     "large guard": (CC, {"ddl_k_eps": 0.5}),
-    "two columns": (CC, {"ddl_value_channels": 2}),
     "eight columns": (CC, {"ddl_value_channels": 8}),
     "one column, three tokens": (
         TC,
@@ -82,35 +73,12 @@ OPTIONS = {
     "factor on what is added": ("gpt-mha-rope", {"residual_branch_mult": 0.3}),
     "two columns, embedding": ("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2}),
 }
-SLOW_OPTIONS = [
-    (model_name, keys)
-    for model_name in (TC, "DDL-gpt-mha-rope-EC")
-    for _, keys in list(OPTIONS.values())[:10]
-]
 
 
-RARE = (
-    "constant",
-    "erase only",
-    "from context",
-    "large guard",
-    "v-Map, one column",
-    "one column, three tokens",
-    "v-Map, value without bias",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in RARE else []) for n in OPTIONS]
-)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_options(name):
     model_name, keys = OPTIONS[name]
     fused.check_model(tiny(model_name, num_hidden_layers=1, **keys), T=3)
-
-
-def test_a_factor_above_1_is_not_fused():
-    model = tiny(CC, residual_branch_mult=1.5)
-    assert "residual_branch_mult=1.5 has no fused kernel" in kernels.use(model, "auto", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -132,39 +100,8 @@ def test_a_write_with_a_config_of_its_own_uses_plain_operations():
     assert "a config of its own has no fused kernel" in kernels.reason_not_fused(model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model_name", "keys"), SLOW_OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
-)
-def test_options_with_token_convolutions(model_name, keys):
-    fused.check_model(tiny(model_name, **keys), state_checkpoint_interval=3, T=9)
-
-
 def test_intervals_change_no_bit():
     fused.check_intervals(tiny(CC, ddl_value_channels=2), torch.bfloat16, (1, 4), T=3)
-
-
-@pytest.mark.parametrize(
-    ("triton", "numpy", "works"),
-    [
-        ("3.6.0", "2.5.2", False),
-        ("3.6.0", "2.4.6", False),
-        ("3.6.0", "2.3.5", True),
-        ("3.7.1", "2.10.0", True),
-    ],
-)
-def test_an_interpreter_that_its_numpy_breaks_is_said_in_one_line(
-    monkeypatch, triton, numpy, works
-):
-    monkeypatch.setattr("triton.__version__", triton)
-    monkeypatch.setattr("numpy.__version__", numpy)
-    reason = kernels.reason_unavailable("cpu")
-    if works:
-        assert reason is None
-    else:
-        assert "pip install 'numpy<2.4'" in reason
-    monkeypatch.delenv("TRITON_INTERPRET")  # compiled kernels need no interpreter
-    assert kernels.reason_unavailable("cuda") is None
 
 
 @pytest.mark.parametrize(
@@ -190,51 +127,24 @@ def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
     assert writes == replayed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("model_name", PAPER)
-def test_intervals_change_no_bit_of_any_model(model_name, autocast):
-    fused.check_intervals(tiny(model_name, num_hidden_layers=3), autocast, (1, 2, 3, 4, 9))
-
-
-@pytest.mark.parametrize("model_name", CC_AND_SLOWLY_THE_OTHERS)
-def test_compiles_without_graph_breaks(model_name):
+def test_compiles_without_graph_breaks():
     # Around the kernels the compiler decomposes norms and losses: another order of float32 sums.
-    fused.check_compiled(tiny(model_name, num_hidden_layers=1), "aot_eager", 3e-5)
+    fused.check_compiled(tiny(CC, num_hidden_layers=1), "aot_eager", 3e-5)
 
 
-@pytest.mark.parametrize("model_name", CC_AND_SLOWLY_THE_OTHERS)
-def test_activation_checkpointing(model_name):
-    fused.check_checkpointing(tiny(model_name, num_hidden_layers=1))
+def test_activation_checkpointing():
+    fused.check_checkpointing(tiny(CC, num_hidden_layers=1))
 
 
-@pytest.mark.parametrize("model_name", CC_AND_SLOWLY_THE_OTHERS)
-def test_autocast(model_name):
-    fused.check_autocast(tiny(model_name, num_hidden_layers=1), torch.bfloat16, T=3)
-
-
-@pytest.mark.parametrize(
-    "model_name",
-    [
-        CC,
-        "gpt-mha-rope",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in PAPER
-            if name not in (CC, "gpt-mha-rope")
-        ),
-    ],
-)
-def test_a_float32_state_under_autocast(model_name):
-    """Products stay in bfloat16, and state_checkpoint_interval does not change a bit."""
-    model = tiny(model_name, state_dtype="float32", num_hidden_layers=1)
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float32"])
+def test_autocast(state_dtype):
+    """Products stay in bfloat16 beside a state in float32."""
+    model = tiny(CC, state_dtype=state_dtype, num_hidden_layers=1)
     fused.check_autocast(model, torch.bfloat16, T=3)
-    fused.check_intervals(model, torch.bfloat16, (1, 2), T=3)
 
 
-@pytest.mark.parametrize("cuts", [(2, 1, 2), pytest.param((1,) * 5, marks=pytest.mark.slow)])
-def test_cached_generation(cuts):
-    fused.check_cached(tiny("DDL-gpt-mha-rope-EC"), cuts)
+def test_cached_generation():
+    fused.check_cached(tiny("DDL-gpt-mha-rope-EC"), (2, 1, 2))
 
 
 @pytest.mark.slow
@@ -244,51 +154,41 @@ def test_two_processes():
     assert result.returncode == 0, result.stderr.decode()
 
 
-# (model name, settings, why the model has no fused kernels)
+# (settings, why the model has no fused kernels)
 WITHOUT_KERNELS = [
+    ({"ddl_value_channels": 3}, "ddl_value_channels=3 has no fused kernel (supported: 1, 2, 4, 8)"),
     (
-        CC,
-        {"ddl_value_channels": 3},
-        "ddl_value_channels=3 has no fused kernel (supported: 1, 2, 4, 8)",
-    ),
-    (
-        CC,
         {"ddl_map": "v", "ddl_k_branch": "attention"},
         "ddl_k_branch=attention has no fused kernel (supported: mlp)",
     ),
     (
-        CC,
         {"ddl_map": "v", "ddl_k_input": "mean"},
         "ddl_k_input=mean has no fused kernel (supported: read)",
     ),
+    ({"ddl_k_norm": "shifted"}, "ddl_k_norm=shifted has no fused kernel (supported: guarded)"),
     (
-        CC,
-        {"ddl_k_norm": "shifted"},
-        "ddl_k_norm=shifted has no fused kernel (supported: guarded)",
-    ),
-    (
-        CC,
-        {"ddl_beta_input": "residual"},
-        "ddl_beta_input=residual has no fused kernel (supported: context)",
-    ),
-    (
-        CC,
         {"ddl_beta_input": "flat"},
         "ddl_beta_input=flat has no fused kernel (supported: context)",
+    ),
+    (
+        {"residual_branch_mult": 1.5},
+        "residual_branch_mult=1.5 has no fused kernel (supported: at most 1)",
     ),
 ]
 
 
-@pytest.mark.parametrize(("model_name", "settings", "reason"), WITHOUT_KERNELS)
-def test_a_model_without_kernels_stays_as_it_is_and_kernels_on_is_refused(
-    model_name, settings, reason
-):
-    model = build(model_name, **{**TINY, **settings})
+@pytest.mark.parametrize(("settings", "reason"), WITHOUT_KERNELS)
+def test_a_model_without_kernels_stays_as_it_is_and_kernels_on_is_refused(settings, reason):
+    model = build(CC, **{**TINY, **settings})
     assert kernels.use(model, "auto", "cuda") == reason
     assert type(model.stream) is Stream
     message = re.escape(f"kernels=on: {reason}; use kernels=auto or kernels=off")
     with pytest.raises(ValueError, match=message):
         kernels.use(model, "on", "cpu")
+
+
+def test_keys_of_the_v_map_do_not_count_in_the_k_map():
+    assert kernels.reason_not_fused(build(CC, **TINY, ddl_k_input="mean")) is None
 
 
 def test_kernels_on_needs_a_cuda_device_or_the_interpreter(monkeypatch):
@@ -322,20 +222,19 @@ class OtherNorm(RMSNorm):
 
 
 @pytest.mark.parametrize(
-    ("model_name", "module", "other", "part"),
+    ("module", "other", "part"),
     [
-        (CC, "transformer.h.0.ddl_mlp", OtherWrite, "OtherWrite"),
-        (CC, "transformer.h.1.ddl_attn", OtherWrite, "OtherWrite"),
-        (CC, "transformer.h.1", OtherBlock, "OtherBlock.forward"),
-        (CC, "transformer.h.1.compress", OtherRead, "OtherRead"),
-        (CC, "transformer.h.1.ln_2", OtherNorm, "OtherNorm"),
-        (CC, "readout", OtherRead, "OtherRead"),
-        (CC, "ln_f", OtherNorm, "OtherNorm"),
+        ("transformer.h.1.ddl_attn", OtherWrite, "OtherWrite"),
+        ("transformer.h.1", OtherBlock, "OtherBlock.forward"),
+        ("transformer.h.1.compress", OtherRead, "OtherRead"),
+        ("transformer.h.1.ln_2", OtherNorm, "OtherNorm"),
+        ("readout", OtherRead, "OtherRead"),
+        ("ln_f", OtherNorm, "OtherNorm"),
     ],
 )
-def test_a_stream_of_ones_own_is_left_alone(model_name, module, other, part):
+def test_a_stream_of_ones_own_is_left_alone(module, other, part):
     """A subclass is not in the table of what is supported, in whatever block it is."""
-    model = build(model_name, **TINY)
+    model = build(CC, **TINY)
     model.get_submodule(module).__class__ = other
     with pytest.raises(ValueError, match=re.escape(f"kernels=on: {part} has no fused kernel")):
         kernels.use(model, "on", "cpu")
@@ -376,11 +275,13 @@ def test_heads_of_ones_own_are_left_alone():
     assert {block.attn.fused_heads for block in model.transformer.h} == {fused_heads}
 
 
-def test_heads_are_fused_in_a_stream_that_is_not():
-    model = tiny("HC-gpt-mha-rope")
+@pytest.mark.parametrize("name", ["HC", "MUDD"])
+def test_heads_are_fused_in_a_stream_that_is_not(name):
+    """MUDD's attention has separate inputs, which the kernel of the heads does not take."""
+    model = tiny(f"{name}-gpt-mha-rope")
     ids, targets, *_ = fused.tokens_of(model)
     plain = model(ids, targets)[1]
-    assert "MixAndAdd has no fused kernel" in kernels.use(model, "auto", "cuda")
+    assert "has no fused kernel" in kernels.use(model, "auto", "cuda")
     assert {block.attn.fused_heads for block in model.transformer.h} == {fused_heads}
     assert type(model.stream) is Stream
     assert torch.allclose(model(ids, targets)[1], plain, rtol=1e-5)
@@ -402,20 +303,6 @@ def test_the_fused_parts_of_a_model_are_named(model_name, keys, setting, parts):
     description, _, reason_not_fused = kernels.describe(model, reason).partition(" (")
     assert description == f"fused kernels: {parts}"
     assert reason_not_fused.startswith("MixAndAdd") == (model_name[:2] == "HC")
-
-
-def test_keys_of_the_v_map_change_nothing_in_the_k_map():
-    """The command line may turn the v-Map of a config file into the k-Map."""
-    costs = []
-    for keys in ([], ["--ddl_k_input=read"]):
-        config_file = "config/ddl_january_v1_small.py"
-        config, model_config = configure(
-            [config_file, "--ddl_map=k", "--num_hidden_layers=1", *keys]
-        )
-        model = build(config.model, model_config)
-        costs.append(flops_per_token(model))
-        assert "ddl_k_" not in (kernels.use(model, "auto", "cuda") or "")
-    assert costs[0] == costs[1]
 
 
 def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():

@@ -161,20 +161,7 @@ def test_a_stream_that_needs_more_than_sublayers_is_refused(example_streams, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_other_mistakes_of_the_command(tmp_path):
-    message = one_line_error(call("export.py", CC_EC.lower(), tmp_path / "streams"))
-    assert f"the name of a variant, did you mean {CC_EC}?" in message
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"ddl_update": "delt"}, "ddl_update='delt': give one of"),
-        ({"ddl_beta_init": "1/2"}, "give one of .'1/L'."),
-        ({"ddl_value_channels": 0}, "give a number of at least 1"),
-    ],
-)
-def test_the_package_checks_the_keys_of_its_stream(import_package, keys, message):
+def test_the_package_checks_the_keys_of_its_stream(import_package):
     package = import_package(CC_EC, "ddl_streams")
-    with pytest.raises(ValueError, match=message):
-        package.ResidualStream(2, 16, **keys)
+    with pytest.raises(ValueError, match="ddl_update='delt': give one of"):
+        package.ResidualStream(2, 16, ddl_update="delt")

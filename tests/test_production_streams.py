@@ -186,14 +186,17 @@ def run_qwen(model: GPT, x: torch.Tensor) -> torch.Tensor:
     state = x.repeat(1, 1, model.config.hc_streams)
     for site in model.sites:
         x_in, state, inject = public_gated_residual(site.read)(state)
-        h = site.sublayer(x_in, positions)
+        h = model.config.branch_mult * site.sublayer(x_in, positions)
         state = state + (h.unsqueeze(-2) * inject.unsqueeze(-1)).flatten(-2)
     return public_gated_residual(model.readout, with_inject=False)(state)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"hc_streams": 2, "gated_residual_rank": 320, "gated_residual_eps": 0.1}],
+    [
+        {"residual_branch_mult": 0.5},
+        {"hc_streams": 2, "gated_residual_rank": 320, "gated_residual_eps": 0.1},
+    ],
     ids=str,
 )
 def test_gated_residual_equals_that_of_qwen4_exp(settings, in_float64):

@@ -40,13 +40,6 @@ def test_programs_share_the_rows(count, monkeypatch):
     fused.check_heads(1, 79, 1, 6, "fp32")
 
 
-def test_two_runs_give_the_same_bits():
-    inputs = fused.heads_inputs(2, 9, 3, 6, "bf16", False)
-    assert all(
-        torch.equal(one, other) for one, other in zip(fused.heads(inputs), fused.heads(inputs))
-    )
-
-
 def test_opcheck():
     qkv, angle, norms, weights = fused.heads_inputs(1, 3, 2, 6, "fp32", False)
     tables = angle.cos().float(), angle.sin().float()
@@ -64,12 +57,6 @@ def test_heads_come_with_the_fused_stream():
         model = build("gpt-mha-rope", **{**TINY, **config})
         assert kernels.use(model, "on", "cpu") is None
         assert {block.attn.fused_heads for block in model.transformer.h} == {None}
-
-
-def test_heads_of_one_product(monkeypatch):
-    model = move_parameters(build("gpt-mha-rope", **TINY))
-    monkeypatch.setattr(products, "should_join_products", lambda x: True)
-    fused.check_model(model)
 
 
 def test_heads_of_one_product_compiled(monkeypatch):

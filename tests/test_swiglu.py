@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import TINY
 
 from model import build, kernels, products
-from model.causality import move_parameters
 
 pytest.importorskip("triton")
 
@@ -68,14 +66,3 @@ def test_the_kernel_serves_joined_products(monkeypatch):
     monkeypatch.setattr(products, "should_join_products", lambda x: True)
     model(ids, targets)[1].backward()
     assert len(calls) == TINY["num_hidden_layers"]
-
-
-def test_float64_is_refused():
-    with pytest.raises(ValueError, match=r"dtype torch\.float64; use kernels=off"):
-        swiglu_kernel.fused_swiglu(torch.zeros(2, 4, dtype=torch.float64))
-
-
-def test_plain_swiglu_takes_the_gates_first():
-    gates, values = move_parameters(torch.nn.Linear(3, 4)).weight.split(2)
-    joined = torch.cat([gates, values], dim=-1)
-    assert torch.equal(products.swiglu(joined), F.silu(gates) * values)

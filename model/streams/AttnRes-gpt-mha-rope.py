@@ -52,16 +52,12 @@ class DepthAttention(nn.Module):
 
     The norm has no weight. The query starts at zero, so that x_in starts as the mean of the sources.
     Everything is computed in at least fp32.
-
-    site: number of sites that have written before
     """
 
-    def __init__(self, config: AttentionResidualsConfig, site: int):
+    def __init__(self, config: AttentionResidualsConfig):
         super().__init__()
         self.query = nn.Parameter(torch.empty(config.hidden_size))
         self.rules = {"query": Rule(constant(0.0), OUTPUT)}
-        # the embedding, and the runs that have begun before
-        self.num_sources = 1 + math.ceil(site / config.run_length)
 
     def forward(
         self, state: tuple[torch.Tensor, ...], past: Past | None = None
@@ -89,9 +85,6 @@ def sum_sources(weights: torch.Tensor, sources: list[torch.Tensor]) -> torch.Ten
 
 class LastAttention(DepthAttention):
     """Readout with a query of its own over all sources."""
-
-    def __init__(self, config: AttentionResidualsConfig):
-        super().__init__(config, 2 * config.num_hidden_layers)
 
     def forward(self, state: tuple[torch.Tensor, ...], past: Past | None = None) -> torch.Tensor:
         x_in, _ = super().forward(state, past)
@@ -148,15 +141,13 @@ class AttentionResidualsBlock(Block):
 
     def __init__(self, config: AttentionResidualsConfig, layer: int):
         super().__init__(config, layer)
+        self.depth_attn = DepthAttention(config)
+        self.depth_mlp = DepthAttention(config)
         # sites are counted through all blocks
-        attn_index = 2 * layer
-        mlp_index = 2 * layer + 1
-        self.depth_attn = DepthAttention(config, attn_index)
-        self.depth_mlp = DepthAttention(config, mlp_index)
         attn, mlp = self.sites
         self.sites = (
-            replace(attn, read=self.depth_attn, write=Append(config, attn_index)),
-            replace(mlp, read=self.depth_mlp, write=Append(config, mlp_index)),
+            replace(attn, read=self.depth_attn, write=Append(config, 2 * layer)),
+            replace(mlp, read=self.depth_mlp, write=Append(config, 2 * layer + 1)),
         )
 
 
