@@ -54,15 +54,6 @@ class Other:
 SCHEMA = collect_options(Run)
 
 
-def test_options_are_the_fields_in_their_order():
-    assert list(SCHEMA) == "steps rate fast name kind limit scale graphs bare".split()
-    assert (SCHEMA["rate"].default, SCHEMA["rate"].help) == (0.25, "how fast to learn, here")
-    assert (SCHEMA["bare"].default, SCHEMA["bare"].help) == (0.5, "")
-    assert SCHEMA["limit"].types == (int, type(None))
-    assert SCHEMA["kind"].choices == ("delta", "write_only")
-    assert SCHEMA["steps"].range == "at least 1"
-
-
 def test_of_two_classes_with_a_key_the_first_counts():
     options = collect_options(Base, Other)
     assert list(options) == ["steps", "rate", "depth"]
@@ -174,12 +165,6 @@ def test_an_unknown_key_is_answered_with_the_nearest():
         configurator.check_names(["stpes", "fast", "zzzzzz"], SCHEMA)
 
 
-def test_the_command_line_takes_precedence_over_the_file():
-    file_settings = {"steps": 3, "rate": 1, "depth": 5}
-    typed = {"steps": "4", "other": "x"}
-    assert configurator.read_settings(file_settings, typed, SCHEMA) == {"steps": 4, "rate": 1.0}
-
-
 # ---- scripts without a config file ----
 
 
@@ -250,16 +235,6 @@ def test_a_mistake_ends_a_script_with_one_line(capsys, words, message):
     assert error.count("\n") == 1
 
 
-def test_a_script_without_a_list_refuses_further_arguments(capsys):
-    @dataclass
-    class One:
-        run: str = argument("run folder")
-
-    with pytest.raises(SystemExit):
-        configurator.read_command_line("", One, argv=["a", "more"])
-    assert "error: unexpected argument more;" in capsys.readouterr().err
-
-
 def test_the_help_of_a_script_has_its_usage_arguments_and_options(capsys):
     with pytest.raises(SystemExit) as end:
         read_script("a", "--help")
@@ -311,19 +286,6 @@ def read_settings(config_file: Path) -> dict[str, object]:
 def test_a_config_file_sets_the_values_of_its_public_names(config_file):
     settings = {"width": 3, "steps": 20, "rate": 0.5, "name": "ä"}
     assert read_settings(config_file) == settings
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xef\xbb\xbfsteps = 20\r\n",
-        b"_text = open(__file__).read()\nsteps = len(_text[:20])\n",
-    ],
-    ids=["byte order mark", "__file__"],
-)
-def test_a_config_file_may_be_what_python_runs(config_file, content):
-    config_file.write_bytes(content)
-    assert configurator.read_config_files(str(config_file)) == {"steps": 20}
 
 
 def test_a_config_file_may_extend_the_one_beside_it(config_file, monkeypatch):

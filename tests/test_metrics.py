@@ -357,12 +357,3 @@ def test_a_resumed_run_has_each_step_once_in_tensorboard(corpus, tmp_path):
     assert logged == pytest.approx(losses, rel=1e-6)  # its numbers are float32
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert "residual/attn.state_rms/01" in events.Tags()["scalars"]
-
-
-def test_a_run_without_a_checkpoint_begins_anew_in_tensorboard(open_log):
-    for _ in range(2):
-        log = open_log(tracker="tensorboard")
-        log_steps(log, last_step=3)
-        log.close()
-    events = read_tensorboard(log.path.parent)
-    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]

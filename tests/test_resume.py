@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import pytest
 from faults import Fault, FaultyTraining
-from helpers import ROOT, small_run, wait_for
+from helpers import ROOT, small_run
 from in_process import call, start_in_fork, torchrun, train_in_processes
 from torch.multiprocessing.spawn import ProcessException
 from training_runs import completed_steps, read_final_tensors, read_records, read_state
-from two_machines import two_machines
 
 from training import distributed, validation
 from utils.machine import can_compile
@@ -128,7 +127,6 @@ TABLE = [
     ("slow", 4,    "fsdp", False,    1,       "float32",  {},            "restarted after a kill"),
     ("slow", 4,    "ddp",  False,    1,       "float32",  {},            "restarted after a memory error"),
     ("slow", 2,    "ddp",  False,    1,       "float32",  {},            "restarted after a memory limit"),
-    ("slow", 2,    "ddp",  False,    1,       "float32",  {},            "network cut"),
 ]
 # fmt: on
 
@@ -360,25 +358,6 @@ def restart_after(job: Job, kind: str) -> None:
         assert "Traceback" not in result.stderr
 
 
-def cut_network(job: Job) -> None:
-    """Cut the network between the machines of two ranks in step 5; both ends stop in time."""
-    job = job._replace(arguments=[*job.arguments, "--collective_timeout=5"])
-    logs = [job.folder / "log_of_machine_0", job.folder / "log_of_machine_1"]
-    # rank 0 waits until its machine has lost the network
-    fault = Fault("hang", step=5, rank=0)
-    with two_machines() as machines:
-        program = faulty_program(job, fault)
-        launchers = [machine.start(program, log) for machine, log in zip(machines, logs)]
-        marker = fault.marker(job.folder, rank=0)
-        wait_for(lambda: marker.exists() and marker.read_text(), 120)
-        machines[0].cut_network()
-        os.kill(int(marker.read_text()), signal.SIGCONT)
-        assert launchers[0].wait(timeout=60) != 0
-        # the torchrun of the second machine waits for the first one's store; srun ends it
-        wait_for(lambda: "Timed out waiting" in logs[1].read_text())
-    assert completed_steps(job.run)[-1] < 10
-
-
 DISTURBANCES: dict[str, Callable[[Job], None]] = {
     "killed twice in every phase": partial(kill_in_every_phase, times=2),
     "killed eight times in every phase": partial(kill_in_every_phase, times=8),
@@ -394,7 +373,6 @@ DISTURBANCES: dict[str, Callable[[Job], None]] = {
     "restarted after a kill": partial(restart_after, kind="kill"),
     "restarted after a memory error": partial(restart_after, kind="memory error"),
     "restarted after a memory limit": partial(restart_after, kind="memory limit"),
-    "network cut": cut_network,
 }
 
 

@@ -66,21 +66,6 @@ def test_config_files_are_run_in_order_in_one_namespace(tmp_path):
         configure(files[::-1])
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("dtype = double", "dtype=<function double"),
-        ("import math as hidden_size", "hidden_size=<module 'math'"),
-        ("ddl_beta_init = float", "ddl_beta_init=<class 'float'>: give a number"),
-    ],
-)
-def test_a_definition_with_the_name_of_a_key_is_refused(tmp_path, line, message):
-    path = tmp_path / "c.py"
-    path.write_text(f"def double(x):\n    return 2 * x\nmodel = 'DDL-gpt-mha-rope'\n{line}\n")
-    with pytest.raises(ValueError, match=message):
-        configure([str(path)])
-
-
 # ---- precedence ----
 
 

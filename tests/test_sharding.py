@@ -150,38 +150,6 @@ def test_muon_of_four_ranks_in_two_copies_has_the_bits_of_one_process():
     run_on_ranks(check_muon, 4, "fsdp", 2, torch.float32)
 
 
-@pytest.fixture
-def sixty_four_ranks():
-    """A process group of 64 ranks that sends nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("sixty_four_ranks")
-def test_sixty_four_ranks_divide_the_matrices_evenly():
-    model = build_seeded("gpt-mha-rope", num_hidden_layers=32)
-    _, groups = build_parameter_groups(model, weight_decay=0.1, with_muon=True)
-    muon = Muon(groups, lr=0.02, dtype=torch.bfloat16)
-    matrices = [weight for group in groups for weight in group["params"]]
-    for weight in matrices:
-        weight.grad = torch.ones_like(weight)
-    num_orthogonalized = 0
-
-    def orthogonalize(group, matrix):
-        nonlocal num_orthogonalized
-        num_orthogonalized += 1
-        return matrix
-
-    muon.orthogonalize = orthogonalize
-    muon.step()
-    # 7 matrices of each of 32 blocks: 224 over 64 ranks, and a remainder of each shape
-    assert len(matrices) == 224
-    assert 3 <= num_orthogonalized <= 5
-
-
 # ---- the start ----
 
 

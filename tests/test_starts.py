@@ -278,35 +278,6 @@ def test_a_folded_read_starts_as_the_mean_of_the_value_channels(keys, value):
     assert weight.unique().tolist() == [value]
 
 
-def measure_contexts(model) -> list[float]:
-    """Return the RMS of the input of each sublayer, after its norm, site by site."""
-    rms = []
-    hooks = []
-    for block in model.transformer.h:
-        for norm in (block.ln_1, block.ln_2):
-            hook = norm.register_forward_hook(
-                lambda _, inputs, output: rms.append(output.square().mean().sqrt().item())
-            )
-            hooks.append(hook)
-    with torch.no_grad():
-        model(torch.randint(0, FEW_TOKENS["vocab_size"], (2, 16)))
-    for hook in hooks:
-        hook.remove()
-    return rms
-
-
-def test_the_release_normalizes_the_inputs_of_sublayers_from_the_first_step():
-    """With random convolutions, the reads are as small as ln_1's eps at first."""
-    model_name = "DDL-gpt-mha-rope"
-    model = build(model_name, **authors_form(model_name), **settings_of("small", 2))
-    normal = build(model_name, **settings_of("small", 2))
-    rms = measure_contexts(model)
-    normal_rms = measure_contexts(normal)
-    assert len(rms) == len(normal_rms) == 4
-    assert min(rms) > 0.9
-    assert normal_rms[0] < 0.2
-
-
 SMALL_CONFIGS = [
     "gpt_small",
     "ddl_dv1_small",

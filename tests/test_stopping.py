@@ -190,17 +190,6 @@ def test_max_seconds_count_from_the_given_time(monkeypatch):
     assert stopping.Stop(10.0, start_time=95.0).reason() == "max_seconds=10"
 
 
-@pytest.mark.parametrize(("local_rank", "num_lines"), [("0", 1), ("3", 0)])
-def test_one_process_of_a_machine_says_that_a_signal_stops_the_run(
-    local_rank, num_lines, monkeypatch, capfd
-):
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    stop = stopping.Stop(None)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.reason() == "SIGTERM"
-    assert capfd.readouterr().err.count("the run stops after this step") == num_lines
-
-
 def test_a_second_process_is_refused_while_a_run_trains(corpus, tmp_path):
     arguments = small_run(corpus, tmp_path, **CONSTANT_RATE, max_steps=100_000)
     process = start_in_fork(arguments)

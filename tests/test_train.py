@@ -185,23 +185,6 @@ def test_compiled_blocks_train_like_a_run_that_is_not_compiled(corpus, tmp_path,
     assert losses["blocks"] == pytest.approx(losses[False], rel=1e-6)
 
 
-def test_every_learning_rate_of_its_own_is_recorded(corpus, tmp_path):
-    settings = {
-        "optimizer": "muon",
-        "muon_learning_rate": 2e-3,
-        "embedding_learning_rate": 0.05,
-        "weight_decay_rate": 0.03,
-        "max_steps": 2,
-        "warmup_steps": 1,
-    }
-    run_train(*small_run(corpus, tmp_path, **settings))
-    records = read_step_records(tmp_path)
-    assert len(records) == 2
-    for record in records:
-        ratios = {key: record[key] / record["lr"] for key in record if key.endswith("_lr")}
-        assert ratios == {"muon_lr": pytest.approx(0.2), "embedding_lr": pytest.approx(5)}
-
-
 def test_a_decay_may_begin_after_the_warmup(corpus, tmp_path):
     # of six steps, two are the warmup
     config, _ = configure(small_run(corpus, tmp_path, schedule="wsd", decay_steps=4))
@@ -300,23 +283,6 @@ def test_a_time_limit_leaves_time_for_the_first_checkpoint(corpus, tmp_path, mon
     assert read_state(tmp_path / "run")["step"] == 1
 
 
-def test_an_evaluation_that_was_recorded_is_not_repeated(corpus, tmp_path, monkeypatch):
-    make_arguments = functools.partial(small_run, corpus, tmp_path, **CONSTANT_RATE)
-    run_train(*make_arguments(max_steps=3))
-    best_loss = metrics.read(tmp_path / "metrics.jsonl")[-1]["best_val_loss"]
-    evaluations = []
-    evaluate = train.evaluate
-
-    def record(*args, **keys):
-        evaluations.append(args)
-        return evaluate(*args, **keys)
-
-    monkeypatch.setattr(train, "evaluate", record)
-    run_train(*make_arguments(max_steps=4, eval_interval=100))
-    assert len(evaluations) == 1  # after the last step
-    assert metrics.read(tmp_path / "metrics.jsonl")[-1]["best_val_loss"] <= best_loss
-
-
 def test_a_run_resumes_with_its_corpus_in_another_folder(corpus, tmp_path):
     run = tmp_path / "run"
     run_train(*small_run(corpus, run, **CONSTANT_RATE, max_steps=2))
@@ -349,12 +315,6 @@ def test_settings_come_from_the_checkpoint_that_is_resumed_if_the_latest_is_dama
     (checkpoint.find(branch) / "model.safetensors").write_bytes(b"damaged")
     run_train(f"--out_dir={branch}", "--resume=auto")
     assert read_state(branch)["run_config"]["eval_interval"] == 3
-
-
-def test_a_dry_run_of_a_complete_run_says_that_nothing_is_left_to_train(finished_run):
-    assert "nothing to train" in run_train(
-        f"--out_dir={finished_run}", "--resume=auto", "--dry_run"
-    )
 
 
 def test_a_dry_run_prints_sizes_and_writes_nothing(corpus, tmp_path):
