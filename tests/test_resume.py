@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 from faults import Fault, FaultyTraining
 from helpers import ROOT, small_run
-from in_process import call, start_in_fork, torchrun, train_in_processes
+from in_process import call, find_free_port, start_in_fork, torchrun, train_in_processes
 from torch.multiprocessing.spawn import ProcessException
 from training_runs import completed_steps, read_final_tensors, read_records, read_state
 
@@ -127,6 +127,7 @@ TABLE = [
     ("slow", 4,    "fsdp", False,    1,       "float32",  {},            "restarted after a kill"),
     ("slow", 4,    "ddp",  False,    1,       "float32",  {},            "restarted after a memory error"),
     ("slow", 2,    "ddp",  False,    1,       "float32",  {},            "restarted after a memory limit"),
+    ("slow", 2,    "ddp",  False,    1,       "float32",  {},            "restarted on two nodes"),
 ]
 # fmt: on
 
@@ -204,15 +205,8 @@ def faulty_program(job: Job, *faults: Fault) -> list[str]:
     return ["tests/faults.py", str(job.folder), json.dumps(faults), *job.arguments]
 
 
-def run_in_processes(
-    job: Job, *faults: Fault, max_restarts: int = 0
-) -> subprocess.CompletedProcess:
-    """Train in a process of its own, or in several under torchrun, which may restart the job."""
-    launcher = [sys.executable]
-    if job.ranks > 1:
-        launcher = torchrun(job.ranks, f"--max-restarts={max_restarts}")
-    program = faulty_program(job, *faults) if faults else ["train.py", *job.arguments]
-    environment = {
+def make_environment(job: Job) -> dict[str, str]:
+    return {
         **os.environ,
         "OMP_NUM_THREADS": str(job.threads),
         # threads that wait leave their core to the others; on a busy machine this takes a quarter
@@ -221,11 +215,23 @@ def run_in_processes(
         "PYTHONPATH": str(ROOT),
         # how long torchrun waits for a process to end after SIGTERM; one that hangs cannot
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
+        # as docs/slurm.sbatch sets it
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+
+
+def run_in_processes(
+    job: Job, *faults: Fault, max_restarts: int = 0
+) -> subprocess.CompletedProcess:
+    """Train in a process of its own, or in several under torchrun, which may restart the job."""
+    launcher = [sys.executable]
+    if job.ranks > 1:
+        launcher = torchrun(job.ranks, f"--max-restarts={max_restarts}")
+    program = faulty_program(job, *faults) if faults else ["train.py", *job.arguments]
     return subprocess.run(
         [*launcher, *program],
         cwd=ROOT,
-        env=environment,
+        env=make_environment(job),
         capture_output=True,
         text=True,
         timeout=400,
@@ -358,6 +364,27 @@ def restart_after(job: Job, kind: str) -> None:
         assert "Traceback" not in result.stderr
 
 
+def restart_on_two_nodes(job: Job) -> None:
+    """Let torchrun of two nodes restart a job; only that of the killed rank counts the restart."""
+    # rank 0 does not notice that rank 1 is dead, as in a long forward pass
+    faults = [Fault("hang", step=5, rank=0), Fault("kill", step=5, rank=1)]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{find_free_port()}",
+        *faulty_program(job, *faults),
+    ]
+    nodes = [
+        subprocess.Popen(command, cwd=ROOT, env=make_environment(job), stderr=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    assert [node.wait(timeout=200) for node in nodes] == [0, 0]
+    assert faults[1].marker(job.folder, rank=1).exists()
+
+
 DISTURBANCES: dict[str, Callable[[Job], None]] = {
     "killed twice in every phase": partial(kill_in_every_phase, times=2),
     "killed eight times in every phase": partial(kill_in_every_phase, times=8),
@@ -373,6 +400,7 @@ DISTURBANCES: dict[str, Callable[[Job], None]] = {
     "restarted after a kill": partial(restart_after, kind="kill"),
     "restarted after a memory error": partial(restart_after, kind="memory error"),
     "restarted after a memory limit": partial(restart_after, kind="memory limit"),
+    "restarted on two nodes": restart_on_two_nodes,
 }
 
 

@@ -69,6 +69,7 @@ def test_a_run_puts_back_what_it_changes_in_its_process(corpus, tmp_path, monkey
             torch.utils.deterministic.fill_uninitialized_memory,
         ]
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started with nohup
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(False)
@@ -273,3 +274,19 @@ def test_restarts_do_not_extend_max_seconds(corpus, tmp_path):
     assert result.returncode == 0
     assert result.stdout.count("(max_seconds=3); resume with --resume=auto") == 1
     assert result.stdout.count("run folder") == 1
+
+
+def test_ctrl_c_ends_sampling_in_one_line(corpus, tmp_path):
+    run_train(*small_run(corpus, tmp_path, max_steps=1))
+    process = subprocess.Popen(
+        [sys.executable, "sample.py", str(tmp_path), "--max_new_tokens=1000000", "--prompt=a"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout.read(30)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == b"sample.py: interrupted\n"
