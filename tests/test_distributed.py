@@ -4,7 +4,6 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -132,15 +131,10 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank():
 # ---- several engines ----
 
 
-class ComparedRuns(NamedTuple):
-    run: Path
-    expected: Path
-
-
-@pytest.fixture(scope="module")
-def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
+def test_a_run_of_several_engines_has_the_metrics_and_the_weights_of_one(corpus, tmp_path):
     """Train five steps with two ddp processes, five with fsdp and five alone; and all alone."""
-    folder = tmp_path_factory.mktemp("engines")
+    run = tmp_path / "run"
+    alone = tmp_path / "alone"
     keys = {
         **CONSTANT_RATE,
         "checkpoint_interval": 100,
@@ -148,39 +142,25 @@ def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
         "eval_interval": 5,
         "ema_half_life": 4,
     }
-    ddp = {"micro_batch_size": 1, "max_steps": 5}
-    fsdp = {
-        "micro_batch_size": 1,
-        "max_steps": 10,
-        "engine": "fsdp",
-        "activation_checkpointing": True,
-    }
-    run_train(*small_run(corpus, folder / "expected", **keys, max_steps=15))
-    for changes in (ddp, fsdp):
-        arguments = small_run(corpus, folder / "run", **keys, **changes)
-        assert "arning" not in train_in_processes(2, arguments, folder / "log")
-    run_train(*small_run(corpus, folder / "run", **keys, max_steps=15))
-    return ComparedRuns(folder / "run", folder / "expected")
+    for changes in (
+        {"max_steps": 5},
+        {"max_steps": 10, "engine": "fsdp", "activation_checkpointing": True},
+    ):
+        arguments = small_run(corpus, run, **keys, **changes, micro_batch_size=1)
+        assert "arning" not in train_in_processes(2, arguments, tmp_path / "log")
+    run_train(*small_run(corpus, run, **keys, max_steps=15))
+    run_train(*small_run(corpus, alone, **keys, max_steps=15))
 
-
-def test_a_run_of_several_engines_has_the_metrics_of_one(run_of_several_engines):
-    records = read_records(run_of_several_engines.run)
-    expected_records = read_records(run_of_several_engines.expected)
     tolerances = {"loss": 1e-4, "grad_norm": 1e-3, "val_loss": 1e-4, "ema_val_loss": 1e-4}
-    for record, expected in zip(records, expected_records, strict=True):
+    for record, expected in zip(read_records(run), read_records(alone), strict=True):
         assert record.keys() == expected.keys()
         assert record["step"] == expected["step"]
         for key, tolerance in tolerances.items():
             assert record.get(key) == pytest.approx(expected.get(key), abs=tolerance), key
         for name, values in record.get("residual", {}).items():
             assert values == pytest.approx(expected["residual"][name], abs=1e-3)
-    assert any("residual" in record for record in records)
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", checkpoint.EMA_FILE])
-def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines, file):
-    weights = read_weights(run_of_several_engines.run, file=file)
-    expected = read_weights(run_of_several_engines.expected, file=file)
-    assert weights.keys() == expected.keys()
-    for key, weight in weights.items():
-        assert torch.allclose(weight, expected[key], rtol=1e-4, atol=2e-4), key
+    assert any("residual" in record for record in read_records(run))
+    for file in ("model.safetensors", checkpoint.EMA_FILE):
+        expected_weights = read_weights(alone, file=file)
+        for name, weight in read_weights(run, file=file).items():
+            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=2e-4)
