@@ -105,16 +105,12 @@ def test_logits_and_loss_are_those_of_autocast(model_name, options_name, dtype_n
     assert torch.equal(model(ids, targets)[1], expected_loss)
 
 
-# the second one caches tokens for both of its convolutions
-WITH_CACHE = ["gpt-mha-rope", "DDL-gpt-mha-rope-EC"]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype_name", DTYPES)
-@pytest.mark.parametrize("model_name", WITH_CACHE)
-def test_decoding_with_a_cache_is_near_float32(model_name, dtype_name):
+def test_decoding_with_a_cache_is_near_float32(dtype_name):
+    """The model caches tokens for both of its convolutions."""
     dtype = DTYPES[dtype_name]
-    model, float32_model = build_rounded(model_name, "plain", dtype)
+    model, float32_model = build_rounded("DDL-gpt-mha-rope-EC", "plain", dtype)
     ids = torch.randint(0, 29, (3, 12))
     cache = model.new_cache()
     # the first five tokens at once, and the others one by one
@@ -148,40 +144,10 @@ def rebuild(model: GPT, model_name: str, state_dtype: str) -> GPT:
 @torch.no_grad()
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("model_name", ["gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC"])
-def test_state_dtype_has_no_effect_without_autocast(model_name, state_dtype):
+def test_the_state_has_state_dtype_under_autocast_alone(model_name, state_dtype):
     default = build(model_name, **{**TINY, "num_hidden_layers": 3})
     model = rebuild(default, model_name, state_dtype)
     ids = torch.randint(0, 29, (2, 12))
-    assert torch.equal(model(ids)[0], default(ids)[0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("model_name", ["gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC"])
-def test_the_state_has_state_dtype_under_autocast(model_name, state_dtype):
-    model = build(model_name, **{**TINY, "num_hidden_layers": 3, "state_dtype": state_dtype})
-    _, dtypes = run_autocast(model, torch.randint(0, 29, (2, 12)))
+    _, dtypes = run_autocast(model, ids)
     assert dtypes == {getattr(torch, state_dtype)}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("model_name", ["gpt-mha-rope", "DDL-gpt-mha-rope"])
-def test_a_float32_state_has_smaller_errors(model_name):
-    """Most of the error that is left is the rounding of matrix products, in bfloat16 in both."""
-    settings = {
-        **TINY,
-        "num_hidden_layers": 12,
-        "hidden_size": 64,
-        "head_dim": 16,
-        "init": "normal",
-    }
-    errors = {"bfloat16": 0.0, "float32": 0.0}
-    for seed in range(2):
-        torch.manual_seed(seed)
-        default = build(model_name, **settings)
-        ids = torch.randint(0, 29, (2, 12))
-        exact, _ = copy.deepcopy(default).double()(ids)
-        for state_dtype in errors:
-            logits, _ = run_autocast(rebuild(default, model_name, state_dtype), ids)
-            errors[state_dtype] += relative_error(logits, exact)
-    assert errors["float32"] < 0.95 * errors["bfloat16"]
+    assert torch.equal(model(ids)[0], default(ids)[0])

@@ -121,33 +121,26 @@ def check_muon(world, engine: str, shard_size: int | None, dtype: torch.dtype) -
         }
         for _ in range(2)
     ]
-    alone = copy.deepcopy(model)
-    expected = take_muon_steps_of_one_process(alone, gradients, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        expected = take_muon_steps(copy.deepcopy(model), gradients, dtype)
     distributed.parallelize(model, world, engine=engine, compile=False, shard_size=shard_size)
     computed = take_muon_steps(model, gradients, dtype)
     for name, weight in computed.items():
         assert torch.equal(weight, expected[name]), name
 
 
-def take_muon_steps_of_one_process(model, gradients, dtype) -> dict[str, torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "is_initialized", lambda: False)
-        return take_muon_steps(model, gradients, dtype)
-
-
-def check_muon_in_both_dtypes(world, engine: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check_muon(world, engine, None, dtype)
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_muon_of_several_ranks_has_the_bits_of_one_process(engine):
-    run_on_ranks(check_muon_in_both_dtypes, 3, engine)
-
-
-@pytest.mark.slow
-def test_muon_of_four_ranks_in_two_copies_has_the_bits_of_one_process():
-    run_on_ranks(check_muon, 4, "fsdp", 2, torch.float32)
+@pytest.mark.parametrize(
+    ("num_ranks", "engine", "shard_size", "dtype"),
+    [
+        (3, "ddp", None, torch.float32),
+        (3, "ddp", None, torch.bfloat16),
+        (3, "fsdp", None, torch.float32),
+        pytest.param(4, "fsdp", 2, torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_muon_of_several_ranks_has_the_bits_of_one_process(num_ranks, engine, shard_size, dtype):
+    run_on_ranks(check_muon, num_ranks, engine, shard_size, dtype)
 
 
 # ---- the start ----
