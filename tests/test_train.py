@@ -228,13 +228,14 @@ def test_a_resumed_run_takes_what_is_not_given_from_the_run(branch):
     assert state["run_config"] == {**first["run_config"], **changed}
 
 
-def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(branch):
+@pytest.mark.parametrize("key", ["eval_part=second", "eval_batches=3"])
+def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(branch, key):
     change_saved_state(branch, lambda state: state.update(best_val_loss=0.5))
     # the evaluation of the last step came after its checkpoint
     lines = (branch / "metrics.jsonl").read_text()
     lines = re.sub(r'"best_val_loss": [\d.]+', '"best_val_loss": 0.5', lines)
     (branch / "metrics.jsonl").write_text(lines)
-    keys = ["--max_steps=7", "--eval_part=second", "--eval_full=False"]
+    keys = ["--max_steps=7", "--eval_full=False", f"--{key}"]
     run_train(f"--out_dir={branch}", "--resume=auto", *keys)
     last = metrics.find_evaluation(branch / "metrics.jsonl")
     assert last["best_val_loss"] == last["val_loss"]
