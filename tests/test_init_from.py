@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -42,31 +41,20 @@ def arguments_without_model(corpus: Path, out: Path, **changes) -> list[str]:
     ]
 
 
-class UntrainedRun(NamedTuple):
-    """A run of one step with a learning rate of zero: its checkpoint has the folder's weights."""
-
-    kind: str
-    out: Path
-
-
-@pytest.fixture(scope="module", params=["rounded", "released"])
-def untrained_run(request, corpus, folders, tmp_path_factory) -> UntrainedRun:
-    out = tmp_path_factory.mktemp("untrained") / "out"
-    keys = {"init_from": folders / request.param, "learning_rate": 0, "max_steps": 1}
-    run_train(*arguments_without_model(corpus, out, **keys))
-    return UntrainedRun(request.param, out)
-
-
-def test_settings_and_weights_are_those_of_the_folder(untrained_run, folders):
-    state = read_state(untrained_run.out)
+@pytest.mark.parametrize("kind", ["rounded", "released"])
+def test_settings_and_weights_are_those_of_the_folder(corpus, folders, tmp_path, kind):
+    # with a learning rate of zero, the checkpoint of the first step has the folder's weights
+    keys = {"init_from": folders / kind, "learning_rate": 0, "max_steps": 1}
+    run_train(*arguments_without_model(corpus, tmp_path, **keys))
+    state = read_state(tmp_path)
     assert state["step"] == 1
     assert state["model"] == MODEL_NAME
     assert state["model_config"] == vars(build(MODEL_NAME, **SETTINGS).config)
     expected = load_file(folders / "exported" / "model.safetensors")
-    tolerance = 1e-6 if untrained_run.kind == "released" else 0
-    for name, weight in read_weights(untrained_run.out).items():
+    tolerance = 1e-6 if kind == "released" else 0
+    for name, weight in read_weights(tmp_path).items():
         expected_weight = expected[name]
-        if untrained_run.kind == "rounded":
+        if kind == "rounded":
             expected_weight = expected_weight.bfloat16().float()
         torch.testing.assert_close(weight, expected_weight, rtol=0, atol=tolerance)
 
