@@ -215,8 +215,6 @@ def make_environment(job: Job) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         # how long torchrun waits for a process to end after SIGTERM; one that hangs cannot
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
-        # as docs/slurm.sbatch sets it
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
@@ -376,8 +374,10 @@ def restart_on_two_nodes(job: Job) -> None:
         f"--rdzv-endpoint=localhost:{find_free_port()}",
         *faulty_program(job, *faults),
     ]
+    # as in docs/slurm.sbatch; on one node, the new ranks must do without
+    environment = {**make_environment(job), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     nodes = [
-        subprocess.Popen(command, cwd=ROOT, env=make_environment(job), stderr=subprocess.DEVNULL)
+        subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
         for _ in range(2)
     ]
     assert [node.wait(timeout=200) for node in nodes] == [0, 0]
