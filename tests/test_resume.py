@@ -127,6 +127,7 @@ TABLE = [
     ("slow", 4,    "hsdp", False,    1,       "float32",  {},            "restarted after a hang"),
     ("slow", 4,    "fsdp", False,    1,       "float32",  {},            "restarted after a kill"),
     ("slow", 4,    "ddp",  False,    1,       "float32",  {},            "restarted after a memory error"),
+    ("slow", 2,    "ddp",  False,    1,       "float32",  {},            "restarted on one node"),
     ("slow", 2,    "ddp",  False,    1,       "float32",  {},            "restarted on two nodes"),
 ]
 # fmt: on
@@ -361,26 +362,27 @@ def restart_after(job: Job, kind: str) -> None:
         assert "Traceback" not in result.stderr
 
 
-def restart_on_two_nodes(job: Job) -> None:
-    """Let torchrun of two nodes restart a job; only that of the killed rank counts the restart."""
+def restart_on_nodes(job: Job, num_nodes: int) -> None:
+    """Let torchrun of each node restart a job; only that of the killed rank counts the restart."""
     # rank 0 does not notice that rank 1 is dead, as in a long forward pass
     faults = [Fault("hang", step=5, rank=0), Fault("kill", step=5, rank=1)]
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        "--nnodes=2",
-        "--nproc_per_node=1",
+        f"--nnodes={num_nodes}",
+        f"--nproc_per_node={2 // num_nodes}",
         "--max-restarts=3",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=localhost:{find_free_port()}",
         *faulty_program(job, *faults),
     ]
-    # as in docs/slurm.sbatch; on one node, the new ranks must do without
-    environment = {**make_environment(job), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = make_environment(job)
+    if num_nodes > 1:
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as in docs/slurm.sbatch
     nodes = [
         subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-        for _ in range(2)
+        for _ in range(num_nodes)
     ]
-    assert [node.wait(timeout=200) for node in nodes] == [0, 0]
+    assert [node.wait(timeout=200) for node in nodes] == [0] * num_nodes
     assert faults[1].marker(job.folder, rank=1).exists()
 
 
@@ -398,7 +400,8 @@ DISTURBANCES: dict[str, Callable[[Job], None]] = {
     "restarted after a hang": partial(restart_after, kind="hang"),
     "restarted after a kill": partial(restart_after, kind="kill"),
     "restarted after a memory error": partial(restart_after, kind="memory error"),
-    "restarted on two nodes": restart_on_two_nodes,
+    "restarted on one node": partial(restart_on_nodes, num_nodes=1),
+    "restarted on two nodes": partial(restart_on_nodes, num_nodes=2),
 }
 
 
