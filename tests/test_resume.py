@@ -382,7 +382,11 @@ def restart_on_nodes(job: Job, num_nodes: int) -> None:
         subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
         for _ in range(num_nodes)
     ]
-    assert [node.wait(timeout=200) for node in nodes] == [0] * num_nodes
+    try:
+        assert [node.wait(timeout=200) for node in nodes] == [0] * num_nodes
+    finally:
+        for node in nodes:
+            node.terminate()
     assert faults[1].marker(job.folder, rank=1).exists()
 
 
