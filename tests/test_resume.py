@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 from faults import Fault, FaultyTraining
 from helpers import ROOT, small_run
-from in_process import call, find_free_port, start_in_fork, torchrun, train_in_processes
+from in_process import call, start_in_fork, torchrun, train_in_processes
 from torch.multiprocessing.spawn import ProcessException
 from training_runs import completed_steps, read_final_tensors, read_records, read_state
 
@@ -127,8 +127,6 @@ TABLE = [
     ("slow", 4,    "hsdp", False,    1,       "float32",  {},            "restarted after a hang"),
     ("slow", 4,    "fsdp", False,    1,       "float32",  {},            "restarted after a kill"),
     ("slow", 4,    "ddp",  False,    1,       "float32",  {},            "restarted after a memory error"),
-    ("slow", 2,    "ddp",  False,    1,       "float32",  {},            "restarted on one node"),
-    ("slow", 2,    "ddp",  False,    1,       "float32",  {},            "restarted on two nodes"),
 ]
 # fmt: on
 
@@ -206,8 +204,15 @@ def faulty_program(job: Job, *faults: Fault) -> list[str]:
     return ["tests/faults.py", str(job.folder), json.dumps(faults), *job.arguments]
 
 
-def make_environment(job: Job) -> dict[str, str]:
-    return {
+def run_in_processes(
+    job: Job, *faults: Fault, max_restarts: int = 0
+) -> subprocess.CompletedProcess:
+    """Train in a process of its own, or in several under torchrun, which may restart the job."""
+    launcher = [sys.executable]
+    if job.ranks > 1:
+        launcher = torchrun(job.ranks, f"--max-restarts={max_restarts}")
+    program = faulty_program(job, *faults) if faults else ["train.py", *job.arguments]
+    environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(job.threads),
         # threads that wait leave their core to the others; on a busy machine this takes a quarter
@@ -217,20 +222,10 @@ def make_environment(job: Job) -> dict[str, str]:
         # how long torchrun waits for a process to end after SIGTERM; one that hangs cannot
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
     }
-
-
-def run_in_processes(
-    job: Job, *faults: Fault, max_restarts: int = 0
-) -> subprocess.CompletedProcess:
-    """Train in a process of its own, or in several under torchrun, which may restart the job."""
-    launcher = [sys.executable]
-    if job.ranks > 1:
-        launcher = torchrun(job.ranks, f"--max-restarts={max_restarts}")
-    program = faulty_program(job, *faults) if faults else ["train.py", *job.arguments]
     return subprocess.run(
         [*launcher, *program],
         cwd=ROOT,
-        env=make_environment(job),
+        env=environment,
         capture_output=True,
         text=True,
         timeout=400,
@@ -362,34 +357,6 @@ def restart_after(job: Job, kind: str) -> None:
         assert "Traceback" not in result.stderr
 
 
-def restart_on_nodes(job: Job, num_nodes: int) -> None:
-    """Let torchrun of each node restart a job; only that of the killed rank counts the restart."""
-    # rank 0 does not notice that rank 1 is dead, as in a long forward pass
-    faults = [Fault("hang", step=5, rank=0), Fault("kill", step=5, rank=1)]
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        f"--nnodes={num_nodes}",
-        f"--nproc_per_node={2 // num_nodes}",
-        "--max-restarts=3",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{find_free_port()}",
-        *faulty_program(job, *faults),
-    ]
-    environment = make_environment(job)
-    if num_nodes > 1:
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as in docs/slurm.sbatch
-    nodes = [
-        subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-        for _ in range(num_nodes)
-    ]
-    try:
-        assert [node.wait(timeout=200) for node in nodes] == [0] * num_nodes
-    finally:
-        for node in nodes:
-            node.terminate()
-    assert faults[1].marker(job.folder, rank=1).exists()
-
-
 DISTURBANCES: dict[str, Callable[[Job], None]] = {
     "killed twice in every phase": kill_in_every_phase,
     "stopped in an evaluation": partial(stop_in_evaluation, evaluation=1),
@@ -404,8 +371,6 @@ DISTURBANCES: dict[str, Callable[[Job], None]] = {
     "restarted after a hang": partial(restart_after, kind="hang"),
     "restarted after a kill": partial(restart_after, kind="kill"),
     "restarted after a memory error": partial(restart_after, kind="memory error"),
-    "restarted on one node": partial(restart_on_nodes, num_nodes=1),
-    "restarted on two nodes": partial(restart_on_nodes, num_nodes=2),
 }
 
 

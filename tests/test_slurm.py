@@ -98,7 +98,7 @@ def test_the_options_of_sbatch_requeue_and_signal():
     assert "--ntasks-per-node=1" in options
     # the run must end before Slurm kills it
     assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280" in SCRIPT.read_text()
-    # restarted ranks must not meet the dead (test_resume.py)
+    # restarted ranks must not meet the dead (test_restarts.py)
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in SCRIPT.read_text()
 
 
