@@ -17,19 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from training import distributed, validation
 from utils import machine, processes
 
 
 class Fault(NamedTuple):
-    """A fault that happens at the beginning of a step, or in the evaluation after it."""
+    """A fault that happens at the beginning of a step, or in an evaluation after it."""
 
     kind: str  # a key of KINDS
     step: int
     rank: int | None = None  # None: every rank
-    in_evaluation: bool = False
+    evaluation: int = 0  # 1: in the evaluation after the step; 2: in that of the averaged weights
 
     def marker(self, folder: Path, rank: int) -> Path:
         """Return the file with the number of the process in which the fault has happened."""
@@ -60,12 +58,6 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def exhaust_memory() -> None:
-    """Allocate 8 GiB where the system allows 1 GiB more."""
-    limit_memory()
-    torch.empty(2**31)
-
-
 def terminate() -> None:
     """Send SIGTERM to this process."""
     os.kill(os.getpid(), signal.SIGTERM)
@@ -84,7 +76,6 @@ KINDS = {
     "hang": hang,
     "error": raise_error,
     "memory error": raise_memory_error,
-    "memory limit": exhaust_memory,
     "terminate": terminate,
     "terminate launcher": terminate_launcher,
 }
@@ -97,27 +88,30 @@ class FaultyTraining:
         self.faults = faults
         self.folder = folder
         self.step = 0
+        self.evaluation = 0  # number of evaluations since the step
         self.begin_step = distributed.seed_step
         self.read_batches = validation.prefetched
 
     def seed_step(self, seed: int, step: int, world: processes.World) -> None:
         """Begin a step, perhaps with a fault."""
         self.step = step
-        self.cause_faults(in_evaluation=False)
+        self.evaluation = 0
+        self.cause_faults()
         self.begin_step(seed, step, world)
 
     def prefetched(self, *arguments, **keys) -> Iterator:
         """Yield the batches of an evaluation, perhaps with a fault after the first one."""
         batches = self.read_batches(*arguments, **keys)
         yield next(batches)
-        self.cause_faults(in_evaluation=True)
+        self.evaluation += 1
+        self.cause_faults()
         yield from batches
 
-    def cause_faults(self, in_evaluation: bool) -> None:
+    def cause_faults(self) -> None:
         rank = machine.rank()
         for fault in self.faults:
             marker = fault.marker(self.folder, rank)
-            is_due = (fault.step, fault.in_evaluation) == (self.step, in_evaluation)
+            is_due = (fault.step, fault.evaluation) == (self.step, self.evaluation)
             if is_due and fault.rank in (None, rank) and not marker.exists():
                 marker.write_text(str(os.getpid()))
                 KINDS[fault.kind]()

@@ -1,7 +1,6 @@
 """Run scripts in the process of the test, because starting Python with torch takes three seconds."""
 
 import contextlib
-import functools
 import importlib
 import io
 import multiprocessing
@@ -90,32 +89,26 @@ def rank_environment(num_processes: int, rank: int, port: int) -> dict[str, str]
     }
 
 
-def call_as_rank(
-    num_processes: int, script: str, rank: int, port: int, log: Path, arguments: list[str]
+def train_as_rank(
+    rank: int, num_processes: int, port: int, log: Path, arguments: list[str]
 ) -> None:
-    """Call a script in this process as torchrun would start it, and end the process."""
+    """Train in this process as torchrun would start it, and end the process."""
     os.environ.update(rank_environment(num_processes, rank, port))
-    result = call(script, *arguments)
+    result = call("train.py", *arguments)
     log.with_name(f"{log.name}_{rank}").write_bytes(result.stdout + result.stderr)
     sys.exit(result.returncode)
 
 
-def call_in_processes(num_processes: int, script: str, arguments: list[str], log: Path) -> str:
-    """Call a script on several ranks, which are forks of this process; return what they printed."""
-    import_main(script)
-    port = find_free_port()
+def train_in_processes(num_processes: int, arguments: list[str], log: Path) -> str:
+    """Train on several ranks, which are forks of this process, and return what they printed."""
+    import_main("train.py")
     torch.multiprocessing.start_processes(
-        functools.partial(call_as_rank, num_processes, script),
-        (port, log, arguments),
+        train_as_rank,
+        (num_processes, find_free_port(), log, arguments),
         nprocs=num_processes,
         start_method="fork",
     )
     return "".join(path.read_text() for path in log.parent.glob(f"{log.name}_*"))
-
-
-def train_in_processes(num_processes: int, arguments: list[str], log: Path) -> str:
-    """Train on several ranks, which are forks of this process, and return what they printed."""
-    return call_in_processes(num_processes, "train.py", arguments, log)
 
 
 def run_on_ranks(work: Callable, num_ranks: int, *arguments) -> None:

@@ -54,15 +54,6 @@ class Other:
 SCHEMA = collect_options(Run)
 
 
-def test_options_are_the_fields_in_their_order():
-    assert list(SCHEMA) == "steps rate fast name kind limit scale graphs bare".split()
-    assert (SCHEMA["rate"].default, SCHEMA["rate"].help) == (0.25, "how fast to learn, here")
-    assert (SCHEMA["bare"].default, SCHEMA["bare"].help) == (0.5, "")
-    assert SCHEMA["limit"].types == (int, type(None))
-    assert SCHEMA["kind"].choices == ("delta", "write_only")
-    assert SCHEMA["steps"].range == "at least 1"
-
-
 def test_of_two_classes_with_a_key_the_first_counts():
     options = collect_options(Base, Other)
     assert list(options) == ["steps", "rate", "depth"]
@@ -116,12 +107,11 @@ PARSED = {
     "graphs": {"True": "on", "0": "off", "off": "off", "auto": "auto", None: "on"},
 }
 UNPARSABLE = {
-    "steps": ["1.0", "1e3", "True", "None", ""],
-    "rate": ["fast", "nan", "-inf", "1e999", "None"],
-    "fast": ["yes", "2", "None"],
-    "kind": ["delt", "None"],
+    "steps": ["1.0", "True", "None", ""],
+    "rate": ["fast", "nan", "1e999"],
+    "fast": ["yes"],
+    "kind": ["delt"],
     "limit": ["none", "1.5"],
-    "graphs": ["maybe"],
 }
 
 
@@ -140,26 +130,19 @@ def test_parse_refuses_text_of_another_type(key):
             SCHEMA[key].parse(text)
 
 
-@pytest.mark.parametrize(
-    ("words", "positional", "options"),
-    [
-        (
-            "a.py --steps=3 --name=x=y --fast --limit= b.py --steps=4 -h",
-            ["a.py", "b.py"],
-            {"steps": "4", "name": "x=y", "fast": None, "limit": "", "help": None},
-        ),
-        ("--fast config/small.py", ["config/small.py"], {"fast": None}),
-        # the home folder is found behind an equals sign
-        (
-            "--out_dir=~/runs/a --prompt=a~/b ~/c.py",
-            ["~/c.py"],
-            {"out_dir": "/home/me/runs/a", "prompt": "a~/b"},
-        ),
-    ],
-)
-def test_a_command_line_is_split_into_files_and_options(monkeypatch, words, positional, options):
+def test_a_command_line_is_split_into_files_and_options(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert configurator.split_arguments(words.split()) == (positional, options)
+    words = "a.py --steps=3 --name=x=y --fast b.py --limit= --steps=4 --out_dir=~/runs/a -h"
+    positional, options = configurator.split_arguments(words.split())
+    assert positional == ["a.py", "b.py"]
+    assert options == {
+        "steps": "4",
+        "name": "x=y",
+        "fast": None,
+        "limit": "",
+        "out_dir": "/home/me/runs/a",
+        "help": None,
+    }
 
 
 def test_a_value_after_a_space_is_refused():
@@ -172,12 +155,6 @@ def test_an_unknown_key_is_answered_with_the_nearest():
     message = r"^unknown key stpes, did you mean steps\?; unknown key zzzzzz$"
     with pytest.raises(ValueError, match=message):
         configurator.check_names(["stpes", "fast", "zzzzzz"], SCHEMA)
-
-
-def test_the_command_line_takes_precedence_over_the_file():
-    file_settings = {"steps": 3, "rate": 1, "depth": 5}
-    typed = {"steps": "4", "other": "x"}
-    assert configurator.read_settings(file_settings, typed, SCHEMA) == {"steps": 4, "rate": 1.0}
 
 
 # ---- scripts without a config file ----
@@ -204,12 +181,10 @@ def read_script(*argv: str, **fixed):
 
 DEFAULTS = {"prompt": (), "top_k": None, "data": False, "serve": False, "port": 8000}
 COMMAND_LINES = [
-    ("a b", {"run": "a", "files": ("b",)}),
     ("a b c --serve --port=1", {"run": "a", "files": ("b", "c"), "serve": True, "port": 1}),
     ("--serve a b", {"run": "a", "files": ("b",), "serve": True}),
     ("a --top_k 3 b", {"run": "a", "files": ("b",), "top_k": 3}),
-    ("a b --prompt=--x --prompt=y", {"run": "a", "files": ("b",), "prompt": ("--x", "y")}),
-    ("a --data b", {"run": "a", "files": ("b",), "data": True}),
+    ("a --data b --prompt=--x", {"run": "a", "files": ("b",), "data": True, "prompt": ("--x",)}),
     ("a b --data=mine", {"run": "a", "files": ("b",), "data": "mine"}),
     ("a b --prompt x y --port=1", {"run": "a", "files": ("b",), "prompt": ("x", "y"), "port": 1}),
 ]
@@ -228,13 +203,10 @@ def test_a_fixed_option_is_none_of_the_script(capsys):
 
 
 SCRIPT_MISTAKES = [
-    ("--topk 3", "unknown key --topk, did you mean top_k?"),
     ("a b -top_k=3", "-top_k=3: keys have two dashes, --key=value"),
     ("a b --port", "--port needs a value: give --port=VALUE"),
     ("a b --top=3", "unknown key --top, did you mean top_k?"),  # no abbreviations
-    ("a b --top_k=x", "--top_k=x: give a whole number or None"),
     ("a b --top_k=0", "--top_k=0: give a number at least 1"),
-    ("", "run is missing: run folder"),
     ("a", "files is missing: files to read"),
 ]
 
@@ -250,28 +222,14 @@ def test_a_mistake_ends_a_script_with_one_line(capsys, words, message):
     assert error.count("\n") == 1
 
 
-def test_a_script_without_a_list_refuses_further_arguments(capsys):
-    @dataclass
-    class One:
-        run: str = argument("run folder")
-
-    with pytest.raises(SystemExit):
-        configurator.read_command_line("", One, argv=["a", "more"])
-    assert "error: unexpected argument more;" in capsys.readouterr().err
-
-
 def test_the_help_of_a_script_has_its_usage_arguments_and_options(capsys):
     with pytest.raises(SystemExit) as end:
         read_script("a", "--help")
     assert end.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "run.py: generate"
-    for title, text in (
-        ("files", "files to read"),
-        ("--prompt=...", "text to continue"),
-        ("--top_k=None", "number of tokens to choose from; at least 1"),
-    ):
-        assert lines[lines.index(f"  {title}") + 1] == f"        {text}"
+    text = capsys.readouterr().out
+    assert text.startswith("run.py: generate\n")
+    for title in ("files", "--prompt=...", "--top_k=None"):
+        assert f"\n  {title}\n" in text
 
 
 # ---- config files ----
@@ -313,19 +271,6 @@ def test_a_config_file_sets_the_values_of_its_public_names(config_file):
     assert read_settings(config_file) == settings
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xef\xbb\xbfsteps = 20\r\n",
-        b"_text = open(__file__).read()\nsteps = len(_text[:20])\n",
-    ],
-    ids=["byte order mark", "__file__"],
-)
-def test_a_config_file_may_be_what_python_runs(config_file, content):
-    config_file.write_bytes(content)
-    assert configurator.read_config_files(str(config_file)) == {"steps": 20}
-
-
 def test_a_config_file_may_extend_the_one_beside_it(config_file, monkeypatch):
     monkeypatch.delitem(sys.modules, "base_of_a_test", raising=False)
     (config_file.parent / "base_of_a_test.py").write_text("steps = 20\nrate = 1.0\n")
@@ -348,8 +293,6 @@ def test_numpys_numbers_are_numbers(config_file):
 def test_a_config_file_that_does_not_exist_is_answered_with_the_nearest(config_file):
     with pytest.raises(ValueError, match=r"config/ddl_smal\.py, did you mean config/ddl_small\.py"):
         configurator.read_config_files("config/ddl_smal.py")
-    with pytest.raises(ValueError, match=r"no config file zzzz; see the files in config/"):
-        configurator.read_config_files("zzzz")
 
 
 def test_an_error_in_a_config_file_is_named(config_file):
@@ -371,24 +314,16 @@ def test_help_shows_keys_by_class_with_default_choices_and_range():
 @pytest.mark.parametrize(
     ("error", "rank", "line"),
     [
-        (ValueError("steps=0:\n  give 1 or more"), None, "steps=0: give 1 or more"),
-        (ValueError("bad"), "0", "bad"),
+        (ValueError("steps=0:\n  give 1 or more"), "0", "steps=0: give 1 or more"),
         (ValueError("bad"), "3", "[rank 3] bad"),
-        (FileNotFoundError(2, "No such file", "x.bin"), None, "x.bin: No such file"),
-        (
-            OSError(28, "No space left"),
-            None,
-            "No space left; free disk space and run the same command again",
-        ),
+        (FileNotFoundError(2, "No such file", "x.bin"), "0", "x.bin: No such file"),
     ],
 )
 def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, error, rank, line):
     monkeypatch.setattr("sys.argv", ["/some/where/run.py", "--steps=0"])
     monkeypatch.setattr(errors, "OTHER_RANKS_WAIT", 0)
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-        if rank is not None:
-            monkeypatch.setenv(name, rank)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", rank)
     with pytest.raises(SystemExit) as end, errors.one_line_errors():
         raise error
     assert end.value.code == 2

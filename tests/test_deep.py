@@ -1,4 +1,4 @@
-"""Check that streams of 200 blocks train at a learning rate of 1e-3 without warm-up."""
+"""Notes on settings that train badly; streams of 200 blocks train at 1e-3 without warm-up."""
 
 import math
 
@@ -40,23 +40,32 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_noted"),
-    [
-        ({}, True),
-        ({"ddl_beta_init": "1/L"}, False),
-        ({"residual_branch_mult": 12 / 200}, False),
-        ({"num_hidden_layers": 12}, False),
-        ({"hidden_size": 768, "num_hidden_layers": 24}, False),
-        ({"ddl_update": "write_only"}, False),
-        ({"ddl_update": "erase_only"}, True),
-    ],
-)
-def test_a_depth_at_which_gradients_explode_is_noted(settings, is_noted):
-    config = model_class(CC).Config(**{"num_hidden_layers": 200, "hidden_size": 32, **settings})
-    notes = [note for note in config.notes() if "first gradient" in note]
-    assert all("--ddl_beta_init=1/L" in note for note in notes)
-    assert bool(notes) is is_noted
+DEEP = {"num_hidden_layers": 200, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+SAME_UPDATE = "every value channel gets the same update"
+# (model, its keys, words of the note; None if nothing is noted)
+NOTES = [
+    # gradients explode
+    (CC, DEEP, "--ddl_beta_init=1/L"),
+    (CC, {**DEEP, "ddl_update": "erase_only"}, "--ddl_beta_init=1/L"),
+    (CC, {**DEEP, "ddl_beta_init": "1/L"}, None),
+    (CC, {**DEEP, "residual_branch_mult": 12 / 200}, None),
+    (CC, {**DEEP, "num_hidden_layers": 12}, None),
+    (CC, {**DEEP, "ddl_update": "write_only"}, None),
+    # value channels are of no use
+    (CC, {"ddl_update": "erase_only"}, SAME_UPDATE),
+    (CC, {"ddl_v_constant": True}, SAME_UPDATE),
+    (CC, {"ddl_value_channels": 1}, "DDL-vdim1-gpt-mha-rope"),
+    ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True}, None),
+]
+
+
+@pytest.mark.parametrize(("model_name", "keys", "words"), NOTES)
+def test_settings_that_train_badly_are_noted(model_name, keys, words):
+    notes = model_class(model_name).Config(**keys).notes()
+    if words is None:
+        assert notes == []
+    else:
+        assert any(words in note for note in notes)
 
 
 @pytest.mark.slow
@@ -76,16 +85,3 @@ def test_200_blocks_train_without_warm_up(model_name, changes, corpus, tmp_path)
     assert all(math.isfinite(record["grad_norm"]) for record in steps)
     assert losses[0] == pytest.approx(math.log(260), abs=0.3)
     assert max(losses[-5:]) < losses[0] - 0.2
-
-
-@pytest.mark.parametrize("keys", [{"ddl_update": "erase_only"}, {"ddl_v_constant": True}])
-def test_value_channels_that_get_the_same_update_are_noted(keys):
-    [note] = model_class("DDL-gpt-mha-rope").Config(**keys).notes()
-    assert "every value channel gets the same update" in note
-    assert model_class("DDL-vdim1-gpt-mha-rope").Config(**keys).notes() == []
-
-
-def test_one_value_channel_of_ddl_is_not_mistaken_for_the_papers_model():
-    [note] = model_class("DDL-gpt-mha-rope").Config(ddl_value_channels=1).notes()
-    assert "DDL-vdim1-gpt-mha-rope" in note
-    assert model_class("DDL-gpt-mha-rope").Config(ddl_value_channels=2).notes() == []

@@ -3,8 +3,8 @@
 import itertools
 import subprocess
 import sys
+from multiprocessing import Process
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from helpers import small_run
 from in_process import (
     find_free_port,
     rank_environment,
-    run_on_ranks,
     start_in_fork,
     train_in_processes,
 )
@@ -88,34 +87,33 @@ def test_a_gpu_that_this_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, m
     assert processes.pick_device("auto").type == "cpu"
 
 
+def start_two_ranks(folder: Path, *arguments_of_ranks: list[str]) -> list[Process]:
+    port = find_free_port()
+    return [
+        start_in_fork(arguments, folder / f"log_{rank}", rank_environment(2, rank, port))
+        for rank, arguments in enumerate(arguments_of_ranks)
+    ]
+
+
 def test_the_others_end_when_a_rank_hangs(corpus, tmp_path, monkeypatch):
     faulty = FaultyTraining([Fault("hang", step=5, rank=1)], tmp_path)
     monkeypatch.setattr(distributed, "seed_step", faulty.seed_step)
     arguments = small_run(corpus, tmp_path / "run", micro_batch_size=1, collective_timeout=3)
-    port = find_free_port()
-    ranks = [
-        start_in_fork(arguments, tmp_path / f"log_{rank}", rank_environment(2, rank, port))
-        for rank in range(2)
-    ]
+    ranks = start_two_ranks(tmp_path, arguments, arguments)
     ranks[0].join(timeout=60)
     ranks[1].kill()
     ranks[1].join()
     assert ranks[0].exitcode == 1  # by itself, with torch's error that it has waited for 3 seconds
 
 
-def disagree(world: World, folder: Path) -> None:
-    """Run one of two ranks with different seeds, and note that it is refused."""
-    processes.check_agreement(world, {"the data": [1], "the configuration": {"seed": 0}})
-    with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the configuration"):
-        processes.check_agreement(
-            world, {"the data": [1], "the configuration": {"seed": world.rank}}
-        )
-    (folder / f"refused_{world.rank}").touch()
-
-
-def test_ranks_that_differ_are_refused(tmp_path):
-    run_on_ranks(disagree, 2, tmp_path)
-    assert len(list(tmp_path.glob("refused_*"))) == 2
+def test_ranks_that_differ_are_refused(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run", micro_batch_size=1)
+    for rank in start_two_ranks(tmp_path, arguments, [*arguments, "--seed=1"]):
+        rank.join(timeout=60)
+        assert rank.exitcode == 2
+    line = "rank 1 and rank 0 differ in the settings (seed=1 and 0)"
+    assert line in (tmp_path / "log_0").read_text()
+    assert not (tmp_path / "run").exists()
 
 
 def test_random_numbers_are_a_function_of_seed_step_and_rank():
@@ -132,15 +130,10 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank():
 # ---- several engines ----
 
 
-class ComparedRuns(NamedTuple):
-    run: Path
-    expected: Path
-
-
-@pytest.fixture(scope="module")
-def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
+def test_a_run_of_several_engines_has_the_metrics_and_the_weights_of_one(corpus, tmp_path):
     """Train five steps with two ddp processes, five with fsdp and five alone; and all alone."""
-    folder = tmp_path_factory.mktemp("engines")
+    run = tmp_path / "run"
+    alone = tmp_path / "alone"
     keys = {
         **CONSTANT_RATE,
         "checkpoint_interval": 100,
@@ -148,39 +141,25 @@ def run_of_several_engines(corpus, tmp_path_factory) -> ComparedRuns:
         "eval_interval": 5,
         "ema_half_life": 4,
     }
-    ddp = {"micro_batch_size": 1, "max_steps": 5}
-    fsdp = {
-        "micro_batch_size": 1,
-        "max_steps": 10,
-        "engine": "fsdp",
-        "activation_checkpointing": True,
-    }
-    run_train(*small_run(corpus, folder / "expected", **keys, max_steps=15))
-    for changes in (ddp, fsdp):
-        arguments = small_run(corpus, folder / "run", **keys, **changes)
-        assert "arning" not in train_in_processes(2, arguments, folder / "log")
-    run_train(*small_run(corpus, folder / "run", **keys, max_steps=15))
-    return ComparedRuns(folder / "run", folder / "expected")
+    for changes in (
+        {"max_steps": 5},
+        {"max_steps": 10, "engine": "fsdp", "activation_checkpointing": True},
+    ):
+        arguments = small_run(corpus, run, **keys, **changes, micro_batch_size=1)
+        assert "arning" not in train_in_processes(2, arguments, tmp_path / "log")
+    run_train(*small_run(corpus, run, **keys, max_steps=15))
+    run_train(*small_run(corpus, alone, **keys, max_steps=15))
 
-
-def test_a_run_of_several_engines_has_the_metrics_of_one(run_of_several_engines):
-    records = read_records(run_of_several_engines.run)
-    expected_records = read_records(run_of_several_engines.expected)
     tolerances = {"loss": 1e-4, "grad_norm": 1e-3, "val_loss": 1e-4, "ema_val_loss": 1e-4}
-    for record, expected in zip(records, expected_records, strict=True):
+    for record, expected in zip(read_records(run), read_records(alone), strict=True):
         assert record.keys() == expected.keys()
         assert record["step"] == expected["step"]
         for key, tolerance in tolerances.items():
             assert record.get(key) == pytest.approx(expected.get(key), abs=tolerance), key
         for name, values in record.get("residual", {}).items():
             assert values == pytest.approx(expected["residual"][name], abs=1e-3)
-    assert any("residual" in record for record in records)
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", checkpoint.EMA_FILE])
-def test_a_run_of_several_engines_has_the_weights_of_one(run_of_several_engines, file):
-    weights = read_weights(run_of_several_engines.run, file=file)
-    expected = read_weights(run_of_several_engines.expected, file=file)
-    assert weights.keys() == expected.keys()
-    for key, weight in weights.items():
-        assert torch.allclose(weight, expected[key], rtol=1e-4, atol=2e-4), key
+    assert any("residual" in record for record in read_records(run))
+    for file in ("model.safetensors", checkpoint.EMA_FILE):
+        expected_weights = read_weights(alone, file=file)
+        for name, weight in read_weights(run, file=file).items():
+            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=2e-4)

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from training_runs import (
     CONSTANT_RATE,
     read_final_tensors,
     read_records,
-    read_state,
     read_weights,
     run_train,
 )
@@ -25,7 +21,7 @@ import train
 from data import shards
 from data.loader import ValidationBatches
 from model import build
-from training import checkpoint, setup, stopping, validation
+from training import checkpoint, setup
 from training.ema import AveragedWeights
 
 HALF_LIFE = 2
@@ -43,14 +39,6 @@ def run(corpus, tmp_path_factory) -> Path:
     """Train a run of six steps with averaged weights and a checkpoint of every step."""
     folder = tmp_path_factory.mktemp("runs") / "averaged"
     run_train(*small_run(corpus, folder, **AVERAGED))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain_run(corpus, tmp_path_factory) -> Path:
-    """Train the same run without averaged weights."""
-    folder = tmp_path_factory.mktemp("runs") / "plain"
-    run_train(*small_run(corpus, folder, **{**AVERAGED, "ema_half_life": None}))
     return folder
 
 
@@ -115,14 +103,15 @@ def test_a_run_that_is_resumed_with_the_key_starts_from_the_weights(corpus, tmp_
 # ---- evaluations ----
 
 
-def test_training_is_the_same_with_averaged_weights(run, plain_run):
-    plain = read_final_tensors(plain_run)
+def test_training_is_the_same_with_averaged_weights(corpus, run, tmp_path):
+    run_train(*small_run(corpus, tmp_path, **{**AVERAGED, "ema_half_life": None}))
+    plain = read_final_tensors(tmp_path)
     tensors = read_final_tensors(run)
     assert {name: tensors[name] for name in plain} == plain
     records = read_records(run)
     for record in records:
         record.pop("ema_val_loss", None)
-    assert records == read_records(plain_run)
+    assert records == read_records(tmp_path)
 
 
 def test_evaluations_report_the_loss_of_the_averages(run, corpus):
@@ -139,69 +128,22 @@ def test_evaluations_report_the_loss_of_the_averages(run, corpus):
         assert record["best_val_loss"] == min(r["val_loss"] for r in evaluations[: record["step"]])
 
 
-def test_a_swap_restores_every_bit_after_an_error():
-    torch.manual_seed(0)
+def test_weights_and_averages_are_swapped_in_place():
+    """CUDA graphs find the weights where they were."""
     model = build("DDL-gpt-mha-rope", **SMALL)
     averaged = AveragedWeights(model, HALF_LIFE)
+    parameters = list(model.parameters())
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    averages = {
-        name: average.clone() for name, average in zip(weights, averaged.averages, strict=True)
-    }
-    addresses = [p.data_ptr() for p in model.parameters()]
-
-    def fail_in_evaluation() -> None:
-        with averaged.swapped_in():
-            for name, parameter in model.named_parameters():
-                assert torch.equal(parameter, averages[name])
-                assert not torch.equal(parameter, weights[name])
-            assert [p.data_ptr() for p in model.parameters()] == addresses
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail_in_evaluation()
-    for (name, parameter), average in zip(model.named_parameters(), averaged.averages):
-        assert torch.equal(parameter, weights[name])
-        assert torch.equal(average, averages[name])
-    assert [p.data_ptr() for p in model.parameters()] == addresses
-
-
-def test_a_stop_while_averages_are_evaluated_repeats_the_evaluation(
-    corpus, run, tmp_path, monkeypatch
-):
-    prefetched = validation.prefetched
-    evaluations = []
-
-    def stop_in_fourth_evaluation(*arguments, **keys):
-        evaluations.append(arguments)
-        if len(evaluations) == 4:  # that of the averages after step 2
-            os.kill(os.getpid(), signal.SIGTERM)
-        return prefetched(*arguments, **keys)
-
-    monkeypatch.setattr(validation, "prefetched", stop_in_fourth_evaluation)
-    arguments = small_run(corpus, tmp_path, **AVERAGED, resume="auto")
-    assert call("train.py", *arguments).returncode == stopping.EXIT_CODE
-    state = read_state(tmp_path)
-    assert (state["step"], state["evaluated"]) == (2, False)
-    run_train(*arguments)
-    assert read_records(tmp_path) == read_records(run)
-    assert read_final_tensors(tmp_path) == read_final_tensors(run)
-
-
-# ---- the file ----
-
-
-def test_damaged_averages_are_refused(run, tmp_path):
-    folder = shutil.copytree(checkpoint.find(run), tmp_path / "step_00000006")
-    file = folder / "ema" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    checkpoint.verify(folder)
-    with pytest.raises(ValueError, match=r"the checksum of ema/model\.safetensors does not match"):
-        checkpoint.verify(folder, to_resume=True)
+        for parameter in parameters:
+            parameter.add_(1)
+    weights = [parameter.detach().clone() for parameter in parameters]
+    averages = [average.clone() for average in averaged.averages]
+    addresses = [parameter.data_ptr() for parameter in parameters]
+    with averaged.swapped_in():
+        assert all(map(torch.equal, parameters, averages))
+        assert [parameter.data_ptr() for parameter in parameters] == addresses
+    assert all(map(torch.equal, parameters, weights))
+    assert all(map(torch.equal, averaged.averages, averages))
 
 
 # ---- the commands ----

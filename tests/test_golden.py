@@ -19,13 +19,12 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import change_default, write_checksums
+from helpers import write_checksums
 from in_process import call, train_in_processes
 
 from data.loader import open_train_batches, open_validation_batches
@@ -349,59 +348,6 @@ def test_a_run_starts_and_resumes_as_before(name, first_step, tmp_path):
 @pytest.mark.parametrize("name", CORPORA)
 def test_a_corpus_has_the_same_shards(name, source_files):
     assert prepare_and_hash(name, source_files) == read_optional_json(RECORD)["corpora"][name]
-
-
-class GoldenCopy(NamedTuple):
-    checkpoint: Path
-    record: dict
-
-
-@pytest.fixture
-def golden_copy(tmp_path, monkeypatch) -> GoldenCopy:
-    """Copy the golden checkpoint and record of the run CC, for a test that changes them."""
-    record = read_optional_json(RECORD)["runs"][CC]
-    folder = tmp_path / "golden"
-    shutil.copytree(GOLDEN / "checkpoints" / CC, folder / "checkpoints" / CC)
-    monkeypatch.setattr(f"{__name__}.GOLDEN", folder)
-    monkeypatch.setattr(f"{__name__}.RECORD", folder / "golden.json")
-    return GoldenCopy(folder / "checkpoints" / CC, record)
-
-
-@pytest.mark.golden
-def test_a_changed_bit_is_noticed(golden_copy, tmp_path):
-    folder, record = golden_copy
-    if not find_bits(record, RESUMED_STEP):
-        pytest.skip("written on another machine: losses are only close")
-    write_json(RECORD, {"runs": {CC: record}})
-    weights = bytearray((folder / "model.safetensors").read_bytes())
-    weights[-100] ^= 1
-    (folder / "model.safetensors").write_bytes(weights)
-    write_checksums(folder)
-    with pytest.raises(AssertionError):
-        check_run(CC, tmp_path / "run", RESUMED_STEP)
-
-
-def add_later_key(golden: GoldenCopy, monkeypatch: pytest.MonkeyPatch, **attributes) -> None:
-    """Let a key seem newer than the run, with a default of 1; the run was computed with 4.
-
-    Args:
-        attributes: further arguments of the key's `option`
-    """
-    key = "ddl_v_sigmoid_scale"
-    settings = {name: value for name, value in golden.record["settings"].items() if name != key}
-    write_json(RECORD, {"runs": {CC: {**golden.record, "settings": settings}}})
-    state = json.loads((golden.checkpoint / "state.json").read_text())
-    del state["model_config"][key]
-    (golden.checkpoint / "state.json").write_text(json.dumps(state))
-    write_checksums(golden.checkpoint)
-    change_default(monkeypatch, model_class(CC), key, float, 1.0, **attributes)
-
-
-@pytest.mark.golden
-def test_a_later_key_that_changes_a_run_is_noticed(golden_copy, tmp_path, monkeypatch):
-    add_later_key(golden_copy, monkeypatch)
-    with pytest.raises(AssertionError):
-        check_run(CC, tmp_path / "run", RESUMED_STEP)
 
 
 def write_corpus() -> None:

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -42,37 +41,20 @@ def arguments_without_model(corpus: Path, out: Path, **changes) -> list[str]:
     ]
 
 
-class UntrainedRun(NamedTuple):
-    """A run of one step with a learning rate of zero: its checkpoint has the folder's weights."""
-
-    kind: str
-    folder: Path
-    out: Path
-
-
-@pytest.fixture(scope="module", params=["rounded", "released"])
-def untrained_run(request, corpus, folders, tmp_path_factory) -> UntrainedRun:
-    folder = folders / request.param
-    out = tmp_path_factory.mktemp("untrained") / "out"
-    keys = {"init_from": folder, "learning_rate": 0, "max_steps": 1}
-    run_train(*arguments_without_model(corpus, out, **keys))
-    return UntrainedRun(request.param, folder, out)
-
-
-def test_the_settings_are_those_of_the_folder(untrained_run):
-    state = read_state(untrained_run.out)
+@pytest.mark.parametrize("kind", ["rounded", "released"])
+def test_settings_and_weights_are_those_of_the_folder(corpus, folders, tmp_path, kind):
+    # with a learning rate of zero, the checkpoint of the first step has the folder's weights
+    keys = {"init_from": folders / kind, "learning_rate": 0, "max_steps": 1}
+    run_train(*arguments_without_model(corpus, tmp_path, **keys))
+    state = read_state(tmp_path)
     assert state["step"] == 1
     assert state["model"] == MODEL_NAME
     assert state["model_config"] == vars(build(MODEL_NAME, **SETTINGS).config)
-    assert state["run_config"]["init_from"] == str(untrained_run.folder)
-
-
-def test_the_weights_are_those_of_the_folder(untrained_run, folders):
     expected = load_file(folders / "exported" / "model.safetensors")
-    tolerance = 1e-6 if untrained_run.kind == "released" else 0
-    for name, weight in read_weights(untrained_run.out).items():
+    tolerance = 1e-6 if kind == "released" else 0
+    for name, weight in read_weights(tmp_path).items():
         expected_weight = expected[name]
-        if untrained_run.kind == "rounded":
+        if kind == "rounded":
             expected_weight = expected_weight.bfloat16().float()
         torch.testing.assert_close(weight, expected_weight, rtol=0, atol=tolerance)
 
@@ -107,22 +89,14 @@ def test_the_context_may_be_longer_than_that_of_the_folder(corpus, folders, tmp_
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"hidden_size": 24}, r"init_from=.* was trained with hidden_size=12 \(not 24\)"),
-        (
-            {"model": "DDL-gpt-mha-rope"},
-            r"trained with model='DDL-gpt-mha-rope-CC-EC' \(not 'DDL-gpt-mha-rope'\)",
-        ),
-        ({"init_from": "docs"}, "docs holds no checkpoint"),
-    ],
-)
-def test_contradictions_are_refused_by_name(corpus, folders, tmp_path, keys, message):
+def test_contradictions_are_refused_by_name(corpus, folders, tmp_path):
+    keys = {"init_from": folders / "exported", "hidden_size": 24, "model": "DDL-gpt-mha-rope"}
+    message = (
+        r"trained with hidden_size=12 \(not 24\), "
+        r"model='DDL-gpt-mha-rope-CC-EC' \(not 'DDL-gpt-mha-rope'\)"
+    )
     with pytest.raises(ValueError, match=message):
-        configure(
-            arguments_without_model(corpus, tmp_path, **{"init_from": folders / "exported", **keys})
-        )
+        configure(arguments_without_model(corpus, tmp_path, **keys))
 
 
 def test_the_folder_decides_what_a_config_file_says_otherwise(folders, tmp_path):
@@ -138,17 +112,12 @@ def test_the_folder_decides_what_a_config_file_says_otherwise(folders, tmp_path)
     assert note.startswith("the run keeps hidden_size=12 (not 24), although")
 
 
-@pytest.mark.parametrize("kind", ["run", "exported"])
-def test_another_tokenizer_is_refused(corpus, tmp_path, kind):
+def test_another_tokenizer_is_refused(corpus, tmp_path):
     encoding = tokenizer.train_byte_pairs(["ab ab ab"] * 5, 258)
     save_run(tmp_path / "run", build("gpt-mha-rope", **SMALL), "gpt-mha-rope", encoding)
-    export_run(tmp_path / "run", tmp_path / "exported")
-    arguments = arguments_without_model(
-        corpus, tmp_path / "out", init_from=tmp_path / kind, dry_run=True
-    )
+    arguments = arguments_without_model(corpus, tmp_path / "out", init_from=tmp_path / "run")
     line = training_error(*arguments)
-    name = "bpe258" if kind == "run" else "hf:exported"
-    assert f"was trained with the tokenizer {name}" in line
+    assert "was trained with the tokenizer bpe258" in line
     assert "was tokenized with bytes" in line
     assert not (tmp_path / "out").exists()
 

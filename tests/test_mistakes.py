@@ -41,13 +41,10 @@ def branch(finished_run, tmp_path) -> Path:
 # empty one
 MISTAKES = [
     ({"learning_ratee": 1e-3}, "unknown key --learning_ratee, did you mean learning_rate"),
-    ({"beta_init": 1}, "unknown key --beta_init, did you mean ddl_beta_init"),
     ({"model": "ddl-gpt-mha-rope"}, "is not a model variant, did you mean DDL-gpt-mha-rope?"),
-    ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
     ({"max_steps": 0}, "max_steps=0: give a number at least 1"),
     # keys that do not fit each other or the model
     ({"model": "gpt-mha-rope", "ddl_beta_init": 1.0}, "unknown key --ddl_beta_init"),
-    ({"ddl_beta_init": 3}, "ddl_beta_init=3.0: give a number at least 0 and at most 2"),
     ({"min_lr": 1.0}, "min_lr=1.0: give a number from 0 to learning_rate"),
     (
         {"schedule": "wsd", "min_lr": 0.001, "decay_steps": 5},
@@ -61,10 +58,8 @@ MISTAKES = [
         {"cuda_graphs": True},
         "cuda_graphs=on: CUDA graphs need a CUDA device and compile=True; give --cuda_graphs=auto",
     ),
-    ({"tracker": "mlflow"}, "tracker='mlflow': give 'wandb' or 'trackio' or 'tensorboard' or None"),
     # the corpus
     ({"dataset": "nowhere"}, "nowhere does not hold *train_*.bin"),
-    ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
     ({"vocab_size": 256}, "has 257 tokens"),
     ({"block_size": 40_000}, "the training split has 32111 tokens"),
     ({"block_size": 2388, "eval_part": "first"}, "eval_part=first: the validation split of"),
@@ -76,26 +71,14 @@ MISTAKES = [
     # the run folder, and what is resumed
     ({"out_dir": "CORPUS/meta.json/run"}, "this is a file, but a folder is needed"),
     ({"out_dir": "RUN"}, "is not empty; resume that run with --resume=auto"),
-    ({"out_dir": "RUN", "max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps"),
-    ({"resume": "TMP/missing"}, "missing': give 'auto' or None"),
     (
         {"init_from": "TMP/missing"},
-        "init_from=TMP/missing: TMP/missing does not exist; give a run folder made by train.py, one "
-        "of its checkpoints/step_*, or a folder of exported or released weights",
+        "init_from=TMP/missing: TMP/missing does not exist; give a run folder made by train.py",
     ),
     (
         # evaluation may change
-        {
-            "out_dir": "RUN",
-            "resume": "auto",
-            "max_steps": 9,
-            "learning_rate": 0.02,
-            "seed": 7,
-            "hidden_size": 24,
-            "eval_batches": 1,
-        },
-        "was trained with hidden_size=12 (not 24), learning_rate=0.01 (not 0.02), seed=0 (not 7); "
-        "omit these keys",
+        {"out_dir": "RUN", "resume": "auto", "hidden_size": 24, "seed": 7, "eval_batches": 1},
+        "was trained with hidden_size=12 (not 24), seed=0 (not 7); omit these keys",
     ),
 ]
 # (number of processes, arguments, the line)
@@ -139,26 +122,12 @@ def test_mistakes_end_in_one_line_with_nothing_written(
 # ---- corpora and runs ----
 
 
-DAMAGED = [
-    ("small_train_000001.bin", lambda old: old[:-2], "small_train_000001.bin is damaged"),
-    (
-        "meta.json",
-        lambda old: old.replace(b"257", b"259"),
-        "vocab_size is 259 in meta.json, but its tokenizer has 257 tokens",
-    ),
-    (
-        "tokenizer.json",
-        lambda old: b'{"name": "gpt2"}',
-        "vocab_size is 257 in meta.json, but its tokenizer has 50257 tokens",
-    ),
-]
-
-
-@pytest.mark.parametrize(("file", "change", "message"), DAMAGED)
-def test_damaged_corpora_are_refused(corpus, tmp_path, file, change, message):
+def test_a_corpus_with_another_vocabulary_than_its_tokenizer_is_refused(corpus, tmp_path):
     damaged = shutil.copytree(corpus, tmp_path / "corpus")
-    (damaged / file).write_bytes(change((damaged / file).read_bytes()))
-    assert message in training_error(*small_run(damaged, tmp_path / "out"))
+    meta = (damaged / "meta.json").read_text()
+    (damaged / "meta.json").write_text(meta.replace("257", "259"))
+    line = training_error(*small_run(damaged, tmp_path / "out"))
+    assert "vocab_size is 259 in meta.json, but its tokenizer has 257 tokens" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -177,26 +146,6 @@ def test_a_damaged_token_ends_the_run_in_one_line(corpus, tmp_path):
     assert "small_train_000000.bin holds token id 300 at" in message
 
 
-# (a change to state.json of the finished run, arguments, the line)
-CHANGED_RUNS = [
-    (
-        lambda state: None,
-        "--learning_rate=0.5",
-        "was trained with learning_rate=0.01 (not 0.5); omit",
-    ),
-    (
-        lambda state: state["model_config"].update(ddl_erase_gate="own"),
-        "--max_steps=7",
-        "saved by a version with other keys (ddl_erase_gate)",
-    ),
-    (
-        lambda state: state["run_config"].update(dataset="/nowhere"),
-        "--max_steps=7",
-        "dataset=/nowhere: /nowhere does not hold",
-    ),
-]
-
-
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(branch):
     for path in branch.glob("checkpoints/*/model.safetensors"):
         path.write_bytes(b"damaged")
@@ -205,7 +154,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(branch):
     assert b"has no valid checkpoint; give another --out_dir" in result.stderr
 
 
-@pytest.mark.parametrize(("change", "argument", "line"), CHANGED_RUNS)
-def test_a_run_that_cannot_be_resumed_as_it_is_is_refused(branch, change, argument, line):
-    change_saved_state(branch, change)
-    assert line in training_error(f"--out_dir={branch}", "--resume=auto", argument)
+def test_a_run_with_keys_that_were_removed_since_is_not_resumed(branch):
+    change_saved_state(branch, lambda state: state["model_config"].update(ddl_erase_gate="own"))
+    line = training_error(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
+    assert "saved by a version with other keys (ddl_erase_gate)" in line

@@ -27,13 +27,6 @@ def repository(tmp_path) -> Path:
     return tmp_path
 
 
-# ---- the commit ----
-
-
-def test_a_folder_without_a_repository_has_no_commit(tmp_path):
-    assert provenance.describe_commit(tmp_path) == ""
-
-
 def test_figures_and_notes_may_change(repository):
     (repository / "results" / "figures.json").write_text("[]")  # as a measurement writes it
     (repository / "notes.txt").write_text("")
@@ -48,12 +41,14 @@ def test_changed_and_new_code_makes_the_tree_dirty(repository, file):
     assert provenance.describe_commit(repository) == f"{commit}-dirty"
 
 
-def test_the_command_of_a_module_has_no_folder_of_the_machine(monkeypatch):
-    path = str(provenance.ROOT / "research" / "benchmarks" / "step.py")
-    monkeypatch.setattr("sys.argv", [path, "--json=out.json"])
-    assert provenance.describe_command() == "python -m research.benchmarks.step --json=out.json"
-
-
-def test_the_command_of_a_script_is_as_it_was_typed(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", "config/demo_cpu.py", "--seed=1"])
-    assert provenance.describe_command() == "python train.py config/demo_cpu.py --seed=1"
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("train.py", "python train.py --seed=1"),
+        # as `python -m` gives it
+        (str(provenance.ROOT / "research" / "sweep.py"), "python -m research.sweep --seed=1"),
+    ],
+)
+def test_the_command_has_no_folder_of_the_machine(monkeypatch, script, command):
+    monkeypatch.setattr("sys.argv", [script, "--seed=1"])
+    assert provenance.describe_command() == command

@@ -14,6 +14,7 @@ from model import MODEL_NAMES, build
 from training.config import TrainConfig
 from training.distributed import use_deterministic_algorithms
 from utils.machine import can_compile
+from utils.processes import restored_state
 
 pytestmark = [
     pytest.mark.skipif(not can_compile(), reason="no C++ compiler"),
@@ -22,16 +23,13 @@ pytestmark = [
 
 
 @pytest.fixture
-def two_threads(monkeypatch):
+def two_threads():
     """Use two threads, because code for one thread has no atomic additions; restore the settings."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     num_threads = torch.get_num_threads()
-    previous_setting = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(2)
-    yield
+    with restored_state():
+        yield
     torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(previous_setting)
 
 
 def compile_and_get_code(name: str) -> str:

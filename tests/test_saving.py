@@ -1,14 +1,12 @@
 """Checkpoints of any engine and number of processes."""
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
-from helpers import SMALL, small_run
+from helpers import SMALL
 from in_process import run_on_ranks
 from torch.distributed.tensor import DTensor
-from training_runs import CONSTANT_RATE, run_train, write_checkpoint
+from training_runs import write_checkpoint
 
 from model import build
 from training import checkpoint, distributed, optimizer
@@ -80,21 +78,3 @@ def test_checkpoints_do_not_depend_on_the_engine_and_the_number_of_processes(tmp
             same_file = checkpoint.find(tmp_path / engine) / file.name
             assert same_file.read_bytes() == file.read_bytes()
     run_on_ranks(load_with_every_engine, 2, tmp_path)
-
-
-def test_checkpoints_have_the_tokenizer_that_the_corpus_had_at_the_start(
-    corpus, tmp_path, monkeypatch
-):
-    own_corpus = shutil.copytree(corpus, tmp_path / "corpus")
-    expected = (own_corpus / "tokenizer.json").read_bytes()
-    seed_step = distributed.seed_step
-
-    def remove_tokenizer(*arguments):
-        (own_corpus / "tokenizer.json").unlink(missing_ok=True)
-        seed_step(*arguments)
-
-    monkeypatch.setattr(distributed, "seed_step", remove_tokenizer)
-    arguments = small_run(own_corpus, tmp_path / "run", **CONSTANT_RATE, max_steps=1)
-    run_train(*arguments)
-    latest = checkpoint.find(tmp_path / "run")
-    assert json.loads((latest / "tokenizer.json").read_bytes()) == json.loads(expected)

@@ -121,65 +121,26 @@ def check_muon(world, engine: str, shard_size: int | None, dtype: torch.dtype) -
         }
         for _ in range(2)
     ]
-    alone = copy.deepcopy(model)
-    expected = take_muon_steps_of_one_process(alone, gradients, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        expected = take_muon_steps(copy.deepcopy(model), gradients, dtype)
     distributed.parallelize(model, world, engine=engine, compile=False, shard_size=shard_size)
     computed = take_muon_steps(model, gradients, dtype)
     for name, weight in computed.items():
         assert torch.equal(weight, expected[name]), name
 
 
-def take_muon_steps_of_one_process(model, gradients, dtype) -> dict[str, torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "is_initialized", lambda: False)
-        return take_muon_steps(model, gradients, dtype)
-
-
-def check_muon_in_both_dtypes(world, engine: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check_muon(world, engine, None, dtype)
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_muon_of_several_ranks_has_the_bits_of_one_process(engine):
-    run_on_ranks(check_muon_in_both_dtypes, 3, engine)
-
-
-@pytest.mark.slow
-def test_muon_of_four_ranks_in_two_copies_has_the_bits_of_one_process():
-    run_on_ranks(check_muon, 4, "fsdp", 2, torch.float32)
-
-
-@pytest.fixture
-def sixty_four_ranks():
-    """A process group of 64 ranks that sends nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("sixty_four_ranks")
-def test_sixty_four_ranks_divide_the_matrices_evenly():
-    model = build_seeded("gpt-mha-rope", num_hidden_layers=32)
-    _, groups = build_parameter_groups(model, weight_decay=0.1, with_muon=True)
-    muon = Muon(groups, lr=0.02, dtype=torch.bfloat16)
-    matrices = [weight for group in groups for weight in group["params"]]
-    for weight in matrices:
-        weight.grad = torch.ones_like(weight)
-    num_orthogonalized = 0
-
-    def orthogonalize(group, matrix):
-        nonlocal num_orthogonalized
-        num_orthogonalized += 1
-        return matrix
-
-    muon.orthogonalize = orthogonalize
-    muon.step()
-    # 7 matrices of each of 32 blocks: 224 over 64 ranks, and a remainder of each shape
-    assert len(matrices) == 224
-    assert 3 <= num_orthogonalized <= 5
+@pytest.mark.parametrize(
+    ("num_ranks", "engine", "shard_size", "dtype"),
+    [
+        (3, "ddp", None, torch.float32),
+        (3, "ddp", None, torch.bfloat16),
+        (3, "fsdp", None, torch.float32),
+        pytest.param(4, "fsdp", 2, torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_muon_of_several_ranks_has_the_bits_of_one_process(num_ranks, engine, shard_size, dtype):
+    run_on_ranks(check_muon, num_ranks, engine, shard_size, dtype)
 
 
 # ---- the start ----

@@ -5,7 +5,6 @@ import shlex
 import signal
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from helpers import ROOT, small_run, wait_for
@@ -131,54 +130,30 @@ def test_a_failure_is_that_of_the_job(tmp_path):
     assert job.start([]).wait(timeout=20) == 1
 
 
-class EndlessRun(NamedTuple):
-    """A run on two nodes that is saved only when it is stopped."""
-
-    job: Job
-    folder: Path
-    arguments: list[str]
-    process: subprocess.Popen
-
-
-@pytest.fixture
-def endless_run(corpus, tmp_path) -> EndlessRun:
-    """Start a run, and return it when it has taken a few steps."""
-    folder = tmp_path / "run"
+@pytest.mark.slow
+@pytest.mark.parametrize("signaled", ["the job", "its steps"])
+def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(corpus, tmp_path, signaled):
+    """Slurm signals the script before the time limit, and a preempted job perhaps its steps alone."""
+    run = tmp_path / "run"
     keys = {**CONSTANT_RATE, "checkpoint_interval": 10_000, "max_steps": 100_000}
-    arguments = small_run(corpus, folder, **keys)
+    arguments = small_run(corpus, run, **keys)
     job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
     process = job.start(arguments)
-    wait_for(lambda: len(completed_steps(folder)) > 3, 120)
-    return EndlessRun(job, folder, arguments, process)
-
-
-def assert_saved_and_requeued(job: Job, run: Path) -> None:
-    assert job.read("scontrol").endswith(f"requeue {JOB_ID}")
-    assert read_state(run)["step"] == completed_steps(run)[-1]
-
-
-@pytest.mark.slow
-def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(endless_run):
-    job, run, arguments, process = endless_run
-    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: len(completed_steps(run)) > 3, 120)
+    if signaled == "the job":
+        process.send_signal(signal.SIGTERM)
+    else:
+        for pid in job.read("steps").split():
+            os.killpg(int(pid), signal.SIGTERM)
     assert process.wait(timeout=60) == 0
-    assert job.read("scancel") == f"--signal=TERM {JOB_ID}"
-    assert_saved_and_requeued(job, run)
+    assert job.read("scancel") == (f"--signal=TERM {JOB_ID}" if signaled == "the job" else "")
+    assert job.read("scontrol").endswith(f"requeue {JOB_ID}")
+    last_step = completed_steps(run)[-1]
+    assert read_state(run)["step"] == last_step
+    assert not list(ROOT.glob(".stopped-*"))
 
     # the requeued job
-    last_step = completed_steps(run)[-1]
     (job.records / "steps").unlink()
     process = job.start([*arguments, f"--max_steps={last_step + 2}"])
     assert process.wait(timeout=120) == 0
     assert completed_steps(run) == list(range(1, last_step + 3))
-
-
-@pytest.mark.slow
-def test_a_preempted_job_whose_steps_alone_are_signaled_is_saved_and_requeued(endless_run):
-    job, run, _, process = endless_run
-    for pid in job.read("steps").split():
-        os.killpg(int(pid), signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
-    assert job.read("scancel") == ""
-    assert_saved_and_requeued(job, run)
-    assert not list(ROOT.glob(".stopped-*"))

@@ -5,58 +5,50 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import ROOT, small_run, wait_for
-from in_process import call, start_in_fork, torchrun
+from in_process import start_in_fork, torchrun
 from training_runs import CONSTANT_RATE, completed_steps, read_state, run_train, training_error
 
 import train
-from training import checkpoint, stopping
+from training import checkpoint, distributed, stopping
 from utils.machine import can_compile
+from utils.processes import World
 
 # neither a checkpoint nor an evaluation, in which a run stops as well, is due for long
-RARELY_SAVED = {"checkpoint_interval": 10_000, "eval_interval": 10_000, "max_steps": 500}
+RARELY_SAVED = {"checkpoint_interval": 10_000, "eval_interval": 10_000}
 
 
-def start_thread_that_waits(condition, action) -> None:
-    """Call action once the condition holds, while a run trains in this process."""
+def act_in_step_4(monkeypatch: pytest.MonkeyPatch, action: Callable) -> None:
+    """Let runs of this process call an action at the beginning of their step 4."""
+    seed_step = distributed.seed_step
 
-    def wait_and_act():
-        wait_for(condition)
-        action()
+    def act_and_seed(seed: int, step: int, world: World) -> None:
+        if step == 4:
+            action()
+        seed_step(seed, step, world)
 
-    threading.Thread(target=wait_and_act, daemon=True).start()
-
-
-def train_until_signal(arguments: list[str], condition, number=signal.SIGTERM) -> str:
-    """Run train.py in this process, signal it once the condition holds; return what it prints."""
-    start_thread_that_waits(condition, lambda: os.kill(os.getpid(), number))
-    result = call("train.py", *arguments)
-    assert result.returncode == stopping.EXIT_CODE == 75, result.stderr.decode()
-    return result.stdout.decode()
+    monkeypatch.setattr(distributed, "seed_step", act_and_seed)
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2], ids=lambda n: n.name
 )
-def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, number):
-    if number == signal.SIGHUP:
-        signal.signal(number, signal.SIG_DFL)  # the tests may have been started with nohup
+def test_a_signal_saves_and_ends_with_a_code_of_its_own(corpus, tmp_path, monkeypatch, number):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started with nohup
+    act_in_step_4(monkeypatch, lambda: os.kill(os.getpid(), number))
     arguments = small_run(corpus, tmp_path, **CONSTANT_RATE, **RARELY_SAVED)
-    printed = train_until_signal(arguments, lambda: len(completed_steps(tmp_path)) > 3, number)
-    assert f"({number.name}); resume with --resume=auto" in printed
-    steps = completed_steps(tmp_path)
-    assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) < RARELY_SAVED["max_steps"]
-    assert read_state(tmp_path)["step"] == steps[-1]
-
-    run_train(*arguments, f"--max_steps={steps[-1] + 2}")
-    assert completed_steps(tmp_path) == list(range(1, steps[-1] + 3))
+    printed = run_train(*arguments, exit_code=75)
+    assert f"stopped after step 4 ({number.name}); resume with --resume=auto" in printed
+    assert completed_steps(tmp_path) == [1, 2, 3, 4]
+    assert read_state(tmp_path)["step"] == 4
+    run_train(*arguments)
+    assert completed_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_puts_back_what_it_changes_in_its_process(corpus, tmp_path, monkeypatch):
@@ -69,6 +61,7 @@ def test_a_run_puts_back_what_it_changes_in_its_process(corpus, tmp_path, monkey
             torch.utils.deterministic.fill_uninitialized_memory,
         ]
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started with nohup
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(False)
@@ -106,14 +99,13 @@ exec g++ "$@"
 def test_a_signal_that_also_ends_the_compiler_loses_no_step(corpus, tmp_path):
     run = tmp_path / "run"
     arguments = small_run(corpus, run, **CONSTANT_RATE, **RARELY_SAVED)
-    train_until_signal(arguments, lambda: len(completed_steps(run)) > 1)
-    steps = len(completed_steps(run))
+    run_train(*arguments, "--max_steps=2")
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER.format(marker=tmp_path / "marker"))
     compiler.chmod(0o755)
     environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     stopped = subprocess.run(
-        [sys.executable, "train.py", *arguments, "--compile=blocks", "--resume=auto"],
+        [sys.executable, "train.py", *arguments, "--compile=blocks"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
@@ -122,11 +114,20 @@ def test_a_signal_that_also_ends_the_compiler_loses_no_step(corpus, tmp_path):
         start_new_session=True,
     )
     assert stopped.returncode == stopping.EXIT_CODE, stopped.stderr
-    assert f"stopped after step {steps} (SIGINT); resume with --resume=auto" in stopped.stdout
+    assert "stopped after step 2 (SIGINT); resume with --resume=auto" in stopped.stdout
     assert (tmp_path / "marker").exists()
-    assert read_state(run)["step"] == steps
-    run_train(*arguments, "--resume=auto", f"--max_steps={steps + 2}")
-    assert completed_steps(run) == list(range(1, steps + 3))
+    assert read_state(run)["step"] == 2
+    run_train(*arguments)
+    assert completed_steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_error_of_the_compiler_without_a_signal_is_no_stop(corpus, tmp_path, monkeypatch):
+    def fail(run, batches):
+        raise torch._dynamo.exc.Unsupported("it cannot be compiled")
+
+    monkeypatch.setattr(train, "compute_gradients", fail)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        run_train(*small_run(corpus, tmp_path / "run"))
 
 
 def test_nohup_keeps_a_run_from_stopping_when_the_terminal_closes():
@@ -169,9 +170,9 @@ def test_the_second_signal_ends_the_process_at_once():
 
 
 def test_max_seconds_leaves_time_for_two_steps_and_a_save(monkeypatch):
-    clock = SimpleNamespace(seconds=100.0)
+    clock = SimpleNamespace(seconds=101.0)
     monkeypatch.setattr(stopping.time, "monotonic", lambda: clock.seconds)
-    stop = stopping.Stop(10.0)
+    stop = stopping.Stop(10.0, start_time=100.0)
     stop.record_step_seconds(60.0)  # the first step compiles, and does not count
     assert stop.reason() is None
     stop.record_step_seconds(2.0)
@@ -182,23 +183,6 @@ def test_max_seconds_leaves_time_for_two_steps_and_a_save(monkeypatch):
     assert stop.reason() == "max_seconds=10"
     stop.save_seconds = 1.0  # the last checkpoint took less time
     assert stop.reason() == "max_seconds=10"
-
-
-def test_max_seconds_count_from_the_given_time(monkeypatch):
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: 105.0)
-    assert stopping.Stop(10.0, start_time=96.0).reason() is None
-    assert stopping.Stop(10.0, start_time=95.0).reason() == "max_seconds=10"
-
-
-@pytest.mark.parametrize(("local_rank", "num_lines"), [("0", 1), ("3", 0)])
-def test_one_process_of_a_machine_says_that_a_signal_stops_the_run(
-    local_rank, num_lines, monkeypatch, capfd
-):
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    stop = stopping.Stop(None)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.reason() == "SIGTERM"
-    assert capfd.readouterr().err.count("the run stops after this step") == num_lines
 
 
 def test_a_second_process_is_refused_while_a_run_trains(corpus, tmp_path):
@@ -244,20 +228,12 @@ def test_a_full_disk_keeps_the_run_training_and_the_last_checkpoint(corpus, tmp_
     assert completed_steps(run) == list(range(1, step + 6))
 
 
-def test_a_run_folder_that_is_removed_is_created_again(corpus, tmp_path):
+def test_a_run_folder_that_is_removed_is_created_again(corpus, tmp_path, monkeypatch):
     run = tmp_path / "run"
-
-    def remove_and_stop():
-        run.rename(tmp_path / "removed")  # atomic: a deletion can fail while the run writes
-        wait_for(lambda: len(completed_steps(run)) > 3)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    start_thread_that_waits(lambda: len(completed_steps(run)) > 3, remove_and_stop)
-    arguments = small_run(
-        corpus, run, **CONSTANT_RATE, checkpoint_interval=100_000, max_steps=100_000
-    )
-    assert call("train.py", *arguments).returncode == 75
-    assert read_state(run)["step"] == completed_steps(run)[-1]
+    act_in_step_4(monkeypatch, lambda: run.rename(tmp_path / "removed"))
+    run_train(*small_run(corpus, run, **CONSTANT_RATE))
+    assert completed_steps(run) == [4, 5, 6]
+    assert read_state(run)["step"] == 6
 
 
 def test_output_that_cannot_be_written_does_not_end_a_run(corpus, tmp_path):
@@ -284,3 +260,19 @@ def test_restarts_do_not_extend_max_seconds(corpus, tmp_path):
     assert result.returncode == 0
     assert result.stdout.count("(max_seconds=3); resume with --resume=auto") == 1
     assert result.stdout.count("run folder") == 1
+
+
+def test_ctrl_c_ends_sampling_in_one_line(corpus, tmp_path):
+    run_train(*small_run(corpus, tmp_path, max_steps=1))
+    process = subprocess.Popen(
+        [sys.executable, "sample.py", str(tmp_path), "--max_new_tokens=1000000", "--prompt=a"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout.read(30)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == b"sample.py: interrupted\n"

@@ -1,14 +1,12 @@
 """Run by test_kernel_streams.py: compare a fused model under DDP and FSDP2 with the plain one."""
 
 import copy
-import tempfile
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from fused import check_close, set_num_processors
+from in_process import run_on_ranks
 from models import TINY
 from torch import nn
 
@@ -16,6 +14,7 @@ from model import build, kernels
 from model.causality import move_parameters
 from training.checkpoint import gather_tensors
 from training.distributed import parallelize
+from utils.processes import World
 
 
 def gradients(
@@ -26,11 +25,9 @@ def gradients(
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def work(rank: int, folder: str) -> None:
+def compare_engines(world: World) -> None:
     """Compare the gradients of both engines with those of the float64 model, on one of two ranks."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     set_num_processors(pytest.MonkeyPatch(), 1)
-    world = SimpleNamespace(world_size=2, device=torch.device("cpu"), is_main=rank == 0)
     torch.manual_seed(0)
     model = move_parameters(build("DDL-gpt-mha-rope-CC-EC", **{**TINY, "num_hidden_layers": 1}))
     ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 1, 3))
@@ -40,14 +37,11 @@ def work(rank: int, folder: str) -> None:
         fused = copy.deepcopy(model)
         kernels.use(fused, "on", "cpu")
         run, _ = parallelize(fused, world, engine=engine, compile=False)
-        grads = gradients(fused, run, ids[rank], targets[rank])
-        collected = gather_tensors(grads, world.is_main, copy=False)
-        assert not world.is_main or collected.keys() == expected.keys()
-        for name, gradient in collected.items():
+        complete = gather_tensors(gradients(fused, run, ids[world.rank], targets[world.rank]))
+        assert not world.is_main or complete.keys() == expected.keys()
+        for name, gradient in complete.items():
             check_close(f"{engine} {name}", gradient, expected[name], 1e-4)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(work, (folder,), nprocs=2, start_method="fork")
+    run_on_ranks(compare_engines, 2)
