@@ -25,17 +25,26 @@ if TYPE_CHECKING:
 
 CONFIDENCE_LEVEL = 0.95  # of every interval
 SIGNIFICANCE_LEVEL = 1 - CONFIDENCE_LEVEL
-# metrics that are stored as fractions and displayed in percent
-FRACTION_METRICS = {"val_accuracy": "accuracy (%)", "val_exact_match": "exact match (%)"}
-METRIC_LABELS = {
-    "val_loss": "validation loss",
-    "ema_val_loss": "validation loss of averaged weights",
-    "val_perplexity": "perplexity",
-    "val_bits_per_byte": "bits per byte",
-    **FRACTION_METRICS,
-}
 MAX_LABEL_LENGTH = 60  # characters
 FIRST_LABEL_KEYS = ("model", "hidden_size", "num_hidden_layers")
+
+
+class Metric(NamedTuple):
+    """How tables display a metric; a fraction is displayed in percent."""
+
+    label: str
+    digits: int
+    is_fraction: bool = False
+
+
+METRICS = {
+    "val_loss": Metric("validation loss", 4),
+    "ema_val_loss": Metric("validation loss of averaged weights", 4),
+    "val_perplexity": Metric("perplexity", 3),
+    "val_bits_per_byte": Metric("bits per byte", 4),
+    "val_accuracy": Metric("accuracy (%)", 2, is_fraction=True),
+    "val_exact_match": Metric("exact match (%)", 2, is_fraction=True),
+}
 
 
 def import_stats() -> ModuleType:
@@ -233,7 +242,7 @@ def get_column(runs: "pl.DataFrame", column: str) -> list:
 
 def to_display_unit(estimate: Estimate, metric: str) -> Estimate:
     """Convert an estimate of a fraction to percent; other metrics keep their unit."""
-    return estimate.scale(100) if metric in FRACTION_METRICS else estimate
+    return estimate.scale(100) if METRICS[metric].is_fraction else estimate
 
 
 def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
@@ -245,9 +254,14 @@ def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
     Raises:
         ValueError: no run has the key
     """
-    columns = {"run": "name", "tokenizer": "corpus.tokenizer", "seed": "seed"}
-    columns |= {column: column for column in runs.columns if is_setting(column)}
-    columns |= {"model": "model", "commit": "commit"}
+    columns = {
+        "run": "name",
+        "tokenizer": "corpus.tokenizer",
+        "seed": "seed",
+        "model": "model",
+        "commit": "commit",
+        **{column: column for column in runs.columns if is_setting(column)},
+    }
     if key not in columns:
         raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, columns)}")
     return columns[key]
@@ -472,7 +486,8 @@ def compare_groups(
         compare_pair(group, baseline, metric) for group in groups if group is not baseline
     ]
     estimates = [comparison.estimate for comparison in comparisons if comparison.estimate]
-    verdicts = iter(judge_differences(estimates, lower_is_better=metric not in FRACTION_METRICS))
+    lower_is_better = not METRICS[metric].is_fraction
+    verdicts = iter(judge_differences(estimates, lower_is_better))
     return [
         replace(comparison, verdict=next(verdicts)) if comparison.estimate else comparison
         for comparison in comparisons

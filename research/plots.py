@@ -15,7 +15,7 @@ import numpy as np
 
 from research.compare import (
     CONFIDENCE_LEVEL,
-    METRIC_LABELS,
+    METRICS,
     Estimate,
     Group,
     import_stats,
@@ -453,7 +453,7 @@ def plot_metric(
             )
         axis.set(
             xlabel=x_key or "",
-            ylabel=METRIC_LABELS.get(metric, metric),
+            ylabel=METRICS[metric].label,
             title="error bars: 95% interval of the mean over seeds",
         )
         if numeric_keys:

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import argument, option
 from evaluation import published
 from research import compare, plots, runs, tables
-from research.commands import Command, read_command
+from research.commands import Command, run_command
 from research.storage import store_figures
 from training import metrics
-from utils import errors, files
+from utils import files
 
 if TYPE_CHECKING:
     import polars as pl
@@ -336,10 +336,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command."""
-    args = read_command(__doc__, COMMANDS)
-    with errors.one_line_errors():
-        COMMANDS[args.command].run(args)
+    run_command(__doc__, COMMANDS)
 
 
 if __name__ == "__main__":

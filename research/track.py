@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -345,28 +344,16 @@ class Runner:
         Raises:
             ValueError: a run failed; those that had begun are finished first
         """
-        running: dict[Future, Run] = {}
-        with ThreadPoolExecutor(self.jobs) as pool:
-            while True:
-                plan = make_plan(self.entry, self.losses)
-                for run in plan.missing:
-                    if (
-                        run not in running.values()
-                        and len(running) < self.jobs
-                        and not self.signals
-                    ):
-                        running[pool.submit(self.train, run)] = run
-                if not running:
-                    return
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    run = running.pop(future)
-                    row = future.result()
-                    if row is not None:
-                        self.store(run, row)
 
-    def store(self, run: Run, row: dict) -> None:
-        """Store the row of a finished run, and print a line about it."""
+        def list_missing() -> list[Run]:
+            return [] if self.signals else make_plan(self.entry, self.losses).missing
+
+        sweep.run_missing(list_missing, self.train, self.store, self.jobs)
+
+    def store(self, run: Run, row: dict | None) -> None:
+        """Store the row of a finished run, and print a line about it; None is that of a stopped run."""
+        if row is None:
+            return
         self.losses[run] = row["val_loss"]
         self.stored["runs"].append(row)
         write_entry(self.entry, self.stored)

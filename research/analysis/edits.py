@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from data.loader import IGNORED_TARGET, ValidationBatches
+from data.loader import IGNORED_TARGET
 from model.block import Site, State, Stream
 from model.ddl import DeltaRewrite
 from model.gpt import GPT
@@ -164,39 +164,33 @@ def measure_losses_from(
     return torch.stack(losses)
 
 
-def measure_effects(
-    model: GPT,
-    batches: ValidationBatches,
-    sequences: list[int],
-    batch_size: int,
-    names: list[str] | None,
-    label: str,
-) -> list[dict]:
+def measure_effects(run: common.LoadedRun, batch_size: int, names: list[str] | None) -> list[dict]:
     """Return how much each edit changes the mean loss per target, at each site and at all at once.
 
-    Args:
-        names: of the edits; None for all
-        label: of the model, for lines of progress
+    names: of the edits; None for all
     """
-    edits = choose_edits(model, names)
+    edits = choose_edits(run.model, names)
     writes_by_key: dict[tuple, dict[SiteKey, Write]] = {}
     for name, writes in edits.items():
         if len(writes) > 1:
             writes_by_key[*ALL_SITES, name] = writes
         for site_key, write in writes.items():
             writes_by_key[*site_key, name] = {site_key: write}
-    num_targets = common.count_targets(batches, sequences)
+    num_targets: list[torch.Tensor] = []
     unedited: list[torch.Tensor] = []
     losses: dict[tuple, list[torch.Tensor]] = {key: [] for key in writes_by_key}
-    device = common.get_device(model)
-    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, label):
-        block_inputs = record_block_inputs(model, ids)
-        unedited.append(measure_losses_from(model, block_inputs, targets, {}))
+    for ids, targets in run.iterate_batches(batch_size):
+        # in some tasks, documents have different numbers of labels
+        num_targets.append((targets != IGNORED_TARGET).sum(1).cpu())
+        block_inputs = record_block_inputs(run.model, ids)
+        unedited.append(measure_losses_from(run.model, block_inputs, targets, {}))
         for key, writes in writes_by_key.items():
-            losses[key].append(measure_losses_from(model, block_inputs, targets, writes))
+            losses[key].append(measure_losses_from(run.model, block_inputs, targets, writes))
     effects = []
     for (layer, site_name, name), edited in losses.items():
-        difference = estimate_difference(torch.cat(edited), torch.cat(unedited), num_targets)
+        difference = estimate_difference(
+            torch.cat(edited), torch.cat(unedited), torch.cat(num_targets)
+        )
         effects.append(
             {
                 "layer": layer,

@@ -21,11 +21,8 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from configurator import option
-from data.loader import ValidationBatches
-from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream
 from model.ddl import DeltaRewrite, project_onto_k
-from model.gpt import GPT
 from research import compare, plots
 from research.analysis import common, edits
 from utils import files, tables
@@ -130,9 +127,14 @@ def measure_change(state: State, written: State) -> dict[str, torch.Tensor]:
     """Return `write_size` (B, T), ||X' - X|| / ||X||, unless the state grows with depth."""
     if [part.shape for part in tree_leaves(state)] != [part.shape for part in tree_leaves(written)]:
         return {}
-    old = common.concatenate_state(state)
+    old = concatenate_state(state)
     norm = old.norm(dim=-1).clamp_min(torch.finfo(old.dtype).tiny)
-    return {"write_size": (common.concatenate_state(written) - old).norm(dim=-1) / norm}
+    return {"write_size": (concatenate_state(written) - old).norm(dim=-1) / norm}
+
+
+def concatenate_state(state: State) -> torch.Tensor:
+    """Return all numbers of each token side by side: (B, T, ...), or a tuple of such, -> (B, T, n)."""
+    return torch.cat([part.flatten(2) for part in tree_leaves(state)], dim=-1)
 
 
 def measure_turns(
@@ -161,30 +163,21 @@ def summarize_numbers(numbers: torch.Tensor) -> dict[str, float]:
 # ---- a run ----
 
 
-def measure_run(
-    model: GPT,
-    encoding: Tokenizer,
-    batches: ValidationBatches,
-    sequences: list[int],
-    args: SimpleNamespace,
-    label: str,
-) -> dict:
-    """Return the statistics of each site over sequences of full length, and the effects of edits.
+def measure_run(run: common.LoadedRun, args: SimpleNamespace) -> dict:
+    """Return the statistics of each site over the sequences, and the effects of edits.
 
     Raises:
         ValueError: a number is not finite, or args.edits names an edit that the model does not have
     """
     names = None if args.edits == "all" else args.edits.split(",")
     if args.edits != "none":
-        edits.choose_edits(
-            model, names
-        )  # a wrong name should be noticed before anything is measured
+        # a wrong name should be noticed before anything is measured
+        edits.choose_edits(run.model, names)
     values: dict[tuple[int, str], dict[str, list[torch.Tensor]]] = {}
-    device = common.get_device(model)
     with torch.no_grad():
-        for ids, _ in common.iterate_batches(batches, sequences, args.rows, device, label):
-            with model.through(Audit(values)):
-                model.hidden(ids)
+        for ids, _ in run.iterate_batches(args.rows):
+            with run.model.through(Audit(values)):
+                run.model.hidden(ids)
     sites = []
     for (layer, site_name), by_name in values.items():
         statistics = {
@@ -193,7 +186,7 @@ def measure_run(
         sites.append({"layer": layer, "site": site_name, "statistics": statistics})
     effects = []
     if args.edits != "none":
-        effects = edits.measure_effects(model, batches, sequences, args.rows, names, label)
+        effects = edits.measure_effects(run, args.rows, names)
     return {"sites": sites, "effects": effects}
 
 
@@ -249,8 +242,8 @@ class Group:
         by_site = {}
         for row in self.rows[0]["effects"]:
             if row["edit"] == edit and row["layer"] is not None:
-                key = (row["layer"], row["site"])
-                by_site[key] = self.get_effect(*key, edit)
+                effect = self.get_effect(row["layer"], row["site"], edit)
+                by_site[row["layer"], row["site"]] = effect
 
         judged = {}
         if edit in at_all_sites:
@@ -496,8 +489,3 @@ def finish(rows: list[dict], out: Path) -> None:
     page = format_page(groups, pictures)
     files.write_text(out.with_suffix(".md"), page)
     print(page)
-
-
-def run(args: SimpleNamespace) -> None:
-    """Measure every run and store its figures; then draw them and write the page."""
-    common.analyze_runs(args, "gates", measure_run, summarize, finish)

@@ -16,15 +16,16 @@ import torch
 from configurator import option
 from model import MODEL_NAMES
 from research.benchmarks import models
-from research.benchmarks.figures import Figures, pop_used_launches
 from research.benchmarks.models import BASELINE, Contender, make_row_name
 from research.benchmarks.timing import (
     compute_percentiles,
     compute_speed_ratios,
     format_spread,
     measure,
+    pop_used_launches,
     repeat_and_synchronize,
 )
+from research.storage import Figures
 from training.metrics import compute_nominal_flops_per_token, get_peak_flops
 from utils import machine, processes, tables
 

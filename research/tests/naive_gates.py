@@ -12,17 +12,6 @@ from naive import attention, branch_mult, expand, mlp, read, rms_norm, select, s
 
 
 @dataclass
-class NaiveEdit:
-    """How a write is edited."""
-
-    # replaces the gate
-    beta: float | None = None
-
-    # whether the update has its erase
-    erase: bool = True
-
-
-@dataclass
 class TokenWrite:
     """What a site does to the state of one token; the gate includes the factor on the update."""
 
@@ -32,43 +21,32 @@ class TokenWrite:
     beta: torch.Tensor
     v: torch.Tensor
 
-    # the map of X: I - beta k k^T, or I without the erase
+    # the map of X: I - beta k k^T
     A: torch.Tensor
 
 
-def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
+def compute_write(w, X, h, x_in, c, cfg) -> TokenWrite:
     """Write to the state of one token: k-Map, a gate of one layer on c, and a value from x_in."""
     k = h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt()
-    beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
+    beta = branch_mult(cfg) * 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
     v = w["v_proj.weight"] @ x_in
     if cfg["ddl_v_bias"]:
         v = v + w["v_proj.bias"]
     if cfg["ddl_v_sigmoid"]:
         v = cfg["ddl_v_sigmoid_scale"] * sigmoid(v)
-    if edit.beta is not None:
-        beta = torch.full_like(beta, edit.beta)
-    beta = branch_mult(cfg) * beta
-    A = torch.eye(len(k), dtype=X.dtype)
-    if edit.erase and cfg["ddl_update"] != "write_only":
-        A = A - beta * torch.outer(k, k)
+    A = torch.eye(len(k), dtype=X.dtype) - beta * torch.outer(k, k)
     written = A @ X + beta * torch.outer(k, v)
     return TokenWrite(X, written, k, beta, v, A)
 
 
-def forward(
-    weights: dict,
-    cfg: dict,
-    ids: list[int],
-    kind: str,
-    embedding_conv: bool = False,
-    edits: dict[tuple[int, str], NaiveEdit] | None = None,
-) -> tuple[torch.Tensor, dict[tuple[int, str], list[TokenWrite]]]:
-    """Return the logits (T, vocab_size) of one sequence, and the writes of its tokens at each site.
+def list_writes(
+    weights: dict, cfg: dict, ids: list[int], kind: str, embedding_conv: bool
+) -> dict[tuple[int, str], list[TokenWrite]]:
+    """Return the writes of the tokens of one sequence at each site.
 
     Args:
         kind: how the compressor reads, as naive.read takes it
         embedding_conv: whether the expander has a convolution
-        edits: (layer, site name) -> edit
     """
     embeddings = [weights["transformer.wte.weight"][token] for token in ids]
     states = expand(weights, embeddings, cfg["ddl_value_channels"], embedding_conv)
@@ -79,38 +57,16 @@ def forward(
             ("ln_1.weight", attention, "attn"),
             ("ln_2.weight", mlp, "mlp"),
         ):
-            edit = (edits or {}).get((layer, name), NaiveEdit())
             x_ins = read(select(w, "compress."), states, kind)
             cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
             hs = sublayer(select(w, f"{name}."), cs, cfg)
             write_weights = select(w, f"ddl_{name}.")
             writes[layer, name] = [
-                compute_write(write_weights, X, h, x_in, c, cfg, edit)
+                compute_write(write_weights, X, h, x_in, c, cfg)
                 for X, h, x_in, c in zip(states, hs, x_ins, cs)
             ]
             states = [write.written for write in writes[layer, name]]
-    finals = [
-        rms_norm(x, weights["ln_f.weight"], 1e-5)
-        for x in read(select(weights, "readout."), states, kind)
-    ]
-    return torch.stack([weights["lm_head.weight"] @ x for x in finals]), writes
-
-
-def loss(
-    weights: dict,
-    cfg: dict,
-    ids: list[int],
-    targets: list[int],
-    kind: str,
-    embedding_conv: bool = False,
-    edits: dict[tuple[int, str], NaiveEdit] | None = None,
-) -> float:
-    """Return the mean loss of one sequence in nats per token; the arguments are those of `forward`."""
-    logits, _ = forward(weights, cfg, ids, kind, embedding_conv, edits)
-    total = 0.0
-    for row, target in zip(logits, targets):
-        total += (row.exp().sum().log() - row[target]).item()
-    return total / len(targets)
+    return writes
 
 
 def cosine(a, b) -> float:

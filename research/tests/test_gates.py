@@ -9,14 +9,12 @@ import naive_gates
 import numpy as np
 import pytest
 import torch
-from gates_helpers import READ_KINDS, build_moved
+from gates_helpers import READ_KINDS, build_moved, open_run
 from helpers import one_line_error, small_run
 from in_process import call
 
-from data import shards
-from data.loader import ValidationBatches
 from model import MODEL_NAMES
-from research.analysis import common, gates
+from research.analysis import gates
 
 CLOSE = {"rel": 1e-6, "abs": 1e-6}
 SITES = [(0, "attn"), (0, "mlp"), (1, "attn"), (1, "mlp")]
@@ -24,23 +22,21 @@ SITES = [(0, "attn"), (0, "mlp"), (1, "attn"), (1, "mlp")]
 
 def audit(model, corpus) -> tuple[dict, torch.Tensor]:
     """Return the audit of a model over three validation sequences, and their ids (3, T)."""
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, model.config.block_size)
-    sequences = common.select_sequences(batches, 3)
-    args = SimpleNamespace(rows=2, edits="none")
-    figures = gates.measure_run(model, None, batches, sequences, args, "")
-    ids, _ = batches.get(sequences, 3)
+    run = open_run(model, corpus, num_sequences=3)
+    figures = gates.measure_run(run, SimpleNamespace(rows=2, edits="none"))
+    ids, _ = run.batches.get(run.sequences, 3)
     return figures, ids
 
 
 def list_naive_writes(model_name: str, model, ids) -> list[dict]:
-    """Return, for each sequence, the writes at each site by naive_gates.forward."""
+    """Return, for each sequence, the writes at each site by naive_gates."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     weights["lm_head.weight"] = weights["transformer.wte.weight"]
     cfg = dataclasses.asdict(model.config)
     kind = READ_KINDS[model_name]
     has_embedding_conv = model_name.endswith("EC")
     return [
-        naive_gates.forward(weights, cfg, sequence, kind, embedding_conv=has_embedding_conv)[1]
+        naive_gates.list_writes(weights, cfg, sequence, kind, has_embedding_conv)
         for sequence in ids.tolist()
     ]
 
@@ -205,29 +201,18 @@ def test_the_command_stores_and_prints_its_page(corpus, tmp_path):
     for seed, run in enumerate(runs):
         arguments = small_run(corpus, run, max_steps=2, warmup_steps=1, seed=seed)
         assert call("train.py", *arguments).returncode == 0
-    result = call("research/analyze.py", "gates", runs[0], runs[1], "--windows=3", "--rows=2")
+    words = ("research/analyze.py", "gates", *runs, "--windows=3", "--rows=2")
+    message = "--edits=beta=3: the edits of this model are beta=0, beta=1, beta=2, no erase"
+    assert message in one_line_error(call(*words, "--edits=beta=3,no erase"))
+    assert not (tmp_path / "gates.json").exists()
+    result = call(*words)
     assert result.returncode == 0, result.stderr.decode()
     rows = json.loads((tmp_path / "gates.json").read_text())["rows"]
     assert [row["label"] for row in rows] == ["a, step 2", "b, step 2"]
-    assert [len(row["effects"]) for row in rows] == [
-        4 * (1 + 4)
-    ] * 2  # edits, at all sites and at each
+    # of each edit, at all sites and at each
+    assert [len(row["effects"]) for row in rows] == [4 * (1 + 4)] * 2
     page = (tmp_path / "gates.md").read_text()
     assert page in result.stdout.decode()
     assert "interval over 2 seeds" in page
-    assert {path.name for path in tmp_path.glob("gates_*.png")} == {
-        "gates_course.png",
-        "gates_edits.png",
-    }
-
-
-def test_mistakes_are_one_line(corpus, tmp_path):
-    run = tmp_path / "a"
-    arguments = small_run(corpus, run, max_steps=1, warmup_steps=0)
-    assert call("train.py", *arguments).returncode == 0
-    unknown_edit = call("research/analyze.py", "gates", run, "--edits=beta=3,no erase")
-    message = "--edits=beta=3: the edits of this model are beta=0, beta=1, beta=2, no erase"
-    assert message in one_line_error(unknown_edit)
-    assert not (run / "gates.json").exists()
-    no_run = call("research/analyze.py", "gates", tmp_path)
-    assert "no checkpoint" in one_line_error(no_run)
+    names = {path.name for path in tmp_path.glob("gates_*.png")}
+    assert names == {"gates_course.png", "gates_edits.png"}
