@@ -69,7 +69,6 @@ REPEATED = "lines of metrics.jsonl are of steps that were repeated"
 DAMAGE = {  # a line in the middle: (what a note says, the losses that are left)
     '{"step": 9, "lo': ("1 lines of metrics.jsonl are not records", [3, 2, 1]),
     "\udcff\udcfe\x00": ("1 lines of metrics.jsonl are not records", [3, 2, 1]),
-    "[1, 2]": ("1 lines of metrics.jsonl are not records", [3, 2, 1]),
     '{"loss": 5.0}': ("1 lines of metrics.jsonl are not records", [3, 2, 1]),
     '{"step": "3", "loss": 5.0}': ("1 lines of metrics.jsonl are not records", [3, 2, 1]),
     '{"step": 2, "val_loss": NaN}': ("no finite loss at step 2", [3, 2, 1]),

@@ -3,7 +3,6 @@
 import json
 
 from research.storage import store_figures
-from utils import provenance
 
 
 def test_figures_are_stored_with_the_origin_that_is_given(tmp_path):
@@ -12,12 +11,6 @@ def test_figures_are_stored_with_the_origin_that_is_given(tmp_path):
     for value in (1, 2):  # the file is replaced
         store_figures(figures, {"rows": [value]}, origin)
     assert json.loads(figures.read_text()) == {**origin, "rows": [2]}
-
-
-def test_figures_without_an_origin_have_that_of_this_process(tmp_path):
-    figures = tmp_path / "figures.json"
-    store_figures(figures, {"rows": []})
-    assert json.loads(figures.read_text()) == {**provenance.collect_provenance(), "rows": []}
 
 
 def test_uncommitted_changes_are_reported_once_per_file(tmp_path, capsys):
