@@ -7,6 +7,7 @@ a learning rate.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,10 +201,8 @@ class Group:
     @property
     def cautions(self) -> list[str]:
         """The reasons why the runs are no repetitions of one setting with one seed each."""
-        known_seeds = [seed for seed in self.seeds if seed is not None]
-        repeated_seeds = [
-            str(seed) for seed in dict.fromkeys(known_seeds) if known_seeds.count(seed) > 1
-        ]
+        seeds = Counter(seed for seed in self.seeds if seed is not None)
+        repeated_seeds = [str(seed) for seed, count in seeds.items() if count > 1]
         commits = sorted({commit or "unknown" for commit in self.get_column("commit")})
         corpora = sorted({get_corpus_digest(row) or "unknown" for row in self.rows})
         cautions = []
@@ -369,17 +368,16 @@ def name_groups(runs: "pl.DataFrame", keys: Sequence[str] = ()) -> list[str]:
         columns = {key: find_column(runs, key, "--by") for key in keys}
         names = []
         for row in runs.iter_rows(named=True):
-            values = {key: row[column] for key, column in columns.items()}
+            values = {key: str(row[column]) for key, column in columns.items()}
+            bare_keys = ("model", "run")
             parts = [
-                str(value) if key in ("model", "run") else f"{key}={value}"
-                for key, value in values.items()
+                value if key in bare_keys else f"{key}={value}" for key, value in values.items()
             ]
             names.append(" ".join(parts))
         return names
-    pl = import_polars()
     names = []
     for row in runs.iter_rows(named=True):
-        same_model = runs.filter(pl.col("model").eq_missing(row["model"]))
+        same_model = runs.filter(import_polars().col("model").eq_missing(row["model"]))
         parts = [row["model"] or row["name"]]
         if row["model"] is not None:
             parts += [f"{key}={row[key]}" for key in find_differing_keys(same_model)]

@@ -128,9 +128,10 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
         for metric, estimate in estimates.items():
             numbers[metric] = estimate.mean
             numbers[f"{metric}_ci95"] = estimate.half_width
-        numbers |= {f"published_{key}": value for key, value in published.items()}
+        for key, value in published.items():
+            numbers[f"published_{key}"] = value
         if comparison is not None:
-            numbers |= make_comparison_numbers(comparison)
+            numbers.update(make_comparison_numbers(comparison))
         table.numbers.append(numbers)
     return table
 

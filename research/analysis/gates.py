@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 from configurator import option
 from model.block import Site, State, Stream
 from model.ddl import DeltaRewrite, project_onto_k
-from research import compare, plots
+from research import plots
 from research.analysis import common, edits
+from research.compare import Estimate, estimate_mean, judge_differences
 from utils import files, tables
 
 if TYPE_CHECKING:
@@ -235,43 +236,38 @@ class Group:
         for the number of sites.
         """
         at_all_sites = {}
-        for name in self.edit_names:
-            effect = self.get_effect(*edits.ALL_SITES, name)
-            if effect is not None:
-                at_all_sites[name] = effect
         by_site = {}
-        for row in self.rows[0]["effects"]:
-            if row["edit"] == edit and row["layer"] is not None:
-                effect = self.get_effect(row["layer"], row["site"], edit)
-                by_site[row["layer"], row["site"]] = effect
-
+        for (layer, site, name), effect in self.estimate_effects().items():
+            if layer is None:
+                at_all_sites[name] = effect
+            elif name == edit:
+                by_site[layer, site] = effect
         judged = {}
-        if edit in at_all_sites:
-            words = compare.judge_differences(list(at_all_sites.values()))
-            verdict_by_edit = dict(zip(at_all_sites, words))
-            judged[edits.ALL_SITES] = (at_all_sites[edit], verdict_by_edit[edit])
-        words = compare.judge_differences(list(by_site.values()))
-        for key, word in zip(by_site, words):
-            judged[key] = (by_site[key], word)
+        for name, verdict in zip(at_all_sites, judge_differences(list(at_all_sites.values()))):
+            if name == edit:
+                judged[edits.ALL_SITES] = (at_all_sites[name], verdict)
+        for key, verdict in zip(by_site, judge_differences(list(by_site.values()))):
+            judged[key] = (by_site[key], verdict)
         return judged
 
-    def get_effect(self, layer: int | None, site: str, edit: str) -> compare.Estimate | None:
-        """Return the change of the loss, or None if the site does not have the edit."""
-        key = {"layer": layer, "site": site, "edit": edit}
-        effects = [
-            effect
-            for row in self.rows
-            for effect in row["effects"]
-            if key.items() <= effect.items()
-        ]
-        if not effects:
-            return None
+    def estimate_effects(self) -> dict[tuple[int | None, str, str], Estimate]:
+        """Return {(layer, site, edit): the change of the loss}."""
+        effects_by_key: dict[tuple[int | None, str, str], list[dict]] = {}
+        for row in self.rows:
+            for effect in row["effects"]:
+                key = (effect["layer"], effect["site"], effect["edit"])
+                effects_by_key.setdefault(key, []).append(effect)
         if len(self.rows) > 1:
-            return compare.estimate_mean([effect["difference"] for effect in effects])
-        [effect] = effects
-        return compare.Estimate(
-            effect["difference"], effect["ci95"], effect["p_value"], effect["windows"]
-        )
+            return {
+                key: estimate_mean([effect["difference"] for effect in effects])
+                for key, effects in effects_by_key.items()
+            }
+        return {
+            key: Estimate(
+                effect["difference"], effect["ci95"], effect["p_value"], effect["windows"]
+            )
+            for key, [effect] in effects_by_key.items()
+        }
 
 
 def group_rows(rows: list[dict]) -> list[Group]:
@@ -310,7 +306,7 @@ def format_statistics_table(group: Group) -> str:
         low = min(means, key=means.get)
         high = max(means, key=means.get)
         extremes = f"{means[low]:.4g} ({low}) to {means[high]:.4g} ({high})"
-        rows.append([name, compare.estimate_mean(by_run.tolist()).format(".4g"), extremes])
+        rows.append([name, estimate_mean(by_run.tolist()).format(".4g"), extremes])
     header = ["statistic", "mean over sites (runs)", "lowest to highest site"]
     return tables.format_markdown(header, rows)
 
