@@ -44,6 +44,7 @@ from research.track_plan import (
     Entry,
     Run,
     Tier,
+    get_baseline,
     make_plan,
     read_entry,
     read_losses,
@@ -194,23 +195,19 @@ def measure_speed(entry: Entry) -> dict[str, float | str | None]:
     """
     settings = entry.tier.read_settings()
     shape = (2, settings["micro_batch_size"], settings["block_size"])
-    ids_and_targets = torch.randint(
-        settings["vocab_size"], shape, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(settings["vocab_size"], shape, generator=generator)
     torch.set_num_threads(1)
     contenders = {
         name: Contender(
             name,
             build_model(member, "cpu"),
-            make_batch=lambda: ids_and_targets,
+            batch=batch.unbind(),
             device=torch.device("cpu"),
             dtype=torch.float32,
             compiled=configurator.read_config_files(entry.tier.config)["compile"],
         )
-        for name, member in (
-            ("baseline", Entry(entry.tier, entry.tier.baseline, {})),
-            ("entry", entry),
-        )
+        for name, member in {"baseline": get_baseline(entry.tier), "entry": entry}.items()
     }
     turns = {name: contender.train for name, contender in contenders.items()}
     seconds = timing.measure(turns, warmup=3, rounds=SPEED_ROUNDS)
@@ -389,7 +386,7 @@ def estimate_seconds(entry: Entry, num_steps: int, jobs: int) -> float | None:
 
     If the speed has not been measured, FLOPs stand for it.
     """
-    baseline = read_entry(Entry(entry.tier, entry.tier.baseline, {}))
+    baseline = read_entry(get_baseline(entry.tier))
     if not baseline["runs"]:
         return None
     seconds = statistics.median(row["seconds"] / row["steps"] for row in baseline["runs"])
@@ -476,7 +473,7 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
 def list_rows(tier: Tier) -> list[dict[str, Any]]:
     """Return the rows of all stored entries, the lowest loss first and incomplete entries last."""
     entries = [files.read_json(path) for path in sorted(tier.results.glob("*.json"))]
-    baseline = read_entry(Entry(tier, tier.baseline, {}))
+    baseline = read_entry(get_baseline(tier))
     if not baseline["runs"]:
         raise ValueError(f"no run of {tier.baseline} is stored in {tier.results}")
     rows = [make_row(stored, tier, baseline) for stored in entries]

@@ -182,6 +182,11 @@ class Entry:
         return self.tier.tuning_seed + self.first_seed
 
 
+def get_baseline(tier: Tier) -> Entry:
+    """Return the entry with which all others of a tier are compared."""
+    return Entry(tier, tier.baseline, keys={})
+
+
 class Plan(NamedTuple):
     """What an entry's finished runs say about the others.
 

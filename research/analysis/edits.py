@@ -70,17 +70,9 @@ class EditedStream(Stream):
     def __init__(self, writes: dict[SiteKey, Write]):
         self.writes = writes
 
-    def write(
-        self,
-        site: Site,
-        state: State,
-        h: torch.Tensor,
-        x_in: torch.Tensor | tuple,
-        c: torch.Tensor,
-        cache: dict | None,
-    ) -> State:
+    def write(self, site: Site, state: State, *args: object) -> State:
         edited = replace(site, write=self.writes.get((site.layer, site.name), site.write))
-        return super().write(edited, state, h, x_in, c, cache)
+        return super().write(edited, state, *args)
 
 
 def choose_edits(model: GPT, names: list[str] | None) -> dict[str, dict[SiteKey, Write]]:

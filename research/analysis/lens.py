@@ -55,16 +55,8 @@ class Lens(Stream):
         self.decode(state)
         return state
 
-    def write(
-        self,
-        site: Site,
-        state: State,
-        h: torch.Tensor,
-        x_in: torch.Tensor | tuple,
-        c: torch.Tensor,
-        cache: dict | None,
-    ) -> State:
-        written = super().write(site, state, h, x_in, c, cache)
+    def write(self, site: Site, state: State, *args: object) -> State:
+        written = super().write(site, state, *args)
         self.decode(written)
         return written
 

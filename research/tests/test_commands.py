@@ -149,14 +149,3 @@ def test_every_stored_result_is_named_on_a_page_and_what_pages_name_exists():
     # what a commit has is shown by `git show COMMIT:FILE`
     named = set(re.findall(r"(?<!:)results/((?:[\w-]+/)*[\w-]+\.(?:json|jsonl|csv|png))\b", text))
     assert named - stored - {"track/cpu-1.png"} == set()
-
-
-def test_both_folders_of_tests_can_be_collected_in_one_call():
-    """Pytest imports test modules by their names, without the folder."""
-    names = [
-        path.name
-        for folder in ("tests", "research/tests")
-        for path in (ROOT / folder).glob("*.py")
-        if path.name != "conftest.py"
-    ]
-    assert len(names) == len(set(names))

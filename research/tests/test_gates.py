@@ -95,18 +95,6 @@ def test_a_write_without_an_erase_has_no_statistics_of_one(corpus):
     assert not statistics.keys() & {"erased", "contraction", "reflects"}
 
 
-def test_the_gate_of_another_stream_is_what_its_write_reports(corpus):
-    model = build_moved("MGT-gpt-mha", mgt_lambda=0.7, mgt_epsilon=0.1)
-    figures, ids = audit(model, corpus)
-    layer = model.transformer.h[0].write_attn.beta
-    x = model.transformer.wte(ids).detach().flatten(0, 1).numpy()
-    logits = x @ layer.weight.detach().numpy().T + layer.bias.detach().numpy()
-    beta = 0.7 * np.tanh(logits) + 0.1
-    statistics = figures["sites"][0]["statistics"]
-    assert statistics["beta"]["mean"] == pytest.approx(beta.mean(), **CLOSE)
-    assert statistics["beta_negative"]["mean"] == pytest.approx((beta < 0).mean(), abs=1e-9)
-
-
 @pytest.mark.parametrize("model_name", [*MODEL_NAMES, "momentum-gpt-mha-rope"])
 def test_every_stream_is_audited_and_has_a_page_and_a_figure(
     model_name, corpus, example_streams, tmp_path

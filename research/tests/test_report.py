@@ -35,10 +35,10 @@ def test_the_table_has_means_intervals_and_paired_differences(tmp_path):
         for seed, loss in enumerate(losses):
             scores = {"ema_val_loss": loss + 1, "val_bits_per_byte": loss / 2}
             write_run(tmp_path / f"{model_name}-{seed}", model_name, seed, val=loss, scores=scores)
-    stored = tmp_path / "runs.csv"
-    assert call("research/report.py", "runs", tmp_path, f"--out={stored}").returncode == 0
+    runs_file = tmp_path / "runs.csv"
+    assert call("research/report.py", "runs", tmp_path, f"--out={runs_file}").returncode == 0
     tables_printed = []
-    for source in (tmp_path, stored):
+    for source in (tmp_path, runs_file):
         out = tmp_path / "table.json"
         result = call("research/report.py", "table", source, f"--against={BASE}", f"--json={out}")
         tables_printed.append(result.stdout.decode())
@@ -53,29 +53,26 @@ def test_the_table_has_means_intervals_and_paired_differences(tmp_path):
         assert f"{mean / 2:+.4f} ± {half_width / 2:.4f}" in tables_printed[-1]
         assert (groups[DDL]["verdict"], groups[DDL]["n"]) == ("better", 3)
     assert tables_printed[0] == tables_printed[1]
-    rows = json.loads(out.read_text())["rows"]
-    assert rows[0].keys() >= {"run", "model", "seed", "step", "val_loss"}
-
-
-ACCURACY = {BASE: [0.50, 0.53, 0.51], DDL: [0.70, 0.74, 0.69]}  # by seed
-
-
-def test_synthetic_tasks_are_compared_by_their_accuracy(tmp_path):
-    for model_name, values in ACCURACY.items():
-        for seed, value in enumerate(values):
-            write_run(
-                tmp_path / f"{model_name}-{seed}", model_name, seed, scores={"val_accuracy": value}
-            )
-    gains = [own - base for own, base in zip(ACCURACY[DDL], ACCURACY[BASE])]
-    mean, half = by_hand([100 * gain for gain in gains])
-    out = tmp_path / "rows.json"
-    result = call("research/report.py", "table", tmp_path, f"--against={BASE}", f"--json={out}")
-    assert f"{mean:+.2f} ± {half:.2f}" in result.stdout.decode()
     stored = json.loads(out.read_text())
-    group = next(group for group in stored["groups"] if group["model"] == DDL)
-    assert group["difference"] == pytest.approx(mean)  # in percent, as val_accuracy beside it
-    assert group["val_accuracy"] == pytest.approx(100 * np.mean(ACCURACY[DDL]))
-    assert stored.keys() >= {"commit", "machine", "date", "torch", "rows"}
+    assert stored["rows"][0].keys() >= {"run", "model", "seed", "step", "val_loss"}
+    assert stored.keys() >= {"commit", "machine", "date", "torch"}
+
+
+def test_synthetic_tasks_are_compared_by_their_accuracy_in_percent(tmp_path):
+    accuracies = {BASE: [0.50, 0.53, 0.51], DDL: [0.70, 0.74, 0.69]}  # by seed
+    for model_name, values in accuracies.items():
+        for seed, value in enumerate(values):
+            folder = tmp_path / f"{model_name}-{seed}"
+            write_run(folder, model_name, seed, scores={"val_accuracy": value})
+    groups = compare.group_runs(load(tmp_path))
+    baseline = compare.find_baseline(groups, BASE)
+    table = tables.make_loss_table(groups, compare.compare_groups(groups, baseline))
+    mean, half = by_hand(np.subtract(accuracies[DDL], accuracies[BASE]).tolist())
+    assert f"{100 * mean:+.2f} ± {100 * half:.2f}" in table.format()
+    [numbers] = [group for group in table.numbers if group["model"] == DDL]
+    assert numbers["difference"] == pytest.approx(100 * mean)
+    assert numbers["val_accuracy"] == pytest.approx(100 * np.mean(accuracies[DDL]))
+    assert numbers["verdict"] == "better"
 
 
 @pytest.fixture
