@@ -370,12 +370,12 @@ def run_cell(
             stderr=subprocess.STDOUT,
             process_group=process_group,
         )
-        exit_code, num_signals_sent = wait_for_process(process, signals)
+        exit_code = wait_for_process(process, signals)
         log.seek(output_start)
         output = log.read().decode(errors="replace")
     is_finished = read_final_evaluation(cell) is not None
     # under torchrun, which has exit codes of its own, a run that was stopped ends with 0
-    was_stopped = exit_code == STOPPED or num_signals_sent or (num_processes > 1 and exit_code == 0)
+    was_stopped = exit_code == STOPPED or signals or (num_processes > 1 and exit_code == 0)
     if was_stopped and not is_finished:
         return STOPPED, find_last_line(output)
     if exit_code == 0 and not is_finished:
@@ -385,19 +385,15 @@ def run_cell(
     return exit_code, find_last_line(output)
 
 
-def wait_for_process(process: subprocess.Popen, signals: list[signal.Signals]) -> tuple[int, int]:
-    """Wait for the end of a process, and send it a SIGTERM when a signal is caught.
-
-    Returns:
-        the exit code, and the number of signals that it was sent
-    """
+def wait_for_process(process: subprocess.Popen, signals: list[signal.Signals]) -> int:
+    """Return the exit code of a process, which is sent a SIGTERM for each signal that is caught."""
     num_signals_sent = 0
     while True:
         if len(signals) > num_signals_sent:
             num_signals_sent = len(signals)
             process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=0.2), num_signals_sent
+            return process.wait(timeout=0.2)
 
 
 def find_last_line(output: str) -> str:

@@ -11,14 +11,6 @@ from model.causality import move_parameters
 from model.gpt import GPT
 from research.analysis.common import LoadedRun, select_sequences
 
-# model name -> how its compressor reads, as naive.read takes it
-READ_KINDS = {
-    "DDL-gpt-mha-rope": "token",
-    "DDL-gpt-mha-rope-CC": "channel",
-    "DDL-gpt-mha-rope-EC": "token",
-    "DDL-vdim1-gpt-mha-rope": "column",
-}
-
 
 def build_moved(model_name: str, **keys) -> GPT:
     """Return a small model in float64 whose parameters are all off their initial values."""

@@ -1,14 +1,16 @@
 """A second implementation of what `analyze.py gates` measures: loops over tokens, the dense A = I - beta k k^T.
 
-It computes in float64. Backbone and reads are naive.py's, from a state dict and a configuration; no code is shared with
-model/ or analysis/. In names and shapes, X (d, d_v) is the state of a token, k (d,) a direction and v (d_v,) a value.
+It computes in float64 from the parameters of sites and from what they get; no code is shared with the writes of model/
+or with analysis/. X (d, d_v) is the state of a token, k (d,) a direction and v (d_v,) a value.
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
-from naive import attention, branch_mult, expand, mlp, read, rms_norm, select, sigmoid
+from naive import branch_mult, sigmoid
+
+from model.block import Stream
 
 
 @dataclass
@@ -39,34 +41,20 @@ def compute_write(w, X, h, x_in, c, cfg) -> TokenWrite:
     return TokenWrite(X, written, k, beta, v, A)
 
 
-def list_writes(
-    weights: dict, cfg: dict, ids: list[int], kind: str, embedding_conv: bool
-) -> dict[tuple[int, str], list[TokenWrite]]:
-    """Return the writes of the tokens of one sequence at each site.
+class Recorder(Stream):
+    """Run the stream as it is, and record {(layer, site name): [sequence][token] -> TokenWrite}."""
 
-    Args:
-        kind: how the compressor reads, as naive.read takes it
-        embedding_conv: whether the expander has a convolution
-    """
-    embeddings = [weights["transformer.wte.weight"][token] for token in ids]
-    states = expand(weights, embeddings, cfg["ddl_value_channels"], embedding_conv)
-    writes = {}
-    for layer in range(cfg["num_hidden_layers"]):
-        w = select(weights, f"transformer.h.{layer}.")
-        for norm, sublayer, name in (
-            ("ln_1.weight", attention, "attn"),
-            ("ln_2.weight", mlp, "mlp"),
-        ):
-            x_ins = read(select(w, "compress."), states, kind)
-            cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
-            hs = sublayer(select(w, f"{name}."), cs, cfg)
-            write_weights = select(w, f"ddl_{name}.")
-            writes[layer, name] = [
-                compute_write(write_weights, X, h, x_in, c, cfg)
-                for X, h, x_in, c in zip(states, hs, x_ins, cs)
-            ]
-            states = [write.written for write in writes[layer, name]]
-    return writes
+    def __init__(self):
+        self.writes: dict[tuple[int, str], list[list[TokenWrite]]] = {}
+
+    def write(self, site, state, h, x_in, c, cache):
+        w = dict(site.write.named_parameters())
+        cfg = vars(site.write.config)
+        self.writes[site.layer, site.name] = [
+            [compute_write(w, X.T, *inputs, cfg) for X, *inputs in zip(*sequence)]
+            for sequence in zip(state, h, x_in, c)
+        ]
+        return super().write(site, state, h, x_in, c, cache)
 
 
 def cosine(a, b) -> float:
