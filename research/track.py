@@ -432,7 +432,6 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
     row = {
         "entry": entry.label,
         "name": entry.name,
-        "num_runs": len(losses),
         "loss": None,
         "seed_deviation": None,
         "difference": None,
