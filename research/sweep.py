@@ -96,15 +96,8 @@ class SweepConfig:
         "number of processes of each cell, which torchrun starts",
         low=1,
     )
-    tune: str | None = option(
-        None,
-        "one or two learning rates to search for, separated by a comma",
-    )
-    tries: int = option(
-        12,
-        "largest number of runs of a search",
-        low=1,
-    )
+    tune: str | None = option(None, "one or two learning rates to search for, separated by a comma")
+    tries: int = option(12, "largest number of runs of a search", low=1)
 
     def __post_init__(self):
         check_ranges(self)

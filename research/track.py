@@ -104,11 +104,7 @@ class Options:
         None,
         "file for a figure of the table's differences (.png, .svg or .pdf)",
     )
-    jobs: int = option(
-        2,
-        "number of runs at the same time, each with one thread",
-        low=1,
-    )
+    jobs: int = option(2, "number of runs at the same time, each with one thread", low=1)
     first_seed: int = option(
         0,
         "first seed; an entry with other seeds is another entry",

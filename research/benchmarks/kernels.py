@@ -376,11 +376,7 @@ class Options:
         False,
         "instead, time other launches (model/kernels/launch.py) of the kernels that --match selects",
     )
-    launches: int | None = option(
-        None,
-        "largest number of launches to try per kernel",
-        low=1,
-    )
+    launches: int | None = option(None, "largest number of launches to try per kernel", low=1)
 
 
 def choose_families(args: SimpleNamespace, spec: InputSpec) -> list[KernelFamily]:

@@ -41,10 +41,9 @@ def compute_losses(model, ids, targets) -> torch.Tensor:
 
 
 def compute_edited_losses(model, ids, targets, name: str, sites=ALL_SITES) -> torch.Tensor:
-    """Return the losses with an edit at some sites, running the model from the first of them on."""
+    """Return the losses with an edit at some sites."""
     writes = edits.choose_edits(model, [name])[name]
-    chosen = {site: writes[site] for site in sites}
-    return edits.measure_losses_from(model, edits.record_block_inputs(model, ids), targets, chosen)
+    return edits.measure_losses(model, ids, targets, {site: writes[site] for site in sites})
 
 
 def set_beta_logit(block, logit: float) -> None:
@@ -100,12 +99,11 @@ def test_an_edit_is_that_of_the_parameters_by_hand(
 def test_every_stream_has_edits_that_change_its_loss_and_leave_the_model(model_name, ids, targets):
     model = build_moved(model_name)
     expected = compute_losses(model, ids, targets)
-    block_inputs = edits.record_block_inputs(model, ids)
-    unedited = edits.measure_losses_from(model, block_inputs, targets, {})
+    unedited = edits.measure_losses(model, ids, targets, writes={})
     torch.testing.assert_close(unedited, expected, **EXACT)
     for writes in edits.choose_edits(model, None).values():
         for site, write in writes.items():
-            losses = edits.measure_losses_from(model, block_inputs, targets, {site: write})
+            losses = edits.measure_losses(model, ids, targets, {site: write})
             assert losses.isfinite().all()
             assert (losses - expected).abs().max() > 1e-12
     assert torch.equal(compute_losses(model, ids, targets), expected)
