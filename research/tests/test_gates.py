@@ -1,7 +1,6 @@
 """The audit of gates: every statistic against loops over tokens and numpy, and the command from end to end."""
 
 import itertools
-import json
 import math
 from types import SimpleNamespace
 
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from gates_helpers import build_moved, open_run
-from helpers import one_line_error, small_run
-from in_process import call
 
 from model import MODEL_NAMES
 from research.analysis import gates
@@ -176,28 +173,3 @@ def test_runs_of_one_setting_and_step_are_one_group():
         [row["sites"][0]["statistics"]["beta"]["mean"] for row in group.rows] for group in groups
     ]
     assert means == [[1.0, 2.0], [3.0], [4.0], [5.0]]
-
-
-# ---- the command ----
-
-
-def test_the_command_stores_and_prints_its_page(corpus, tmp_path):
-    runs = [tmp_path / "a", tmp_path / "b"]
-    for seed, run in enumerate(runs):
-        arguments = small_run(corpus, run, max_steps=2, warmup_steps=1, seed=seed)
-        assert call("train.py", *arguments).returncode == 0
-    words = ("research/analyze.py", "gates", *runs, "--windows=3", "--rows=2")
-    message = "--edits=beta=3: the edits of this model are beta=0, beta=1, beta=2, no erase"
-    assert message in one_line_error(call(*words, "--edits=beta=3,no erase"))
-    assert not (tmp_path / "gates.json").exists()
-    result = call(*words)
-    assert result.returncode == 0, result.stderr.decode()
-    rows = json.loads((tmp_path / "gates.json").read_text())["rows"]
-    assert [row["label"] for row in rows] == ["a, step 2", "b, step 2"]
-    # of each edit, at all sites and at each
-    assert [len(row["effects"]) for row in rows] == [4 * (1 + 4)] * 2
-    page = (tmp_path / "gates.md").read_text()
-    assert page in result.stdout.decode()
-    assert "interval over 2 seeds" in page
-    names = {path.name for path in tmp_path.glob("gates_*.png")}
-    assert names == {"gates_course.png", "gates_edits.png"}

@@ -1,13 +1,11 @@
 """The logit lens: against the states of the blocks run through the model's end by hand, and loops over tokens."""
 
-import json
 import math
 
 import pytest
 import torch
 from gates_helpers import build_moved, open_run
-from helpers import EXAMPLES, SMALL, one_line_error, small_run
-from in_process import call
+from helpers import EXAMPLES, SMALL
 
 from data.tokenizer import byte_tokenizer
 from model import MODEL_NAMES, build
@@ -148,29 +146,3 @@ def test_a_text_is_a_table_of_the_predictions_that_change():
         assert predictions[::2] == expected
     labels = [read_cells(line)[1] for line in lines[2:]]
     assert labels[1:] == ["a", "¦", "·", "\\n"]
-
-
-# ---- the command ----
-
-
-def test_the_command_stores_rows_draws_them_and_refuses_a_long_text(corpus, tmp_path):
-    runs = [tmp_path / "a", tmp_path / "b"]
-    for run, model in zip(runs, ("DDL-gpt-mha-rope", "AttnRes-gpt-mha-rope")):
-        arguments = small_run(corpus, run, model=model, max_steps=2, warmup_steps=1)
-        assert call("train.py", *arguments).returncode == 0
-    result = call("research/analyze.py", "lens", *runs, "--windows=2", "--text=ab")
-    assert result.returncode == 0, result.stderr.decode()
-    assert "a, step 2: loss " in result.stdout.decode()
-    file = tmp_path / "lens.json"
-    stored = file.read_bytes()
-    rows = json.loads(stored)["rows"]
-    assert [(row["model"], row["tokens"]) for row in rows] == [
-        ("DDL-gpt-mha-rope", 32),
-        ("AttnRes-gpt-mha-rope", 32),
-    ]
-    assert all(sum(row["settles"]) == pytest.approx(1) for row in rows)
-    assert (tmp_path / "lens.png").read_bytes().startswith(b"\x89PNG")
-    long_text = call("research/analyze.py", "lens", *runs, f"--text={'a' * 99}")
-    message = "the text has 100 tokens: give at most block_size=16"
-    assert message in one_line_error(long_text)
-    assert file.read_bytes() == stored

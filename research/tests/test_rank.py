@@ -1,6 +1,5 @@
 """Effective rank over depth, against numpy and against the blocks run by hand."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -8,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 from gates_helpers import open_run
-from helpers import SMALL, one_line_error, small_run
-from in_process import call
+from helpers import SMALL
 
 from data.loader import ValidationBatches
 from model import MODEL_NAMES, build
 from research.analysis import rank
 from research.analysis.common import select_sequences
-from training import checkpoint
 
 # singular values of an 8 x 5 matrix -> its effective rank
 KNOWN_RANKS = {
@@ -89,26 +86,3 @@ def test_a_last_sequence_that_is_short_is_not_selected():
     assert select_sequences(ValidationBatches([split[0][:24]], 8), 9) == [0, 1]
     with pytest.raises(ValueError, match="no sequence of block_size=30"):
         select_sequences(ValidationBatches(split, 30), 1)
-
-
-# ---- the command ----
-
-
-def test_the_command_stores_a_row_for_each_run_and_draws_them(corpus, tmp_path):
-    """The averaged weights of a run are another row."""
-    run = tmp_path / "a"
-    arguments = small_run(corpus, run, max_steps=2, warmup_steps=1, ema_half_life=1)
-    assert call("train.py", *arguments).returncode == 0
-    averaged = checkpoint.find(run) / "ema"
-    out = tmp_path / "rank.json"
-    result = call("research/analyze.py", "rank", run, averaged, "--windows=3", f"--json={out}")
-    assert result.returncode == 0, result.stderr.decode()
-    assert "a, step 2: effective rank 0." in result.stdout.decode()
-    trained_row, averaged_row = json.loads(out.read_text())["rows"]
-    assert averaged_row["label"] == "a, step 2, averaged weights"
-    assert trained_row["rank"] != averaged_row["rank"]
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    assert "no checkpoint" in one_line_error(call("research/analyze.py", "rank", tmp_path))
