@@ -157,6 +157,15 @@ def test_a_diverged_seed_has_no_place(two_entries):
     assert "|  | wide-gpt-mha-rope |  |  |  | a seed diverged |" in track.format_table(two_entries)
 
 
+@pytest.mark.parametrize(("part", "eval_part"), [("short", "first"), ("seed", "second")])
+def test_rates_are_chosen_on_one_part_of_the_text_and_losses_reported_on_the_other(
+    entry, part, eval_part
+):
+    run = track.make_plan(entry, {}).missing[0]._replace(part=part)
+    cell = track.make_cell(entry, run, entry.folder)
+    assert cell.settings["eval_part"] == eval_part
+
+
 def test_a_run_that_diverges_in_its_first_step_is_stored(tmp_path):
     entry = Entry(dataclasses.replace(CPU_1, root=tmp_path), "wide-gpt-mha-rope", {})
     run = track.make_plan(entry, {}).missing[0]
