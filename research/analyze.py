@@ -9,30 +9,36 @@ research/docs/analysis.md.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from research.analysis import gates, lens, rank
-from research.commands import Command, read_command
-from utils import errors
+from research.analysis import common, gates, lens, rank
+from research.commands import Command, run_command
 
-# Each module has a docstring, which begins with the name of its command, a dataclass Options, and run().
-MODULES = {
-    "gates": gates,
-    "lens": lens,
-    "rank": rank,
-}
+
+def make_command(module: ModuleType) -> Command:
+    """Return the command of a module, whose docstring begins with the command's name."""
+    run = partial(
+        common.analyze_runs,
+        measure=module.measure_run,
+        summarize=module.summarize,
+        finish=module.finish,
+    )
+    return Command(module.__doc__.partition(": ")[2], module.Options, run)
+
+
 COMMANDS = {
-    name: Command(module.__doc__.partition(": ")[2], module.Options, module.run)
-    for name, module in MODULES.items()
+    "gates": make_command(gates),
+    "lens": make_command(lens),
+    "rank": make_command(rank),
 }
 
 
 def main() -> None:
-    args = read_command(__doc__, COMMANDS)
-    with errors.one_line_errors():
-        COMMANDS[args.command].run(args)
+    run_command(__doc__, COMMANDS)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ without gradients. Each model takes turns with the baseline.
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from research.benchmarks import kernels, step
-from research.commands import Command, read_command
-from utils import errors
+from research.commands import Command, run_command
 
 COMMANDS = {
     "step": Command(
@@ -33,16 +31,8 @@ COMMANDS = {
 }
 
 
-def parse_arguments(argv: list[str] | None = None) -> SimpleNamespace:
-    """Parse a command line, by default that of the process; without a command it is that of `step`."""
-    return read_command(__doc__, COMMANDS, default="step", argv=argv)
-
-
 def main() -> None:
-    """Run the command."""
-    args = parse_arguments()
-    with errors.one_line_errors():
-        COMMANDS[args.command].run(args)
+    run_command(__doc__, COMMANDS, default="step")
 
 
 if __name__ == "__main__":

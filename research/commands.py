@@ -61,6 +61,13 @@ def read_command(
     return args
 
 
+def run_command(usage: str, commands: dict[str, Command], default: str | None = None) -> None:
+    """Run the command of this process's command line; the arguments are those of `read_command`."""
+    args = read_command(usage, commands, default)
+    with errors.one_line_errors():
+        commands[args.command].run(args)
+
+
 def print_commands(usage: str, commands: dict[str, Command]) -> None:
     """Print the usage of a script and its commands."""
     errors.end_quietly_on_closed_pipe()

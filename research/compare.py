@@ -7,6 +7,7 @@ a learning rate.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,17 +26,26 @@ if TYPE_CHECKING:
 
 CONFIDENCE_LEVEL = 0.95  # of every interval
 SIGNIFICANCE_LEVEL = 1 - CONFIDENCE_LEVEL
-# metrics that are stored as fractions and displayed in percent
-FRACTION_METRICS = {"val_accuracy": "accuracy (%)", "val_exact_match": "exact match (%)"}
-METRIC_LABELS = {
-    "val_loss": "validation loss",
-    "ema_val_loss": "validation loss of averaged weights",
-    "val_perplexity": "perplexity",
-    "val_bits_per_byte": "bits per byte",
-    **FRACTION_METRICS,
-}
 MAX_LABEL_LENGTH = 60  # characters
 FIRST_LABEL_KEYS = ("model", "hidden_size", "num_hidden_layers")
+
+
+class Metric(NamedTuple):
+    """How tables display a metric; a fraction is displayed in percent."""
+
+    label: str
+    digits: int
+    is_fraction: bool = False
+
+
+METRICS = {
+    "val_loss": Metric("validation loss", 4),
+    "ema_val_loss": Metric("validation loss of averaged weights", 4),
+    "val_perplexity": Metric("perplexity", 3),
+    "val_bits_per_byte": Metric("bits per byte", 4),
+    "val_accuracy": Metric("accuracy (%)", 2, is_fraction=True),
+    "val_exact_match": Metric("exact match (%)", 2, is_fraction=True),
+}
 
 
 def import_stats() -> ModuleType:
@@ -73,14 +83,8 @@ class Estimate(NamedTuple):
 
 
 def estimate_mean(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of the values of one setting.
-
-    Raises:
-        ValueError: there is no value
-    """
+    """Estimate the mean of the values of one setting; there is at least one."""
     n = len(values)
-    if not n:
-        raise ValueError("no value: give at least one value for a mean, two for its interval")
     mean = float(np.mean(values))
     if n == 1:
         return Estimate(mean, half_width=None, p_value=1.0, n=1)
@@ -191,10 +195,8 @@ class Group:
     @property
     def cautions(self) -> list[str]:
         """The reasons why the runs are no repetitions of one setting with one seed each."""
-        known_seeds = [seed for seed in self.seeds if seed is not None]
-        repeated_seeds = [
-            str(seed) for seed in dict.fromkeys(known_seeds) if known_seeds.count(seed) > 1
-        ]
+        seeds = Counter(seed for seed in self.seeds if seed is not None)
+        repeated_seeds = [str(seed) for seed, count in seeds.items() if count > 1]
         commits = sorted({commit or "unknown" for commit in self.get_column("commit")})
         corpora = sorted({get_corpus_digest(row) or "unknown" for row in self.rows})
         cautions = []
@@ -233,7 +235,7 @@ def get_column(runs: "pl.DataFrame", column: str) -> list:
 
 def to_display_unit(estimate: Estimate, metric: str) -> Estimate:
     """Convert an estimate of a fraction to percent; other metrics keep their unit."""
-    return estimate.scale(100) if metric in FRACTION_METRICS else estimate
+    return estimate.scale(100) if METRICS[metric].is_fraction else estimate
 
 
 def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
@@ -245,9 +247,14 @@ def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
     Raises:
         ValueError: no run has the key
     """
-    columns = {"run": "name", "tokenizer": "corpus.tokenizer", "seed": "seed"}
-    columns |= {column: column for column in runs.columns if is_setting(column)}
-    columns |= {"model": "model", "commit": "commit"}
+    columns = {
+        "run": "name",
+        "tokenizer": "corpus.tokenizer",
+        "seed": "seed",
+        "model": "model",
+        "commit": "commit",
+        **{column: column for column in runs.columns if is_setting(column)},
+    }
     if key not in columns:
         raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, columns)}")
     return columns[key]
@@ -355,17 +362,16 @@ def name_groups(runs: "pl.DataFrame", keys: Sequence[str] = ()) -> list[str]:
         columns = {key: find_column(runs, key, "--by") for key in keys}
         names = []
         for row in runs.iter_rows(named=True):
-            values = {key: row[column] for key, column in columns.items()}
+            values = {key: str(row[column]) for key, column in columns.items()}
+            bare_keys = ("model", "run")
             parts = [
-                str(value) if key in ("model", "run") else f"{key}={value}"
-                for key, value in values.items()
+                value if key in bare_keys else f"{key}={value}" for key, value in values.items()
             ]
             names.append(" ".join(parts))
         return names
-    pl = import_polars()
     names = []
     for row in runs.iter_rows(named=True):
-        same_model = runs.filter(pl.col("model").eq_missing(row["model"]))
+        same_model = runs.filter(import_polars().col("model").eq_missing(row["model"]))
         parts = [row["model"] or row["name"]]
         if row["model"] is not None:
             parts += [f"{key}={row[key]}" for key in find_differing_keys(same_model)]
@@ -472,7 +478,8 @@ def compare_groups(
         compare_pair(group, baseline, metric) for group in groups if group is not baseline
     ]
     estimates = [comparison.estimate for comparison in comparisons if comparison.estimate]
-    verdicts = iter(judge_differences(estimates, lower_is_better=metric not in FRACTION_METRICS))
+    lower_is_better = not METRICS[metric].is_fraction
+    verdicts = iter(judge_differences(estimates, lower_is_better))
     return [
         replace(comparison, verdict=next(verdicts)) if comparison.estimate else comparison
         for comparison in comparisons

@@ -32,11 +32,10 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configurator import argument, option, read_command_line
-from training import settings
+from training import metrics, settings
 from utils import errors
-from utils.provenance import current_commit, describe_machine
+from utils.provenance import ROOT, current_commit, describe_machine
 
-ROOT = Path(__file__).resolve().parents[1]
 WORK = Path(tempfile.gettempdir()) / "deep_delta_learning_gpu"
 SECONDS = {"tests": 300, "speed": 450, "learning": 540}  # time limits of the packs
 FIRST_TIMED_STEP = 11  # the first steps of train.py compile, and let the allocator grow
@@ -180,7 +179,7 @@ class Session:
         # -e ends the script at the first failure, and -x writes its commands to the log
         words = ["bash", "-ex", "-c", task.script]
         process = subprocess.Popen(
-            words, env=os.environ | ENVIRONMENT, stdout=self.log, **POPEN_OPTIONS
+            words, env={**os.environ, **ENVIRONMENT}, stdout=self.log, **POPEN_OPTIONS
         )
         while process.poll() is None and time.monotonic() < deadline:
             if task.num_steps is not None and len(read_steps(task.run)) >= task.num_steps:
@@ -193,7 +192,8 @@ class Session:
             process.wait()
         figures = {"seconds": round(time.monotonic() - start, 1), "exit_code": exit_code}
         if task.run is not None:
-            figures |= describe_form(task.script) | summarize_steps(read_steps(task.run))
+            steps = summarize_steps(read_steps(task.run))
+            figures = {**figures, **describe_form(task.script), **steps}
         self.add(task.name, figures)
 
 
@@ -208,8 +208,8 @@ def describe_form(script: str) -> dict[str, object]:
 def read_steps(run: Path) -> list[dict]:
     """Return the training steps in the metrics.jsonl of a run that may still be writing it."""
     path = run / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [record for record in map(json.loads, text.split("\n")[:-1]) if "loss" in record]
+    records = metrics.read(path) if path.exists() else []
+    return [record for record in records if "loss" in record]
 
 
 def summarize_steps(records: list[dict]) -> dict:

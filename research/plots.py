@@ -1,4 +1,4 @@
-"""Draw figures of runs in one style: curves with bands, differences, quantities over depth.
+"""Draw figures of runs in one style: curves with bands, metrics over settings, quantities over depth.
 
 A figure is WIDTH inches wide, as is the text of a printed page, and has one legend below its
 panels. The baseline is black.
@@ -15,8 +15,7 @@ import numpy as np
 
 from research.compare import (
     CONFIDENCE_LEVEL,
-    METRIC_LABELS,
-    Estimate,
+    METRICS,
     Group,
     import_stats,
     shorten,
@@ -453,7 +452,7 @@ def plot_metric(
             )
         axis.set(
             xlabel=x_key or "",
-            ylabel=METRIC_LABELS.get(metric, metric),
+            ylabel=METRICS[metric].label,
             title="error bars: 95% interval of the mean over seeds",
         )
         if numeric_keys:
@@ -462,40 +461,3 @@ def plot_metric(
                 axis.set_xscale("log")  # for example of learning rates
         add_legend(figure, artists)
         save(figure, out)
-
-
-# ---- differences to a baseline ----
-
-
-def plot_differences(
-    rows: list[tuple[str, Estimate, str]], baseline_name: str, unit: str
-) -> "Figure":
-    """Draw differences with their intervals and verdicts.
-
-    rows: (name, difference, verdict). A difference of a single pair has no interval.
-    """
-    figure, axes = make_panels(1, 1, 0.24 * len(rows) + 0.65, [])
-    axis = axes[0, 0]
-    positions = np.arange(len(rows))[::-1]
-    for number, (position, (_, estimate, verdict)) in enumerate(zip(positions, rows), start=1):
-        axis.errorbar(
-            estimate.mean,
-            position,
-            xerr=estimate.half_width,
-            fmt=MARKERS[number % len(MARKERS)],
-            color=get_line_style(number)["color"],
-            capsize=3,
-        )
-        axis.annotate(
-            f"{estimate.format('+.4f')}  {verdict}",
-            (1, position),
-            xytext=(6, 0),
-            va="center",
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-        )
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(positions, [name for name, _, _ in rows])
-    axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel=f"{unit} minus that of {baseline_name}")
-    axis.grid(axis="y", visible=False)
-    return figure

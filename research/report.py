@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import argument, option
 from evaluation import published
 from research import compare, plots, runs, tables
-from research.commands import Command, read_command
+from research.commands import Command, run_command
 from research.storage import store_figures
 from training import metrics
-from utils import errors, files
+from utils import files
 
 if TYPE_CHECKING:
     import polars as pl
@@ -48,18 +48,20 @@ def read_runs(args: SimpleNamespace) -> "pl.DataFrame":
     Raises:
         ValueError: no run can be read, or `--where` selects none
     """
-    readable, error_lines = runs.load(args.runs)
+    readable, notes = runs.load(args.runs)
     if not readable.height:
-        message = "; ".join(error_lines[:MAX_ERRORS])
-        if len(error_lines) > MAX_ERRORS:
-            message += f"; and {len(error_lines) - MAX_ERRORS} more"
-        raise ValueError(message)
+        raise ValueError(join_some(notes))
     selected = compare.select_runs(readable, args.where)
-    notes = list(error_lines)
     for name, texts in zip(selected["name"], compare.get_column(selected, "notes")):
         notes += [f"{name}: {text}" for text in json.loads(texts or "[]")]
     print_notes(notes)
     return selected
+
+
+def join_some(notes: list[str]) -> str:
+    """Return the first notes in one line, and the number of the others."""
+    others = [f"and {len(notes) - MAX_ERRORS} more"] if len(notes) > MAX_ERRORS else []
+    return "; ".join([*notes[:MAX_ERRORS], *others])
 
 
 def print_notes(notes: list[str]) -> None:
@@ -191,14 +193,19 @@ def print_table(args: SimpleNamespace) -> None:
 
 def describe_evaluation(row: runs.Row) -> dict[str, object]:
     """Return what --json stores of a run: its name, model and seed, and its last evaluation."""
-    evaluation = {"run": row["name"], "model": row["model"], "seed": row["seed"]}
-    for axis in runs.AXES.values():
-        evaluation[axis] = row.get(f"val_{axis}")
-    positions = {f"val_{axis}" for axis in runs.AXES.values()}
-    for key, value in row.items():
-        if key.startswith(runs.SCORE_PREFIXES) and key not in positions and value is not None:
-            evaluation[key] = value
-    return evaluation
+    positions = {f"val_{axis}": axis for axis in runs.AXES.values()}
+    scores = {
+        key: value
+        for key, value in row.items()
+        if key.startswith(runs.SCORE_PREFIXES) and key not in positions and value is not None
+    }
+    return {
+        "run": row["name"],
+        "model": row["model"],
+        "seed": row["seed"],
+        **{axis: row.get(key) for key, axis in positions.items()},
+        **scores,
+    }
 
 
 def select_evaluated(loaded: "pl.DataFrame") -> "pl.DataFrame":
@@ -213,7 +220,7 @@ def select_evaluated(loaded: "pl.DataFrame") -> "pl.DataFrame":
         f"{name} has no evaluation yet" for name, step in zip(loaded["name"], steps) if step is None
     ]
     if len(notes) == loaded.height:
-        raise ValueError("; ".join(notes[-MAX_ERRORS:]))
+        raise ValueError(join_some(notes))
     print_notes(notes)
     return loaded.filter(pl.col("val_step").is_not_null())
 
@@ -336,10 +343,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command."""
-    args = read_command(__doc__, COMMANDS)
-    with errors.one_line_errors():
-        COMMANDS[args.command].run(args)
+    run_command(__doc__, COMMANDS)
 
 
 if __name__ == "__main__":

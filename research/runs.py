@@ -8,7 +8,6 @@ Lists and dicts are JSON. A run folder is too large for git, so runs.csv stores 
 import contextlib
 import csv
 import hashlib
-import io
 import json
 import math
 import statistics
@@ -17,7 +16,7 @@ from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,49 +35,17 @@ if TYPE_CHECKING:
 AXES = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
 SCORE_PREFIXES = ("val_", "ema_val_")  # of trained and of averaged weights
 # settings that do not distinguish one run from another
-HIDDEN_SETTINGS = {
-    "out_dir",
-    "resume",
-    "dry_run",
-    "device",
-    "max_seconds",
-    "tracker",
-    "wandb_log",
-    "wandb_project",
-    "wandb_entity",
-    "wandb_group",
-    "wandb_tags",
-    "wandb_run_name",
-    "tensorboard",
-    "max_epochs",
-}
-# the keys of a record of eval.py that reports need
-ACCURACY_KEYS = (
-    "settings",
-    "shown",
-    "weights",
-    "dataset",
-    "validation",
-    "tokens",
-    "commit",
-    "date",
-    "machine",
+HIDDEN_SETTINGS = set(
+    "out_dir resume dry_run device max_seconds max_epochs tracker tensorboard wandb_log wandb_project "
+    "wandb_entity wandb_group wandb_tags wandb_run_name".split()
 )
+# the keys of a record of eval.py that reports need
+ACCURACY_KEYS = "settings shown weights dataset validation tokens commit date machine".split()
 # Columns that are no settings. step: the last one. first_seconds: the duration of the first step,
 # which includes compilation. accuracy: the records of eval.py for the newest checkpoint. path: the
 # run folder, or the runs.csv; it is not stored.
 FIELDS = (
-    "name",
-    "path",
-    "model",
-    "seed",
-    "step",
-    "parameters",
-    "commit",
-    "processes",
-    "first_seconds",
-    "notes",
-    "accuracy",
+    "name path model seed step parameters commit processes first_seconds notes accuracy".split()
 )
 NESTED_FIELDS = ("totals", "machine", "corpus")
 MAX_INTEGER = 2**53  # FLOPs of large runs do not fit into the integers of polars
@@ -100,13 +67,6 @@ def is_setting(column: str) -> bool:
 # ---- which runs ----
 
 
-class RunSource(NamedTuple):
-    """The source of a run: its folder, or a file and the name of a row in it."""
-
-    path: Path
-    row_name: str | None
-
-
 def load(paths: list[str | Path]) -> tuple["pl.DataFrame", list[str]]:
     """Read runs, each once.
 
@@ -114,7 +74,7 @@ def load(paths: list[str | Path]) -> tuple["pl.DataFrame", list[str]]:
         the frame of the runs that can be read, and an error line for each run that cannot
     """
     import_polars()  # otherwise a missing package would be reported as an error of every run
-    row_by_source: dict[RunSource, Row] = {}
+    row_by_source: dict[tuple[Path, str | None], Row] = {}
     error_lines = []
     for path in map(Path, paths):
         # `runs/*` also names the figures of earlier reports
@@ -131,21 +91,24 @@ def load(paths: list[str | Path]) -> tuple["pl.DataFrame", list[str]]:
             try:
                 row_by_source[source] = read()
             except ValueError as error:
-                error_lines.append(f"{source.row_name or source.path.name}: {error}")
+                file, row_name = source
+                error_lines.append(f"{row_name or file.name}: {error}")
     rows = list(row_by_source.values())
     make_names_unique(rows)
     return make_frame(rows), error_lines
 
 
-def make_readers(path: Path) -> dict[RunSource, Callable[[], Row]]:
-    """Return, for each run at a path, a function that reads it.
+def make_readers(path: Path) -> dict[tuple[Path, str | None], Callable[[], Row]]:
+    """Return a function that reads a run, for each run at a path.
+
+    The keys are a run's folder and None, or a runs.csv and the name of a row in it.
 
     Raises:
         ValueError: there is no run at the path
     """
     if path.is_file():
         return {
-            RunSource(path.resolve(), row["name"]): partial(complete_row, row, path)
+            (path.resolve(), row["name"]): partial(complete_row, row, path)
             for row in read_csv_rows(path)
         }
     if not path.is_dir():
@@ -153,7 +116,7 @@ def make_readers(path: Path) -> dict[RunSource, Callable[[], Row]]:
     folders = find_run_folders(path)
     if not folders:
         raise ValueError(f"{path} holds no metrics.jsonl: give a run folder made by train.py")
-    return {RunSource(folder.resolve(), None): partial(read_run, folder) for folder in folders}
+    return {(folder.resolve(), None): partial(read_run, folder) for folder in folders}
 
 
 def find_run_folders(path: Path) -> list[Path]:
@@ -172,10 +135,9 @@ def make_names_unique(rows: list[Row]) -> None:
     parents_by_run = []
     for row in rows:
         path = Path(row["path"]).resolve()
-        parents = list(path.parent.parts)
         if path.is_file():
-            parents.append(path.stem)
-        parents_by_run.append(parents)
+            path = path.with_suffix("") / row["name"]
+        parents_by_run.append(list(path.parent.parts))
     while True:
         names = [row["name"] for row in rows]
         repeated = [
@@ -266,17 +228,18 @@ def read_last_evaluation(records: list[dict]) -> Row:
 
 def compute_totals(steps: list[dict]) -> dict[str, float]:
     """Return the last tokens, flops and seconds, the median speed and the maximum of memory."""
+    summaries = {
+        "tokens": lambda values: values[-1],
+        "flops": lambda values: values[-1],
+        "seconds": lambda values: values[-1],
+        "tokens_per_second": statistics.median,
+        "memory": max,
+    }
     totals = {}
-    for name in ("tokens", "flops", "seconds", "tokens_per_second", "memory"):
+    for name, summarize in summaries.items():
         values = [record[name] for record in steps if is_finite(record.get(name))]
-        if not values:
-            continue
-        if name == "tokens_per_second":
-            totals[name] = statistics.median(values)
-        elif name == "memory":
-            totals[name] = max(values)
-        else:
-            totals[name] = values[-1]
+        if values:
+            totals[name] = summarize(values)
     return totals
 
 
@@ -388,7 +351,7 @@ def count_parameters(state: dict[str, Any], notes: list[str]) -> int | None:
         return None
 
 
-@cache
+@cache  # the runs of a sweep have few models
 def count_model_parameters(model_name: str, model_config: str) -> int:
     """Return the number of parameters of a model; `model_config` is JSON."""
     with torch.device("meta"):
@@ -522,11 +485,8 @@ def write_csv(frame: "pl.DataFrame", path: Path) -> tuple[int, int]:
                 )
     rows = list({**old_rows, **new_rows}.values())
     columns = sorted({key for row in rows for key in row}, key=make_column_sort_key)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    files.write_text(path, text.getvalue())
+    stored = import_polars().from_dicts(rows, schema=dict.fromkeys(columns, str))
+    files.write_text(path, stored.write_csv())
     num_replaced = len(new_rows.keys() & old_rows.keys())
     return len(new_rows) - num_replaced, num_replaced
 

@@ -3,6 +3,7 @@
 import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 from utils import files
 from utils.provenance import collect_provenance
@@ -34,3 +35,26 @@ def report_uncommitted(path: Path, commit: str) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+class Figures:
+    """The rows of a measurement, stored after each of them: a kill loses only the current one.
+
+    Args:
+        path: the file, or None to store nothing
+        settings: of the measurement, stored once
+    """
+
+    def __init__(self, path: str | Path | None, settings: dict[str, Any] | None = None):
+        self.path = Path(path) if path else None
+        self.settings = settings or {}
+        self.rows: list[dict[str, Any]] = []
+        self.origin = collect_provenance()  # before the measurement, while the files are unchanged
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a row and write the file; if that fails, the old file stays as it was."""
+        self.rows.append(row)
+        if self.path:
+            store_figures(self.path, {**self.settings, "rows": self.rows}, self.origin)

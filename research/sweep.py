@@ -30,7 +30,8 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -80,14 +81,7 @@ class SweepConfig:
         None,
         "folder of the sweep (default: sweeps/<name of the config file>)",
     )
-    metric: Literal[
-        "val_loss",
-        "ema_val_loss",
-        "val_perplexity",
-        "val_bits_per_byte",
-        "val_accuracy",
-        "val_exact_match",
-    ] = option(
+    metric: Literal[*compare.METRICS] = option(
         "val_loss",
         "score of the final evaluation that plot.png shows",
     )
@@ -102,15 +96,8 @@ class SweepConfig:
         "number of processes of each cell, which torchrun starts",
         low=1,
     )
-    tune: str | None = option(
-        None,
-        "one or two learning rates to search for, separated by a comma",
-    )
-    tries: int = option(
-        12,
-        "largest number of runs of a search",
-        low=1,
-    )
+    tune: str | None = option(None, "one or two learning rates to search for, separated by a comma")
+    tries: int = option(12, "largest number of runs of a search", low=1)
 
     def __post_init__(self):
         check_ranges(self)
@@ -358,13 +345,8 @@ def run_cell(
     command = [sys.executable, str(TRAIN), *cell.arguments]
     process_group = None
     if num_processes > 1:
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={num_processes}",
-        ]
-        command[1:1] = launcher
+        launcher = f"-m torch.distributed.run --standalone --nproc_per_node={num_processes}"
+        command[1:1] = launcher.split()
         # Ctrl-C reaches the whole process group. train.py treats it and our SIGTERM as one signal;
         # torchrun must get SIGTERM alone.
         process_group = 0
@@ -381,12 +363,12 @@ def run_cell(
             stderr=subprocess.STDOUT,
             process_group=process_group,
         )
-        exit_code, num_signals_sent = wait_for_process(process, signals)
+        exit_code = wait_for_process(process, signals)
         log.seek(output_start)
         output = log.read().decode(errors="replace")
     is_finished = read_final_evaluation(cell) is not None
     # under torchrun, which has exit codes of its own, a run that was stopped ends with 0
-    was_stopped = exit_code == STOPPED or num_signals_sent or (num_processes > 1 and exit_code == 0)
+    was_stopped = exit_code == STOPPED or signals or (num_processes > 1 and exit_code == 0)
     if was_stopped and not is_finished:
         return STOPPED, find_last_line(output)
     if exit_code == 0 and not is_finished:
@@ -396,19 +378,15 @@ def run_cell(
     return exit_code, find_last_line(output)
 
 
-def wait_for_process(process: subprocess.Popen, signals: list[signal.Signals]) -> tuple[int, int]:
-    """Wait for the end of a process, and send it a SIGTERM when a signal is caught.
-
-    Returns:
-        the exit code, and the number of signals that it was sent
-    """
+def wait_for_process(process: subprocess.Popen, signals: list[signal.Signals]) -> int:
+    """Return the exit code of a process, which is sent a SIGTERM for each signal that is caught."""
     num_signals_sent = 0
     while True:
         if len(signals) > num_signals_sent:
             num_signals_sent = len(signals)
             process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=0.2), num_signals_sent
+            return process.wait(timeout=0.2)
 
 
 def find_last_line(output: str) -> str:
@@ -495,6 +473,29 @@ class CellRunner:
         command = shlex.join(["python", *sys.argv])
         print(f"stopped{signal_name}; to resume: {command}", flush=True)
         return 128 + self.signals[-1] if self.signals else STOPPED
+
+
+def run_missing(
+    list_missing: Callable[[], list], run: Callable, store: Callable, jobs: int
+) -> None:
+    """Run what is missing, `jobs` at the same time, until nothing is missing and all runs have ended.
+
+    Args:
+        list_missing: is called again after each run, which may have changed what is missing
+        run: runs an item of the list in a thread; if it raises, no other run begins
+        store: is called with an item and what `run` returned
+    """
+    running: dict[Future, Any] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        while True:
+            for item in list_missing():
+                if len(running) < jobs and item not in running.values():
+                    running[pool.submit(run, item)] = item
+            if not running:
+                return
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                store(running.pop(future), future.result())
 
 
 def run_cells(cells: list[Cell], sweep: SweepConfig) -> int:
@@ -640,19 +641,21 @@ def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> i
     runner = CellRunner(max_tries, max_tries, sweep)
     Path(sweep.out).mkdir(parents=True, exist_ok=True)
     print(f"{len(searches)} searches of at most {sweep.tries} tries in {sweep.out}", flush=True)
-    while sweep.mode == "local" and not runner.is_stopped and not runner.error_by_log:
-        cells = [
-            search.make_cell(point) for search in searches for point in search.follow().missing
-        ]
-        if not cells:
-            break
-        for cell in cells:
-            check_cell_folder(cell)
-        with ThreadPoolExecutor(sweep.jobs) as pool:
-            list(pool.map(runner.run, cells))  # raises the first exception of a thread
-        for cell in cells:
-            if read_loss(cell) == math.inf:
-                runner.error_by_log.pop(cell.log, None)  # a diverged run is a result
+
+    def list_missing() -> list[Cell]:
+        if sweep.mode == "table" or runner.is_stopped or runner.error_by_log:
+            return []
+        return [search.make_cell(point) for search in searches for point in search.follow().missing]
+
+    def run_try(cell: Cell) -> None:
+        check_cell_folder(cell)
+        runner.run(cell)
+
+    def accept_divergence(cell: Cell, _: None) -> None:
+        if read_loss(cell) == math.inf:
+            runner.error_by_log.pop(cell.log, None)  # a diverged run is a result
+
+    run_missing(list_missing, run_try, accept_divergence, sweep.jobs)
     exit_code = runner.finish()
     write_tuning(searches, sweep)
     return exit_code

@@ -7,7 +7,7 @@ from typing import Any
 
 from research import runs
 from research.compare import (
-    METRIC_LABELS,
+    METRICS,
     Comparison,
     Estimate,
     Group,
@@ -18,14 +18,6 @@ from research.compare import (
 )
 from utils.tables import format_markdown
 
-DIGITS = {
-    "val_loss": 4,
-    "ema_val_loss": 4,
-    "val_perplexity": 3,
-    "val_bits_per_byte": 4,
-    "val_accuracy": 2,
-    "val_exact_match": 2,
-}
 INTERVAL_NOTE = "± is half the 95% interval of the mean over runs, (n) the number of runs."
 ACCURACY_NOTE = (
     f"{INTERVAL_NOTE} For a single run, ± is lm-eval's standard error over a task's items."
@@ -72,7 +64,7 @@ def format_estimate(estimate: Estimate | None, metric: str) -> str | None:
     """Return mean ± half the interval (number of runs), or the mean alone of a single run."""
     if estimate is None:
         return None
-    number_format = f".{DIGITS[metric]}f"
+    number_format = f".{METRICS[metric].digits}f"
     if estimate.n == 1:
         return f"{estimate.mean:{number_format}}"
     return estimate.format(number_format)
@@ -87,17 +79,15 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
     It has columns for the published loss if one is known, and for the difference to a baseline if
     comparisons are given.
     """
-    metrics = [
-        metric for metric in METRIC_LABELS if any(group.get_values(metric) for group in groups)
-    ]
+    metrics = [metric for metric in METRICS if any(group.get_values(metric) for group in groups)]
     metrics = metrics or ["val_loss"]
     published_by_group, published_notes = find_published_rows(groups, "")
     comparison_by_group = {id(comparison.group): comparison for comparison in comparisons}
-    header = ["model", "parameters", "runs", "steps", *(METRIC_LABELS[key] for key in metrics)]
+    header = ["model", "parameters", "runs", "steps", *(METRICS[key].label for key in metrics)]
     if published_by_group:
         header += ["published loss", "loss minus the published"]
     if comparisons:
-        metric_label = METRIC_LABELS[comparisons[0].metric]
+        metric_label = METRICS[comparisons[0].metric].label
         header += [f"{metric_label} minus that of {comparisons[0].baseline.name}", "verdict"]
     notes = [INTERVAL_NOTE, *published_notes, *list_cautions(groups, comparisons)]
     table = Table("Validation", header, notes=notes)
@@ -138,9 +128,10 @@ def make_loss_table(groups: list[Group], comparisons: Sequence[Comparison] = ())
         for metric, estimate in estimates.items():
             numbers[metric] = estimate.mean
             numbers[f"{metric}_ci95"] = estimate.half_width
-        numbers |= {f"published_{key}": value for key, value in published.items()}
+        for key, value in published.items():
+            numbers[f"published_{key}"] = value
         if comparison is not None:
-            numbers |= make_comparison_numbers(comparison)
+            numbers.update(make_comparison_numbers(comparison))
         table.numbers.append(numbers)
     return table
 
@@ -211,7 +202,7 @@ def format_difference(comparison: Comparison) -> str | None:
     if comparison.estimate is None:
         return None
     estimate = to_display_unit(comparison.estimate, comparison.metric)
-    digits = DIGITS[comparison.metric]
+    digits = METRICS[comparison.metric].digits
     text = f"{estimate.mean:+.{digits}f}"
     if estimate.half_width is not None:
         text += f" ± {estimate.half_width:.{digits}f}"

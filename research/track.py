@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,12 +39,12 @@ from model.cost import flops_per_token
 from research import plots, sweep
 from research.benchmarks import timing
 from research.benchmarks.models import Contender
-from research.compare import Estimate, import_stats
 from research.track_plan import (
     CPU_1,
     Entry,
     Run,
     Tier,
+    get_baseline,
     make_plan,
     read_entry,
     read_losses,
@@ -105,11 +104,7 @@ class Options:
         None,
         "file for a figure of the table's differences (.png, .svg or .pdf)",
     )
-    jobs: int = option(
-        2,
-        "number of runs at the same time, each with one thread",
-        low=1,
-    )
+    jobs: int = option(2, "number of runs at the same time, each with one thread", low=1)
     first_seed: int = option(
         0,
         "first seed; an entry with other seeds is another entry",
@@ -196,28 +191,24 @@ def measure_speed(entry: Entry) -> dict[str, float | str | None]:
     """
     settings = entry.tier.read_settings()
     shape = (2, settings["micro_batch_size"], settings["block_size"])
-    ids_and_targets = torch.randint(
-        settings["vocab_size"], shape, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(settings["vocab_size"], shape, generator=generator)
     torch.set_num_threads(1)
     contenders = {
         name: Contender(
             name,
             build_model(member, "cpu"),
-            make_batch=lambda: ids_and_targets,
+            batch=batch.unbind(),
             device=torch.device("cpu"),
             dtype=torch.float32,
             compiled=configurator.read_config_files(entry.tier.config)["compile"],
         )
-        for name, member in (
-            ("baseline", Entry(entry.tier, entry.tier.baseline, {})),
-            ("entry", entry),
-        )
+        for name, member in {"baseline": get_baseline(entry.tier), "entry": entry}.items()
     }
     turns = {name: contender.train for name, contender in contenders.items()}
     seconds = timing.measure(turns, warmup=3, rounds=SPEED_ROUNDS)
     ratios = timing.compute_speed_ratios("relative", seconds["baseline"], seconds["entry"])
-    return ratios | provenance.describe_machine()
+    return {**ratios, **provenance.describe_machine()}
 
 
 def measure_first_losses(entry: Entry, model: str, keys: dict[str, Any]) -> list[float]:
@@ -296,7 +287,7 @@ def make_cell(entry: Entry, run: Run, folder: Path, **changes: Any) -> sweep.Cel
         files=(str(entry.tier.config),),
         from_files=configurator.read_config_files(entry.tier.config),
         from_command_line={
-            key: str(value) for key, value in (entry.keys | {"model": entry.model}).items()
+            key: str(value) for key, value in {**entry.keys, "model": entry.model}.items()
         },
     )
     return sweep.make_cell(0, {key: str(value) for key, value in texts.items()}, arguments, folder)
@@ -345,28 +336,16 @@ class Runner:
         Raises:
             ValueError: a run failed; those that had begun are finished first
         """
-        running: dict[Future, Run] = {}
-        with ThreadPoolExecutor(self.jobs) as pool:
-            while True:
-                plan = make_plan(self.entry, self.losses)
-                for run in plan.missing:
-                    if (
-                        run not in running.values()
-                        and len(running) < self.jobs
-                        and not self.signals
-                    ):
-                        running[pool.submit(self.train, run)] = run
-                if not running:
-                    return
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    run = running.pop(future)
-                    row = future.result()
-                    if row is not None:
-                        self.store(run, row)
 
-    def store(self, run: Run, row: dict) -> None:
-        """Store the row of a finished run, and print a line about it."""
+        def list_missing() -> list[Run]:
+            return [] if self.signals else make_plan(self.entry, self.losses).missing
+
+        sweep.run_missing(list_missing, self.train, self.store, self.jobs)
+
+    def store(self, run: Run, row: dict | None) -> None:
+        """Store the row of a finished run, and print a line about it; None is that of a stopped run."""
+        if row is None:
+            return
         self.losses[run] = row["val_loss"]
         self.stored["runs"].append(row)
         write_entry(self.entry, self.stored)
@@ -403,7 +382,7 @@ def estimate_seconds(entry: Entry, num_steps: int, jobs: int) -> float | None:
 
     If the speed has not been measured, FLOPs stand for it.
     """
-    baseline = read_entry(Entry(entry.tier, entry.tier.baseline, {}))
+    baseline = read_entry(get_baseline(entry.tier))
     if not baseline["runs"]:
         return None
     seconds = statistics.median(row["seconds"] / row["steps"] for row in baseline["runs"])
@@ -449,7 +428,6 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
     row = {
         "entry": entry.label,
         "name": entry.name,
-        "num_runs": len(losses),
         "loss": None,
         "seed_deviation": None,
         "difference": None,
@@ -490,7 +468,7 @@ def make_row(stored: dict, tier: Tier, baseline: dict) -> dict[str, Any]:
 def list_rows(tier: Tier) -> list[dict[str, Any]]:
     """Return the rows of all stored entries, the lowest loss first and incomplete entries last."""
     entries = [files.read_json(path) for path in sorted(tier.results.glob("*.json"))]
-    baseline = read_entry(Entry(tier, tier.baseline, {}))
+    baseline = read_entry(get_baseline(tier))
     if not baseline["runs"]:
         raise ValueError(f"no run of {tier.baseline} is stored in {tier.results}")
     rows = [make_row(stored, tier, baseline) for stored in entries]
@@ -559,23 +537,38 @@ def plot_differences(tier: Tier) -> "Figure":
     """Draw the differences from the baseline with their 95% intervals, the lowest loss first.
 
     The shaded band is what the tier does not decide.
-
-    Raises:
-        ValueError: no entry but the baseline is complete
     """
     rows = [row for row in list_rows(tier) if row["difference"] is not None]
-    if not rows:
-        raise ValueError(f"no entry but {tier.baseline} is complete, so there is nothing to draw")
-    standard_error = tier.noise.get_standard_error(tier.num_seeds)
-    degrees = tier.noise.get_degrees_of_freedom(tier.num_seeds)
-    drawn_rows = []
-    for row in rows:
-        p_value = 2 * import_stats().t.sf(abs(row["difference"]) / standard_error, degrees)
-        estimate = Estimate(row["difference"], row["half_width"], p_value, tier.num_seeds)
-        drawn_rows.append((row["entry"], estimate, row["verdict"]))
-    figure = plots.plot_differences(drawn_rows, tier.baseline, "validation loss in nats")
-    undecided = tier.quantile * standard_error
-    figure.axes[0].axvspan(-undecided, undecided, color="black", alpha=0.08, linewidth=0)
+    figure, axes = plots.make_panels(1, 1, 0.24 * len(rows) + 0.65, [])
+    axis = axes[0, 0]
+    for number, row in enumerate(rows, start=1):
+        position = len(rows) - number
+        axis.errorbar(
+            row["difference"],
+            position,
+            xerr=row["half_width"],
+            fmt=plots.MARKERS[number % len(plots.MARKERS)],
+            color=plots.get_line_style(number)["color"],
+            capsize=3,
+        )
+        text = f"{row['difference']:+.4f} ± {row['half_width']:.4f} ({tier.num_seeds})  {row['verdict']}"
+        axis.annotate(
+            text,
+            (1, position),
+            xytext=(6, 0),
+            va="center",
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+        )
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(rows) - 1, -1, -1), [row["entry"] for row in rows])
+    axis.set(
+        ylim=(-0.6, len(rows) - 0.4),
+        xlabel=f"validation loss in nats minus that of {tier.baseline}",
+    )
+    axis.grid(axis="y", visible=False)
+    undecided = tier.quantile * tier.noise.get_standard_error(tier.num_seeds)
+    axis.axvspan(-undecided, undecided, color="black", alpha=0.08, linewidth=0)
     return figure
 
 
@@ -593,41 +586,23 @@ def read_command(argv: list[str], tier: Tier) -> tuple[Entry | None, Options]:
     if "help" in texts:
         configurator.print_help(__doc__, own_options)
         sys.exit(0)
-    if not words:
-        configurator.check_names(texts, own_options, "--")
-        options = Options(**configurator.read_settings({}, texts, own_options))
-        check_options(options)
-        without_effect = texts.keys() - {"mode", "out"}
-        if options.mode == "show":
-            without_effect = {"mode=show"}
-        if without_effect:
-            key = min(without_effect)
-            raise ValueError(f"--{key} needs a variant, as in track.py my-gpt-mha-rope --{key}")
-        return None, options
     if len(words) > 1:
         raise ValueError(f"give one variant, not {len(words)}: {' '.join(words)}")
-    model_options = collect_options(models.model_class(words[0]).Config)
+    model_options = collect_options(models.model_class(words[0]).Config) if words else {}
     configurator.check_names(texts, {**own_options, **model_options}, "--")
-    keys = configurator.read_settings(
-        {}, {k: t for k, t in texts.items() if k in model_options}, model_options
-    )
-    options = Options(
-        **configurator.read_settings(
-            {}, {k: t for k, t in texts.items() if k in own_options}, own_options
-        )
-    )
-    check_options(options)
-    fixed = (tier.read_settings() | tier.defaults).keys() & keys.keys()
-    if fixed:
-        raise ValueError(f"--{min(fixed)} is fixed by the tier {tier.name}: omit it")
-    entry = Entry(tier, words[0], keys, options.first_seed)
-    return entry, options
-
-
-def check_options(options: Options) -> None:
-    """Raise ValueError if a figure would have an unknown format."""
+    options = Options(**configurator.read_settings({}, texts, own_options))
     if options.out is not None and Path(options.out).suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--out={options.out} must end in .png, .svg or .pdf")
+    if not words:
+        for key in texts:
+            if key not in ("mode", "out") or options.mode == "show":
+                raise ValueError(f"--{key} needs a variant, as in track.py my-gpt-mha-rope --{key}")
+        return None, options
+    keys = configurator.read_settings({}, texts, model_options)
+    fixed_keys = {**tier.read_settings(), **tier.defaults}.keys() & keys.keys()
+    if fixed_keys:
+        raise ValueError(f"--{min(fixed_keys)} is fixed by the tier {tier.name}: omit it")
+    return Entry(tier, words[0], keys, options.first_seed), options
 
 
 def main(tier: Tier = CPU_1) -> int:

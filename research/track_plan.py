@@ -23,8 +23,8 @@ from research.tuning import (
     to_rate,
 )
 from utils import files
+from utils.provenance import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 RATES = ("muon_learning_rate", "learning_rate")
 # what config/authors.py sets, where a model has the key
 RELEASED_FORM = {**FORM_OF_RELEASED_CODE, "ddl_state_conv_init": "mean"}
@@ -180,6 +180,11 @@ class Entry:
     def tuning_seed(self) -> int:
         """The seed of the searches for rates."""
         return self.tier.tuning_seed + self.first_seed
+
+
+def get_baseline(tier: Tier) -> Entry:
+    """Return the entry with which all others of a tier are compared."""
+    return Entry(tier, tier.baseline, keys={})
 
 
 class Plan(NamedTuple):

@@ -12,11 +12,10 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from data.loader import IGNORED_TARGET, ValidationBatches
+from data.loader import IGNORED_TARGET
 from model.block import Site, State, Stream
 from model.ddl import DeltaRewrite
 from model.gpt import GPT
-from model.layers import Positions
 from research import compare
 from research.analysis import common
 
@@ -70,17 +69,9 @@ class EditedStream(Stream):
     def __init__(self, writes: dict[SiteKey, Write]):
         self.writes = writes
 
-    def write(
-        self,
-        site: Site,
-        state: State,
-        h: torch.Tensor,
-        x_in: torch.Tensor | tuple,
-        c: torch.Tensor,
-        cache: dict | None,
-    ) -> State:
+    def write(self, site: Site, state: State, *args: object) -> State:
         edited = replace(site, write=self.writes.get((site.layer, site.name), site.write))
-        return super().write(edited, state, h, x_in, c, cache)
+        return super().write(edited, state, *args)
 
 
 def choose_edits(model: GPT, names: list[str] | None) -> dict[str, dict[SiteKey, Write]]:
@@ -112,45 +103,19 @@ def choose_edits(model: GPT, names: list[str] | None) -> dict[str, dict[SiteKey,
 
 
 @torch.no_grad()
-def record_block_inputs(model: GPT, ids: torch.Tensor) -> list[tuple[State, Positions]]:
-    """Return what each block gets when the model runs on ids (B, T)."""
-    block_inputs = []
-
-    def record(block: torch.nn.Module, arguments: tuple) -> None:
-        state, positions, *_ = arguments
-        block_inputs.append((state, positions))
-
-    # a set, because a model may have the same block several times
-    hooks = [block.register_forward_pre_hook(record) for block in set(model.transformer.h)]
-    with model.through(Stream()):
-        model.hidden(ids)
-    for hook in hooks:
-        hook.remove()
-    return block_inputs
-
-
-@torch.no_grad()
-def measure_losses_from(
-    model: GPT,
-    block_inputs: list[tuple[State, Positions]],
-    targets: torch.Tensor,
-    writes: dict[SiteKey, Write],
+def measure_losses(
+    model: GPT, ids: torch.Tensor, targets: torch.Tensor, writes: dict[SiteKey, Write]
 ) -> torch.Tensor:
-    """Return the loss of each sequence with edited writes, running the blocks from the first of these on.
+    """Return the loss of each sequence with edited writes.
 
     Args:
-        block_inputs: of `record_block_inputs`
-        targets: (B, T)
+        ids, targets: (B, T)
 
     Returns:
         Nats per target (B,), in float64; 0 for a sequence without targets.
     """
-    first_layer = min((layer for layer, _ in writes), default=0)
-    state, positions = block_inputs[first_layer]
     with model.through(EditedStream(writes)):
-        for block in model.transformer.h[first_layer:]:
-            state = block(state, positions)
-        hidden = model.stream.finish(model, state, None)
+        hidden = model.hidden(ids)
     losses = []
     # one sequence at a time, because logits are large
     for sequence_hidden, sequence_targets in zip(hidden, targets):
@@ -164,39 +129,32 @@ def measure_losses_from(
     return torch.stack(losses)
 
 
-def measure_effects(
-    model: GPT,
-    batches: ValidationBatches,
-    sequences: list[int],
-    batch_size: int,
-    names: list[str] | None,
-    label: str,
-) -> list[dict]:
+def measure_effects(run: common.LoadedRun, batch_size: int, names: list[str] | None) -> list[dict]:
     """Return how much each edit changes the mean loss per target, at each site and at all at once.
 
-    Args:
-        names: of the edits; None for all
-        label: of the model, for lines of progress
+    names: of the edits; None for all
     """
-    edits = choose_edits(model, names)
+    edits = choose_edits(run.model, names)
     writes_by_key: dict[tuple, dict[SiteKey, Write]] = {}
     for name, writes in edits.items():
         if len(writes) > 1:
             writes_by_key[*ALL_SITES, name] = writes
         for site_key, write in writes.items():
             writes_by_key[*site_key, name] = {site_key: write}
-    num_targets = common.count_targets(batches, sequences)
+    num_targets: list[torch.Tensor] = []
     unedited: list[torch.Tensor] = []
     losses: dict[tuple, list[torch.Tensor]] = {key: [] for key in writes_by_key}
-    device = common.get_device(model)
-    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, label):
-        block_inputs = record_block_inputs(model, ids)
-        unedited.append(measure_losses_from(model, block_inputs, targets, {}))
+    for ids, targets in run.iterate_batches(batch_size):
+        # in some tasks, documents have different numbers of labels
+        num_targets.append((targets != IGNORED_TARGET).sum(1).cpu())
+        unedited.append(measure_losses(run.model, ids, targets, writes={}))
         for key, writes in writes_by_key.items():
-            losses[key].append(measure_losses_from(model, block_inputs, targets, writes))
+            losses[key].append(measure_losses(run.model, ids, targets, writes))
     effects = []
     for (layer, site_name, name), edited in losses.items():
-        difference = estimate_difference(torch.cat(edited), torch.cat(unedited), num_targets)
+        difference = estimate_difference(
+            torch.cat(edited), torch.cat(unedited), torch.cat(num_targets)
+        )
         effects.append(
             {
                 "layer": layer,

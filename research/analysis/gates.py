@@ -21,13 +21,11 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from configurator import option
-from data.loader import ValidationBatches
-from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream
 from model.ddl import DeltaRewrite, project_onto_k
-from model.gpt import GPT
-from research import compare, plots
+from research import plots
 from research.analysis import common, edits
+from research.compare import Estimate, estimate_mean, judge_differences
 from utils import files, tables
 
 if TYPE_CHECKING:
@@ -130,9 +128,14 @@ def measure_change(state: State, written: State) -> dict[str, torch.Tensor]:
     """Return `write_size` (B, T), ||X' - X|| / ||X||, unless the state grows with depth."""
     if [part.shape for part in tree_leaves(state)] != [part.shape for part in tree_leaves(written)]:
         return {}
-    old = common.concatenate_state(state)
+    old = concatenate_state(state)
     norm = old.norm(dim=-1).clamp_min(torch.finfo(old.dtype).tiny)
-    return {"write_size": (common.concatenate_state(written) - old).norm(dim=-1) / norm}
+    return {"write_size": (concatenate_state(written) - old).norm(dim=-1) / norm}
+
+
+def concatenate_state(state: State) -> torch.Tensor:
+    """Return all numbers of each token side by side: (B, T, ...), or a tuple of such, -> (B, T, n)."""
+    return torch.cat([part.flatten(2) for part in tree_leaves(state)], dim=-1)
 
 
 def measure_turns(
@@ -161,30 +164,21 @@ def summarize_numbers(numbers: torch.Tensor) -> dict[str, float]:
 # ---- a run ----
 
 
-def measure_run(
-    model: GPT,
-    encoding: Tokenizer,
-    batches: ValidationBatches,
-    sequences: list[int],
-    args: SimpleNamespace,
-    label: str,
-) -> dict:
-    """Return the statistics of each site over sequences of full length, and the effects of edits.
+def measure_run(run: common.LoadedRun, args: SimpleNamespace) -> dict:
+    """Return the statistics of each site over the sequences, and the effects of edits.
 
     Raises:
         ValueError: a number is not finite, or args.edits names an edit that the model does not have
     """
     names = None if args.edits == "all" else args.edits.split(",")
     if args.edits != "none":
-        edits.choose_edits(
-            model, names
-        )  # a wrong name should be noticed before anything is measured
+        # a wrong name should be noticed before anything is measured
+        edits.choose_edits(run.model, names)
     values: dict[tuple[int, str], dict[str, list[torch.Tensor]]] = {}
-    device = common.get_device(model)
     with torch.no_grad():
-        for ids, _ in common.iterate_batches(batches, sequences, args.rows, device, label):
-            with model.through(Audit(values)):
-                model.hidden(ids)
+        for ids, _ in run.iterate_batches(args.rows):
+            with run.model.through(Audit(values)):
+                run.model.hidden(ids)
     sites = []
     for (layer, site_name), by_name in values.items():
         statistics = {
@@ -193,7 +187,7 @@ def measure_run(
         sites.append({"layer": layer, "site": site_name, "statistics": statistics})
     effects = []
     if args.edits != "none":
-        effects = edits.measure_effects(model, batches, sequences, args.rows, names, label)
+        effects = edits.measure_effects(run, args.rows, names)
     return {"sites": sites, "effects": effects}
 
 
@@ -242,43 +236,38 @@ class Group:
         for the number of sites.
         """
         at_all_sites = {}
-        for name in self.edit_names:
-            effect = self.get_effect(*edits.ALL_SITES, name)
-            if effect is not None:
-                at_all_sites[name] = effect
         by_site = {}
-        for row in self.rows[0]["effects"]:
-            if row["edit"] == edit and row["layer"] is not None:
-                key = (row["layer"], row["site"])
-                by_site[key] = self.get_effect(*key, edit)
-
+        for (layer, site, name), effect in self.estimate_effects().items():
+            if layer is None:
+                at_all_sites[name] = effect
+            elif name == edit:
+                by_site[layer, site] = effect
         judged = {}
-        if edit in at_all_sites:
-            words = compare.judge_differences(list(at_all_sites.values()))
-            verdict_by_edit = dict(zip(at_all_sites, words))
-            judged[edits.ALL_SITES] = (at_all_sites[edit], verdict_by_edit[edit])
-        words = compare.judge_differences(list(by_site.values()))
-        for key, word in zip(by_site, words):
-            judged[key] = (by_site[key], word)
+        for name, verdict in zip(at_all_sites, judge_differences(list(at_all_sites.values()))):
+            if name == edit:
+                judged[edits.ALL_SITES] = (at_all_sites[name], verdict)
+        for key, verdict in zip(by_site, judge_differences(list(by_site.values()))):
+            judged[key] = (by_site[key], verdict)
         return judged
 
-    def get_effect(self, layer: int | None, site: str, edit: str) -> compare.Estimate | None:
-        """Return the change of the loss, or None if the site does not have the edit."""
-        key = {"layer": layer, "site": site, "edit": edit}
-        effects = [
-            effect
-            for row in self.rows
-            for effect in row["effects"]
-            if key.items() <= effect.items()
-        ]
-        if not effects:
-            return None
+    def estimate_effects(self) -> dict[tuple[int | None, str, str], Estimate]:
+        """Return {(layer, site, edit): the change of the loss}."""
+        effects_by_key: dict[tuple[int | None, str, str], list[dict]] = {}
+        for row in self.rows:
+            for effect in row["effects"]:
+                key = (effect["layer"], effect["site"], effect["edit"])
+                effects_by_key.setdefault(key, []).append(effect)
         if len(self.rows) > 1:
-            return compare.estimate_mean([effect["difference"] for effect in effects])
-        [effect] = effects
-        return compare.Estimate(
-            effect["difference"], effect["ci95"], effect["p_value"], effect["windows"]
-        )
+            return {
+                key: estimate_mean([effect["difference"] for effect in effects])
+                for key, effects in effects_by_key.items()
+            }
+        return {
+            key: Estimate(
+                effect["difference"], effect["ci95"], effect["p_value"], effect["windows"]
+            )
+            for key, [effect] in effects_by_key.items()
+        }
 
 
 def group_rows(rows: list[dict]) -> list[Group]:
@@ -317,7 +306,7 @@ def format_statistics_table(group: Group) -> str:
         low = min(means, key=means.get)
         high = max(means, key=means.get)
         extremes = f"{means[low]:.4g} ({low}) to {means[high]:.4g} ({high})"
-        rows.append([name, compare.estimate_mean(by_run.tolist()).format(".4g"), extremes])
+        rows.append([name, estimate_mean(by_run.tolist()).format(".4g"), extremes])
     header = ["statistic", "mean over sites (runs)", "lowest to highest site"]
     return tables.format_markdown(header, rows)
 
@@ -496,8 +485,3 @@ def finish(rows: list[dict], out: Path) -> None:
     page = format_page(groups, pictures)
     files.write_text(out.with_suffix(".md"), page)
     print(page)
-
-
-def run(args: SimpleNamespace) -> None:
-    """Measure every run and store its figures; then draw them and write the page."""
-    common.analyze_runs(args, "gates", measure_run, summarize, finish)

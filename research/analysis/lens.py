@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from configurator import option
-from data.loader import IGNORED_TARGET, ValidationBatches
+from data.loader import IGNORED_TARGET
 from data.tokenizer import Tokenizer, encode_prompt
 from model.block import Site, State, Stream
 from model.gpt import GPT
@@ -55,23 +55,16 @@ class Lens(Stream):
         self.decode(state)
         return state
 
-    def write(
-        self,
-        site: Site,
-        state: State,
-        h: torch.Tensor,
-        x_in: torch.Tensor | tuple,
-        c: torch.Tensor,
-        cache: dict | None,
-    ) -> State:
-        written = super().write(site, state, h, x_in, c, cache)
+    def write(self, site: Site, state: State, *args: object) -> State:
+        written = super().write(site, state, *args)
         self.decode(written)
         return written
 
 
 def list_depths(model: GPT) -> list[str]:
     """Return a name for each depth: "embedding", "0 attn", "0 mlp", and so on."""
-    return ["embedding", *common.list_site_names(model)]
+    sites = [f"{site.layer} {site.name}" for block in model.transformer.h for site in block.sites]
+    return ["embedding", *sites]
 
 
 @torch.no_grad()
@@ -118,14 +111,8 @@ def find_settled_depth(top: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure(
-    model: GPT,
-    batches: ValidationBatches,
-    sequences: list[int],
-    batch_size: int,
-    label: str = "",
-) -> dict:
-    """Measure the predictions at each depth, over all scored tokens of sequences of full length.
+def measure(run: common.LoadedRun, batch_size: int) -> dict:
+    """Measure the predictions at each depth, over all scored tokens of the sequences.
 
     Returns:
         "tokens", their number, and lists by depth: `loss` and `kl` in nats, and the fractions of
@@ -136,12 +123,11 @@ def measure(
     Raises:
         ValueError: the loss is not finite
     """
-    num_depths = len(list_depths(model))
+    num_depths = len(list_depths(run.model))
     num_tokens = 0
     sums: dict[str, torch.Tensor] = {}
-    device = common.get_device(model)
-    for ids, targets in common.iterate_batches(batches, sequences, batch_size, device, label):
-        measured = measure_tokens(model, ids, targets)
+    for ids, targets in run.iterate_batches(batch_size):
+        measured = measure_tokens(run.model, ids, targets)
         top = measured.pop("top")
         by_name = {
             **measured,
@@ -165,7 +151,7 @@ def measure(
 # ---- the table of a text ----
 
 
-def encode_text(text_argument: str, model: GPT, encoding: Tokenizer) -> torch.Tensor:
+def encode_text(text_argument: str, run: common.LoadedRun) -> torch.Tensor:
     """Return the ids (1, T) of --text, after end-of-text.
 
     text_argument: a text, FILE:path, or - for standard input
@@ -173,13 +159,14 @@ def encode_text(text_argument: str, model: GPT, encoding: Tokenizer) -> torch.Te
     Raises:
         ValueError: it is longer than block_size, or the encoding lacks some of it
     """
-    ids = encode_prompt(encoding, files.read_text_argument(text_argument))
-    if len(ids) > model.config.block_size:
+    ids = encode_prompt(run.encoding, files.read_text_argument(text_argument))
+    block_size = run.model.config.block_size
+    if len(ids) > block_size:
         raise ValueError(
-            f"the text has {len(ids)} tokens: give at most block_size={model.config.block_size}, "
-            "including end-of-text"
+            f"the text has {len(ids)} tokens: give at most block_size={block_size}, including "
+            "end-of-text"
         )
-    return torch.tensor([ids], device=common.get_device(model))
+    return torch.tensor([ids], device=run.device)
 
 
 def format_token(encoding: Tokenizer, token: int) -> str:
@@ -285,33 +272,17 @@ class Options(common.RunOptions):
     )
 
 
-def measure_run(
-    model: GPT,
-    encoding: Tokenizer,
-    batches: ValidationBatches,
-    sequences: list[int],
-    args: SimpleNamespace,
-    label: str,
-) -> dict:
+def measure_run(run: common.LoadedRun, args: SimpleNamespace) -> dict:
     """Return the figures of `measure`, and the table of --text, which is printed."""
-    row = {"depths": list_depths(model)}
+    row = {"depths": list_depths(run.model)}
     if args.text is not None:
-        ids = encode_text(args.text, model, encoding)
-        row["table"] = format_text_table(model, encoding, ids)
+        ids = encode_text(args.text, run)
+        row["table"] = format_text_table(run.model, run.encoding, ids)
         print(row["table"])
-    return {**row, **measure(model, batches, sequences, args.rows, label)}
+    return {**row, **measure(run, args.rows)}
 
 
 def finish(rows: list[dict], out: Path) -> None:
     """Print the table of all rows, and draw them beside the JSON file `out`."""
     print(format_table(rows))
     draw(rows, out.with_suffix(".png"))
-
-
-def run(args: SimpleNamespace) -> None:
-    """Measure, store and draw every run.
-
-    Raises:
-        ValueError: the text is too long for a model
-    """
-    common.analyze_runs(args, "lens", measure_run, summarize, finish)

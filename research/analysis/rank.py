@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import torch
 
-from data.loader import ValidationBatches
-from data.tokenizer import Tokenizer
 from model.block import Site, State, Stream, get_past
 from model.gpt import GPT
 from research import plots
@@ -64,24 +62,16 @@ class HiddenStates(Stream):
 
 
 @torch.no_grad()
-def measure_run(
-    model: GPT,
-    encoding: Tokenizer,
-    batches: ValidationBatches,
-    sequences: list[int],
-    args: SimpleNamespace,
-    label: str,
-) -> dict:
+def measure_run(run: common.LoadedRun, args: SimpleNamespace) -> dict:
     """Return "rank", the mean effective rank over sequences by depth."""
     total = 0.0
-    device = common.get_device(model)
-    for ids, _ in common.iterate_batches(batches, sequences, args.rows, device, label):
+    for ids, _ in run.iterate_batches(args.rows):
         stream = HiddenStates()
-        with model.through(stream):
-            model.hidden(ids)
+        with run.model.through(stream):
+            run.model.hidden(ids)
         ranks = torch.stack([effective_rank(state).sum() for state in stream.states])
         total = total + ranks.cpu()
-    return {"rank": (total / len(sequences)).tolist()}
+    return {"rank": (total / len(run.sequences)).tolist()}
 
 
 def summarize(row: dict) -> str:
@@ -102,8 +92,3 @@ def finish(rows: list[dict], out: Path) -> None:
     figure, axes = plots.plot_over_depth(rows, quantities, "depth (blocks)")
     axes[0].set_ylim(0, 1)
     plots.save(figure, out.with_suffix(".png"))
-
-
-def run(args: SimpleNamespace) -> None:
-    """Measure, store and draw every run."""
-    common.analyze_runs(args, "rank", measure_run, summarize, finish)

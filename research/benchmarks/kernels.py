@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from configurator import option
-from research.benchmarks.figures import Figures, pop_used_launches
-from research.benchmarks.timing import Clock, compute_speed_ratios, format_spread
+from research.benchmarks.timing import (
+    Clock,
+    compute_speed_ratios,
+    format_spread,
+    pop_used_launches,
+)
+from research.storage import Figures
 from utils import processes, tables
 from utils.units import format_bytes
 
@@ -89,30 +94,30 @@ def make_step_calls(
     updates = [0.1 * value_logit] if stored else []
     read_weights = make_random(device, torch.float32, kernel_size, value_channels, d)
     read_weights = read_weights / value_channels
-    norm_weight = torch.ones(d, device=device)
-    gate_weight = make_random(device, torch.float32, d)
-    value_weight = make_random(device, torch.float32, value_channels, d)
-
+    # arguments of both passes
+    shared = {
+        "direction": direction,
+        "gate_logit": gate_logit,
+        "value_logit": value_logit,
+        "read_weights": read_weights,
+        "norm_weight": torch.ones(d, device=device),
+        "gate_weight": make_random(device, torch.float32, d),
+        "value_weight": make_random(device, torch.float32, value_channels, d),
+        "value_form": "sigmoid",
+        "value_scale": 4.0,
+        "value_constant": 2.0,
+        "value_input": "residual",
+        "erase": True,
+    }
     forward = partial(
         kernel.residual_step,
+        **shared,
         state=stored_state,
         stored_state=stored_state,
         directions=directions,
         updates=updates,
-        direction=direction,
-        gate_logit=gate_logit,
-        value_logit=value_logit,
-        read_weights=read_weights,
-        norm_weight=norm_weight,
-        gate_weight=gate_weight,
-        value_weight=value_weight,
         gate_bias=make_random(device, torch.float32, 1),
         value_bias=make_random(device, torch.float32, value_channels),
-        value_form="sigmoid",
-        value_scale=4.0,
-        value_constant=2.0,
-        value_input="residual",
-        erase=True,
         k_eps=1e-5,
         norm_eps=1e-5,
         store_state=stored,
@@ -127,6 +132,7 @@ def make_step_calls(
     updates_after = [] if stored else [output.update]
     backward = partial(
         kernel.residual_step_backward,
+        **shared,
         grad_new_state=grad_new_state,
         grad_context=grad_context,
         grad_x_in=None,
@@ -135,22 +141,10 @@ def make_step_calls(
         stored_state=state_after,
         directions=directions_after,
         updates=updates_after,
-        direction=direction,
-        gate_logit=gate_logit,
-        value_logit=value_logit,
         inverse_norm=output.inverse_norm,
         delta=output.delta,
         x_in=output.x_in,
         inverse_rms=output.inverse_rms,
-        read_weights=read_weights,
-        norm_weight=norm_weight,
-        gate_weight=gate_weight,
-        value_weight=value_weight,
-        value_form="sigmoid",
-        value_scale=4.0,
-        value_constant=2.0,
-        value_input="residual",
-        erase=True,
     )
 
     logits = [output.next_gate_logit, output.next_value_logit]
@@ -203,24 +197,19 @@ def make_rope_norm_calls(spec: InputSpec, d: int) -> dict[str, KernelCall]:
     angle = make_random(device, torch.float32, T, head_dim // 2)
     cos = angle.cos()
     sin = angle.sin()
-    q_norm = torch.ones(head_dim, device=device)
-    k_norm = torch.ones(head_dim, device=device)
     queries_and_keys = qkv[:, :, :2]  # the values are a view of the product and are not moved
     grad_q, grad_k, grad_v = gradients
-    forward = partial(
-        kernel.rope_norm, qkv=qkv, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=1e-5
-    )
+    shared = {
+        "qkv": qkv,
+        "cos": cos,
+        "sin": sin,
+        "q_norm": torch.ones(head_dim, device=device),
+        "k_norm": torch.ones(head_dim, device=device),
+        "eps": 1e-5,
+    }
+    forward = partial(kernel.rope_norm, **shared)
     backward = partial(
-        kernel.rope_norm_backward,
-        grad_q=grad_q,
-        grad_k=grad_k,
-        grad_v=grad_v,
-        qkv=qkv,
-        cos=cos,
-        sin=sin,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        eps=1e-5,
+        kernel.rope_norm_backward, **shared, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
     )
     return {
         "rope_norm forward": KernelCall(forward, [queries_and_keys, queries_and_keys, cos, sin]),
@@ -243,19 +232,43 @@ def list_families(spec: InputSpec, widths: list[int]) -> Iterator[KernelFamily]:
             )
 
 
-def measure_in_turns(
-    calls: dict[str, KernelCall], copy: Callable[[], object], rounds: int, clock: Clock
-) -> dict[str, list[float]]:
-    """Return the seconds of each call and of `copy` in each round."""
-    functions = {"copy": copy}
-    for name, call in calls.items():
-        functions[name] = call.function
-    if clock.device.type == "cuda":
-        for _ in range(3):  # the first calls compile
-            for function in functions.values():
-                function()
-    seconds_by_round = [clock.measure(functions) for _ in range(rounds)]
-    return {name: [seconds[name] for seconds in seconds_by_round] for name in functions}
+class Meter:
+    """Measures kernels in turns with a large copy."""
+
+    def __init__(self, args: SimpleNamespace, device: torch.device):
+        self.rounds = args.rounds
+        self.copied_bytes = args.copied
+        self.clock = Clock(device)
+        self.source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
+        self.target = torch.empty_like(self.source)
+
+    def copy(self) -> None:
+        self.target.copy_(self.source)
+
+    def measure(self, calls: dict[str, KernelCall]) -> dict[str, dict[str, float]]:
+        """Return the median time of each call, its bandwidth, and its ratio to the copy's bandwidth."""
+        functions = {"copy": self.copy}
+        for name, call in calls.items():
+            functions[name] = call.function
+        if self.clock.device.type == "cuda":
+            for _ in range(3):  # the first calls compile
+                for function in functions.values():
+                    function()
+        rounds = [self.clock.measure(functions) for _ in range(self.rounds)]
+        copies = [seconds["copy"] for seconds in rounds]
+        figures = {}
+        for name, call in calls.items():
+            num_bytes = count_bytes(call.tensors)
+            seconds = [seconds[name] for seconds in rounds]
+            # the time in which the copy moves as many bytes as the kernel
+            copy_seconds = [copy * num_bytes / self.copied_bytes for copy in copies]
+            figures[name] = {
+                "microseconds": statistics.median(seconds) * 1e6,
+                "gb_per_s": num_bytes / statistics.median(seconds) / 1e9,
+                "copy_gb_per_s": self.copied_bytes / statistics.median(copies) / 1e9,
+                **compute_speed_ratios("share", copy_seconds, seconds),
+            }
+        return figures
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -263,45 +276,17 @@ def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def make_row(
-    d: int,
-    kernel: str,
-    tensors: list[torch.Tensor],
-    seconds: dict[str, list[float]],
-    copied_bytes: int,
-) -> dict[str, Any]:
-    """Return a kernel's bytes, median time, bandwidth, and its ratio to the copy's bandwidth."""
-    num_bytes = count_bytes(tensors)
-    median = statistics.median(seconds[kernel])
-    # the time in which the copy moves as many bytes as the kernel
-    copy_seconds = [copy * num_bytes / copied_bytes for copy in seconds["copy"]]
-    return {
-        "kernel": kernel,
-        "d": d,
-        "bytes": num_bytes,
-        "microseconds": median * 1e6,
-        "gb_per_s": num_bytes / median / 1e9,
-        "copy_gb_per_s": copied_bytes / statistics.median(seconds["copy"]) / 1e9,
-        **compute_speed_ratios("share", copy_seconds, seconds[kernel]),
-    }
-
-
-def measure_kernels(
-    families: list[KernelFamily],
-    args: SimpleNamespace,
-    clock: Clock,
-    copy: Callable[[], object],
-    figures: Figures,
-) -> None:
+def measure_kernels(families: list[KernelFamily], meter: Meter, figures: Figures) -> None:
     """Store a row for every kernel."""
     for number, family in enumerate(families, 1):
         calls = family.make_calls()
         pop_used_launches()  # forget those of earlier kernels
-        seconds = measure_in_turns(calls, copy, args.rounds, clock)
+        speeds = meter.measure(calls)
         launches = pop_used_launches()
         for kernel, call in calls.items():
-            row = make_row(family.d, kernel, call.tensors, seconds, args.copied)
-            figures.add({**row, **launches})
+            num_bytes = count_bytes(call.tensors)
+            row = {"kernel": kernel, "d": family.d, "bytes": num_bytes}
+            figures.add({**row, **speeds[kernel], **launches})
         print(f"{number}/{len(families)} {family.name} d={family.d}", flush=True)
 
 
@@ -328,11 +313,7 @@ def list_launches_to_try(args: SimpleNamespace, d: int, kernel: str) -> tuple[st
 
 
 def tune_kernels(
-    families: list[KernelFamily],
-    args: SimpleNamespace,
-    clock: Clock,
-    copy: Callable[[], object],
-    figures: Figures,
+    families: list[KernelFamily], args: SimpleNamespace, meter: Meter, figures: Figures
 ) -> None:
     """Measure each kernel with every launch worth trying, and store a row, the fastest launch first."""
     from model.kernels.launch import FORCED
@@ -340,40 +321,21 @@ def tune_kernels(
     for family in families:
         for kernel, call in family.make_calls().items():
             key, launches = list_launches_to_try(args, family.d, kernel)
-            num_bytes = count_bytes(call.tensors)
             measured = []
             for launch in launches:
                 FORCED[key] = launch
                 try:
-                    speed = measure_launch(call.function, num_bytes, copy, args, clock)
+                    speed = meter.measure({kernel: call})[kernel]
+                except Exception as error:  # it may need more registers or shared memory than exist
+                    first_line = str(error).partition("\n")[0]
+                    speed = {"error": f"{type(error).__name__}: {first_line}"}
                 finally:
                     del FORCED[key]
                 measured.append({**dataclasses.asdict(launch), **speed})
             measured.sort(key=lambda row: row.get("microseconds", float("inf")))
+            num_bytes = count_bytes(call.tensors)
             figures.add({"kernel": kernel, "d": family.d, "bytes": num_bytes, "launches": measured})
             print(f"{kernel} d={family.d}: fastest {measured[0]}", flush=True)
-
-
-def measure_launch(
-    function: Callable[[], object],
-    num_bytes: int,
-    copy: Callable[[], object],
-    args: SimpleNamespace,
-    clock: Clock,
-) -> dict[str, Any]:
-    """Return a kernel's median time, bandwidth and ratio to the copy's bandwidth, or its error."""
-    try:
-        seconds = measure_in_turns({"kernel": KernelCall(function, [])}, copy, args.rounds, clock)
-    except Exception as error:  # for example, it needs more registers or shared memory than exist
-        first_line = str(error).partition("\n")[0]
-        return {"error": f"{type(error).__name__}: {first_line}"}
-    median = statistics.median(seconds["kernel"])
-    copy_median = statistics.median(seconds["copy"])
-    return {
-        "microseconds": median * 1e6,
-        "gb_per_s": num_bytes / median / 1e9,
-        "share": copy_median * num_bytes / args.copied / median,
-    }
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
@@ -414,23 +376,7 @@ class Options:
         False,
         "instead, time other launches (model/kernels/launch.py) of the kernels that --match selects",
     )
-    launches: int | None = option(
-        None,
-        "largest number of launches to try per kernel",
-        low=1,
-    )
-
-
-def parse_widths(text: str) -> list[int]:
-    """Return the hidden sizes of --widths.
-
-    Raises:
-        ValueError: one is not a whole number from 1 on
-    """
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"--widths={text}: give whole numbers from 1 on, separated by commas")
-    return [int(word) for word in words]
+    launches: int | None = option(None, "largest number of launches to try per kernel", low=1)
 
 
 def choose_families(args: SimpleNamespace, spec: InputSpec) -> list[KernelFamily]:
@@ -439,19 +385,17 @@ def choose_families(args: SimpleNamespace, spec: InputSpec) -> list[KernelFamily
     Raises:
         ValueError: there is none
     """
-    widths = parse_widths(args.widths)
+    try:
+        widths = [int(word) for word in args.widths.split(",")]
+    except ValueError:
+        raise ValueError(f"--widths={args.widths}: give numbers with commas between") from None
     families = [family for family in list_families(spec, widths) if args.match in family.name]
     if args.tune:
         # rope_norm has a single launch, which is in no table
         families = [family for family in families if family.name != "rope_norm"]
-        if not families:
-            raise ValueError(
-                f"--match={args.match}: no kernel with launches to tune has that in its name; try step"
-            )
     if not families:
-        raise ValueError(
-            f"--match={args.match}: no kernel has that in its name; try step or rope_norm"
-        )
+        kernels = "step" if args.tune else "step or rope_norm"
+        raise ValueError(f"--match={args.match}: no such kernel; try {kernels}")
     return families
 
 
@@ -469,12 +413,6 @@ def run(args: SimpleNamespace) -> None:
         )
     spec = InputSpec(args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
     families = choose_families(args, spec)
-    source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-
     settings = {
         "micro_batch_size": args.micro_batch_size,
         "block_size": args.block_size,
@@ -483,11 +421,11 @@ def run(args: SimpleNamespace) -> None:
         "copied": args.copied,
     }
     figures = Figures(args.json, settings)
-    clock = Clock(device)
+    meter = Meter(args, device)
     if args.tune:
-        tune_kernels(families, args, clock, copy, figures)
+        tune_kernels(families, args, meter, figures)
     else:
-        measure_kernels(families, args, clock, copy, figures)
+        measure_kernels(families, meter, figures)
     print(f"on {figures.origin['machine']}")
     if not args.tune:
         print(format_table(figures.rows))

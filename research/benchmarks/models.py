@@ -1,6 +1,5 @@
 """The sizes and models that are measured, and a model that takes its turn in a measurement."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +7,9 @@ import torch
 import configurator
 from configurator import collect_options
 from model import build, kernels, model_class
+from training.config import TrainConfig
 
 BASELINE = "gpt-mha-rope"
-CC_EC = "DDL-gpt-mha-rope-CC-EC"
 # of the models, and of a batch
 SIZES = {
     "quick": {
@@ -52,53 +51,47 @@ MICRO_BATCH_SIZES = {"quick": 8, "small": 16, "medium": 16, "tiny": 1}
 
 
 class ModelChoice(NamedTuple):
-    """A model of `--models`: its name, the keys of its config, and the options of `kernels.use`."""
+    """A model of `--models`: its name, the keys of its config, and how it uses the kernels."""
 
     model_name: str
     settings: dict[str, Any]
-    kernel_options: dict[str, Any]
+    kernels: str
+    state_checkpoint_interval: int
 
 
 def parse_model(text: str) -> ModelChoice:
     """Parse `model`, `model:d_v`, or either followed by settings.
 
-    A setting is `+kernels=off`, `+state_checkpoint_interval=4`, or a key of the model's config, for
-    example `+state_dtype=float32`.
+    A setting is a key of the model's config, for example `+state_dtype=float32`, or of the kernels:
+    `+kernels=off` and `+state_checkpoint_interval=4`.
 
     Raises:
-        ValueError: there is no such model, number of value channels or key
+        ValueError: there is no such model or key, or a value is wrong
     """
     model_text, *setting_texts = text.split("+")
     model_name, colon, value_channels = model_text.partition(":")
-    if colon and not value_channels.isdecimal():
-        raise ValueError(
-            f"--models: {text}: after the colon give a number of value channels, as in {CC_EC}:2"
-        )
     config_class = model_class(model_name).Config
-    config_options = collect_options(config_class)
-    settings = {}
-    kernel_options = {"setting": "auto", "state_checkpoint_interval": 2}  # as train.py's defaults
+    texts = {}
     for setting_text in setting_texts:
         key, _, value = setting_text.partition("=")
-        if key == "kernels" and value in ("auto", "on", "off"):
-            kernel_options["setting"] = value
-        elif key == "state_checkpoint_interval" and value.isdecimal() and int(value):
-            kernel_options["state_checkpoint_interval"] = int(value)
-        elif key in config_options:
-            settings.update(configurator.read_settings({}, {key: value}, config_options))
-        else:
-            raise ValueError(
-                f"--models: {text}: after a plus give kernels=auto, on or off, "
-                "state_checkpoint_interval=1 or more, or a key of the model's config"
-            )
+        texts[key] = value
     if colon:
         if config_class.expansion_key is None:
             raise ValueError(
                 f"--models: {text}: {model_name} has no value channels: omit the colon and the "
                 "number"
             )
-        settings[config_class.expansion_key] = int(value_channels)
-    return ModelChoice(model_name, settings, kernel_options)
+        texts[config_class.expansion_key] = value_channels
+    options = collect_options(config_class, TrainConfig)
+    configurator.check_names(texts, options, prefix=f"--models: {text}: +")
+    settings = configurator.read_settings({}, texts, options)
+    # as train.py's defaults
+    return ModelChoice(
+        model_name,
+        settings,
+        kernels=settings.pop("kernels", "auto"),
+        state_checkpoint_interval=settings.pop("state_checkpoint_interval", 2),
+    )
 
 
 def make_row_name(model: str) -> str:
@@ -111,7 +104,12 @@ def build_model(model: str, size: dict[str, Any], device: torch.device) -> torch
     choice = parse_model(model)
     torch.manual_seed(0)
     built = build(choice.model_name, **size, **choice.settings)
-    kernels.use(built, device=device, **choice.kernel_options)
+    kernels.use(
+        built,
+        choice.kernels,
+        device,
+        state_checkpoint_interval=choice.state_checkpoint_interval,
+    )
     return built
 
 
@@ -119,7 +117,7 @@ class Contender:
     """A model on its device, its optimizer, and its forward pass.
 
     Args:
-        make_batch: returns ids (B, T) and targets (B, T)
+        batch: ids (B, T) and targets (B, T)
         dtype: of autocast
         compiled: whether the forward pass is compiled
     """
@@ -128,13 +126,13 @@ class Contender:
         self,
         name: str,
         model: torch.nn.Module,
-        make_batch: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        batch: tuple[torch.Tensor, torch.Tensor],
         device: torch.device,
         dtype: torch.dtype,
         compiled: bool,
     ):
         self.name = name
-        self.make_batch = make_batch
+        self.batch = batch
         self.device = device
         self.dtype = dtype
         self.compiled = compiled
@@ -146,7 +144,7 @@ class Contender:
 
     def compute_loss(self) -> torch.Tensor:
         """Return the loss of a batch, a scalar."""
-        ids, targets = self.make_batch()
+        ids, targets = self.batch
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             _, loss = self.call(ids, targets)
         return loss

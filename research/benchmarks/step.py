@@ -16,15 +16,16 @@ import torch
 from configurator import option
 from model import MODEL_NAMES
 from research.benchmarks import models
-from research.benchmarks.figures import Figures, pop_used_launches
 from research.benchmarks.models import BASELINE, Contender, make_row_name
 from research.benchmarks.timing import (
     compute_percentiles,
     compute_speed_ratios,
     format_spread,
     measure,
+    pop_used_launches,
     repeat_and_synchronize,
 )
+from research.storage import Figures
 from training.metrics import compute_nominal_flops_per_token, get_peak_flops
 from utils import machine, processes, tables
 
@@ -73,8 +74,8 @@ class Bench:
         self.num_tokens = args.micro_batch_size * self.size["block_size"]
         shape = (2, args.micro_batch_size, self.size["block_size"])
         generator = torch.Generator().manual_seed(0)
-        ids_and_targets = torch.randint(self.size["vocab_size"], shape, generator=generator)
-        self.ids_and_targets = ids_and_targets.to(device)  # (2, B, T)
+        batch = torch.randint(self.size["vocab_size"], shape, generator=generator)
+        self.batch = batch.to(device).unbind()
         self.baseline = self.make_contender(BASELINE)
 
     def make_contender(self, model: str) -> Contender:
@@ -82,7 +83,7 @@ class Bench:
         return Contender(
             make_row_name(model),
             models.build_model(model, self.size, self.device),
-            make_batch=lambda: self.ids_and_targets,
+            batch=self.batch,
             device=self.device,
             dtype=getattr(torch, self.args.dtype),
             compiled=self.args.compile,

@@ -1,26 +1,27 @@
-"""What the tests of gates and of edits share."""
+"""What the tests of analyses share."""
 
 import numpy as np
 import torch
 from helpers import SMALL
 
+from data import shards
+from data.loader import ValidationBatches
 from model import build
 from model.causality import move_parameters
 from model.gpt import GPT
-
-# model name -> how its compressor reads, as naive.read takes it
-READ_KINDS = {
-    "DDL-gpt-mha-rope": "token",
-    "DDL-gpt-mha-rope-CC": "channel",
-    "DDL-gpt-mha-rope-EC": "token",
-    "DDL-vdim1-gpt-mha-rope": "column",
-}
+from research.analysis.common import LoadedRun, select_sequences
 
 
 def build_moved(model_name: str, **keys) -> GPT:
     """Return a small model in float64 whose parameters are all off their initial values."""
     model = build(model_name, **{**SMALL, "block_size": 10, **keys}).double()
     return move_parameters(model).eval()
+
+
+def open_run(model: GPT, corpus, num_sequences: int) -> LoadedRun:
+    """Return a model and sequences of the corpus, as the commands measure them."""
+    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, model.config.block_size)
+    return LoadedRun("", model, None, batches, select_sequences(batches, num_sequences))
 
 
 class LabeledDocuments:

@@ -1,25 +1,16 @@
 """A second implementation of what `analyze.py gates` measures: loops over tokens, the dense A = I - beta k k^T.
 
-It computes in float64. Backbone and reads are naive.py's, from a state dict and a configuration; no code is shared with
-model/ or analysis/. In names and shapes, X (d, d_v) is the state of a token, k (d,) a direction and v (d_v,) a value.
+It computes in float64 from the parameters of sites and from what they get; no code is shared with the writes of model/
+or with analysis/. X (d, d_v) is the state of a token, k (d,) a direction and v (d_v,) a value.
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
-from naive import attention, branch_mult, expand, mlp, read, rms_norm, select, sigmoid
+from naive import branch_mult, sigmoid
 
-
-@dataclass
-class NaiveEdit:
-    """How a write is edited."""
-
-    # replaces the gate
-    beta: float | None = None
-
-    # whether the update has its erase
-    erase: bool = True
+from model.block import Stream
 
 
 @dataclass
@@ -32,85 +23,38 @@ class TokenWrite:
     beta: torch.Tensor
     v: torch.Tensor
 
-    # the map of X: I - beta k k^T, or I without the erase
+    # the map of X: I - beta k k^T
     A: torch.Tensor
 
 
-def compute_write(w, X, h, x_in, c, cfg, edit: NaiveEdit) -> TokenWrite:
+def compute_write(w, X, h, x_in, c, cfg) -> TokenWrite:
     """Write to the state of one token: k-Map, a gate of one layer on c, and a value from x_in."""
     k = h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt()
-    beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
+    beta = branch_mult(cfg) * 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
     v = w["v_proj.weight"] @ x_in
     if cfg["ddl_v_bias"]:
         v = v + w["v_proj.bias"]
     if cfg["ddl_v_sigmoid"]:
         v = cfg["ddl_v_sigmoid_scale"] * sigmoid(v)
-    if edit.beta is not None:
-        beta = torch.full_like(beta, edit.beta)
-    beta = branch_mult(cfg) * beta
-    A = torch.eye(len(k), dtype=X.dtype)
-    if edit.erase and cfg["ddl_update"] != "write_only":
-        A = A - beta * torch.outer(k, k)
+    A = torch.eye(len(k), dtype=X.dtype) - beta * torch.outer(k, k)
     written = A @ X + beta * torch.outer(k, v)
     return TokenWrite(X, written, k, beta, v, A)
 
 
-def forward(
-    weights: dict,
-    cfg: dict,
-    ids: list[int],
-    kind: str,
-    embedding_conv: bool = False,
-    edits: dict[tuple[int, str], NaiveEdit] | None = None,
-) -> tuple[torch.Tensor, dict[tuple[int, str], list[TokenWrite]]]:
-    """Return the logits (T, vocab_size) of one sequence, and the writes of its tokens at each site.
+class Recorder(Stream):
+    """Run the stream as it is, and record {(layer, site name): [sequence][token] -> TokenWrite}."""
 
-    Args:
-        kind: how the compressor reads, as naive.read takes it
-        embedding_conv: whether the expander has a convolution
-        edits: (layer, site name) -> edit
-    """
-    embeddings = [weights["transformer.wte.weight"][token] for token in ids]
-    states = expand(weights, embeddings, cfg["ddl_value_channels"], embedding_conv)
-    writes = {}
-    for layer in range(cfg["num_hidden_layers"]):
-        w = select(weights, f"transformer.h.{layer}.")
-        for norm, sublayer, name in (
-            ("ln_1.weight", attention, "attn"),
-            ("ln_2.weight", mlp, "mlp"),
-        ):
-            edit = (edits or {}).get((layer, name), NaiveEdit())
-            x_ins = read(select(w, "compress."), states, kind)
-            cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
-            hs = sublayer(select(w, f"{name}."), cs, cfg)
-            write_weights = select(w, f"ddl_{name}.")
-            writes[layer, name] = [
-                compute_write(write_weights, X, h, x_in, c, cfg, edit)
-                for X, h, x_in, c in zip(states, hs, x_ins, cs)
-            ]
-            states = [write.written for write in writes[layer, name]]
-    finals = [
-        rms_norm(x, weights["ln_f.weight"], 1e-5)
-        for x in read(select(weights, "readout."), states, kind)
-    ]
-    return torch.stack([weights["lm_head.weight"] @ x for x in finals]), writes
+    def __init__(self):
+        self.writes: dict[tuple[int, str], list[list[TokenWrite]]] = {}
 
-
-def loss(
-    weights: dict,
-    cfg: dict,
-    ids: list[int],
-    targets: list[int],
-    kind: str,
-    embedding_conv: bool = False,
-    edits: dict[tuple[int, str], NaiveEdit] | None = None,
-) -> float:
-    """Return the mean loss of one sequence in nats per token; the arguments are those of `forward`."""
-    logits, _ = forward(weights, cfg, ids, kind, embedding_conv, edits)
-    total = 0.0
-    for row, target in zip(logits, targets):
-        total += (row.exp().sum().log() - row[target]).item()
-    return total / len(targets)
+    def write(self, site, state, h, x_in, c, cache):
+        w = dict(site.write.named_parameters())
+        cfg = vars(site.write.config)
+        self.writes[site.layer, site.name] = [
+            [compute_write(w, X.T, *inputs, cfg) for X, *inputs in zip(*sequence)]
+            for sequence in zip(state, h, x_in, c)
+        ]
+        return super().write(site, state, h, x_in, c, cache)
 
 
 def cosine(a, b) -> float:

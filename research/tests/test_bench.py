@@ -13,7 +13,9 @@ from helpers import run_script
 from model import MODEL_NAMES, build
 from model.kernels.launch import choose_launch
 from research import bench
-from research.benchmarks import kernels, models, step, timing
+from research.benchmarks import models, step, timing
+from research.commands import read_command
+from research.storage import store_figures
 
 TINY = ["--size=tiny", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
 CPU = torch.device("cpu")
@@ -76,11 +78,9 @@ def test_models_by_choice(tmp_path, monkeypatch):
 
 
 MISTAKES = [
-    (["--rounds=0"], "0: give a number at least 1"),
-    (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
-    (["--models=DDL-gpt-mha-rope:four"], "number of value channels"),
+    (["--models=DDL-gpt-mha-rope:four"], "ddl_value_channels=four: give a whole number"),
     (["--models=gpt-mha-rope:2"], "has no value channels"),
-    (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
+    (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels='maybe': give 'auto'"),
     (["--compile=True"], "--compile=False"),  # there is no compiler
     (["kernels", "--tune"], "select kernels with --match"),
 ]
@@ -108,8 +108,8 @@ def test_the_papers_sizes(size, parameters):
 
 def test_a_model_may_have_its_own_value_channels_keys_and_kernels():
     choice = models.parse_model(f"{CC}:2+kernels=off+ddl_beta_init=0.5")
-    assert choice.settings == {"ddl_value_channels": 2, "ddl_beta_init": 0.5}
-    assert choice.kernel_options == {"setting": "off", "state_checkpoint_interval": 2}
+    settings = {"ddl_value_channels": 2, "ddl_beta_init": 0.5}
+    assert choice == models.ModelChoice(CC, settings, "off", state_checkpoint_interval=2)
 
 
 class SquareModel(torch.nn.Module):
@@ -126,11 +126,11 @@ class SquareModel(torch.nn.Module):
 @pytest.fixture
 def square() -> models.Contender:
     """Return a contender with SquareModel and x (3, 5) of ones."""
-    x = torch.ones(3, 5)
+    x = torch.ones(3, 5, requires_grad=True)
     return models.Contender(
         "square",
         SquareModel(5),
-        make_batch=lambda: (x, x),
+        batch=(x, x),
         device=CPU,
         dtype=torch.float32,
         compiled=False,
@@ -138,7 +138,7 @@ def square() -> models.Contender:
 
 
 def test_saved_bytes_are_those_that_backward_needs(square):
-    # x for the product and its result for the square, both of 3 x 5 numbers of 4 bytes; the weight does not count.
+    # x and the weight for the product, and its result for the square; the weight does not count
     assert models.measure_saved_bytes(square) == 2 * 3 * 5 * 4
 
 
@@ -152,7 +152,7 @@ def test_a_turn_is_a_training_step_or_changes_nothing(square):
 
 
 def test_a_model_is_freed_when_it_is_measured(monkeypatch):
-    args = bench.parse_arguments(TINY)
+    args = read_command("", bench.COMMANDS, argv=["step", *TINY])
     step.complete_arguments(args, CPU)
     small_bench = step.Bench(args, CPU)
     build_model = models.build_model
@@ -167,6 +167,18 @@ def test_a_model_is_freed_when_it_is_measured(monkeypatch):
     assert small_bench.measure(CC)["model"] == CC
     gc.collect()
     assert [reference() for reference in references] == [None]
+
+
+def test_figures_are_stored_with_their_origin_and_uncommitted_changes_are_reported_once(
+    tmp_path, capsys
+):
+    file = tmp_path / "figures.json"
+    origin = {"commit": "0123456789ab-dirty", "date": "2026-01-02"}
+    for value in (1, 2):  # the file is replaced
+        store_figures(file, {"rows": [value]}, origin)
+    assert json.loads(file.read_text()) == {**origin, "rows": [2]}
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: figures.json names commit 0123456789ab-dirty")
 
 
 # ---- kernels ----
@@ -184,13 +196,16 @@ KERNELS = [
 def measure_kernels(file, *arguments) -> dict[str, dict]:
     """Return the rows of `bench.py kernels` by kernel."""
     pytest.importorskip("triton")
-    kernels.run(bench.parse_arguments([*KERNELS, *arguments, f"--json={file}"]))
+    args = read_command("", bench.COMMANDS, argv=[*KERNELS, *arguments, f"--json={file}"])
+    bench.COMMANDS["kernels"].run(args)
     return {row["kernel"]: row for row in json.loads(file.read_text())["rows"]}
 
 
 def test_kernels_are_measured_against_a_copy(tmp_path):
     rows = measure_kernels(tmp_path / "kernels.json", "--block_size=2", "--match=K=1 v=4")
     assert len(rows) == 4
+    for row in rows.values():  # of a single round
+        assert row["share"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"])
     # bytes of two tokens: a state of 4 value channels of 8 features in bf16, a vector of 8 features in
     # bf16, a number in fp32
     state = 2 * 4 * 8 * 2
@@ -213,7 +228,7 @@ def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
     assert rows["rope_norm forward"]["bytes"] == 4 * vector + tables
     # reads three gradients, queries and keys, and writes the gradient of all three
     assert rows["rope_norm backward"]["bytes"] == 8 * vector + tables
-    with pytest.raises(ValueError, match="no kernel with launches to tune"):
+    with pytest.raises(ValueError, match="no such kernel; try step"):
         measure_kernels(file, "--match=rope", "--tune")
 
 
@@ -233,8 +248,13 @@ def test_launches_are_timed_one_by_one_and_the_table_is_kept(tmp_path):
     assert not FORCED
 
 
+# ---- on a GPU ----
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_memory_on_a_gpu_is_that_of_activations(tmp_path):
     out = tmp_path / "rows.json"
     result = run_script(
@@ -243,3 +263,14 @@ def test_memory_on_a_gpu_is_that_of_activations(tmp_path):
     assert result.returncode == 0, result.stderr.decode()
     for row in json.loads(out.read_text())["rows"]:
         assert row["activation_bytes_per_token"] > 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_calls_are_timed_on_the_gpu():
+    clock = timing.Clock(torch.device("cuda", torch.cuda.current_device()))
+    x = torch.ones(2**20, device=clock.device)
+    for _ in range(3):
+        seconds = clock.measure({"once": lambda: x * 2, "twice": lambda: (x * 2, x * 2)})
+    assert seconds.keys() == {"once", "twice"}
+    assert min(seconds.values()) > 0

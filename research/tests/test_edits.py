@@ -1,21 +1,18 @@
-"""Edits of a trained model: against models whose parameters are edited by hand, and against loops over tokens."""
+"""Edits of a trained model, against models whose parameters and configurations are edited by hand."""
 
 import copy
 import dataclasses
 import math
 
-import naive_gates
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gates_helpers import READ_KINDS, LabeledDocuments, build_moved
-from naive_gates import NaiveEdit
+from gates_helpers import LabeledDocuments, build_moved, open_run
 
-from data import shards
-from data.loader import ValidationBatches
-from model import MODEL_NAMES, build
+from model import MODEL_NAMES
 from research.analysis import edits
+from research.analysis.common import LoadedRun
 
 LARGE = 1e4  # a logit whose sigmoid is 1 to the last bit
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
@@ -44,15 +41,18 @@ def compute_losses(model, ids, targets) -> torch.Tensor:
 
 
 def compute_edited_losses(model, ids, targets, name: str, sites=ALL_SITES) -> torch.Tensor:
-    """Return the losses with an edit at some sites, running the model from the first of them on."""
+    """Return the losses with an edit at some sites."""
     writes = edits.choose_edits(model, [name])[name]
-    chosen = {site: writes[site] for site in sites}
-    return edits.measure_losses_from(model, edits.record_block_inputs(model, ids), targets, chosen)
+    return edits.measure_losses(model, ids, targets, {site: writes[site] for site in sites})
 
 
 def set_beta_logit(block, logit: float) -> None:
     block.ddl_mlp.beta.weight.zero_()
     block.ddl_mlp.beta.bias.fill_(logit)
+
+
+def stop_erasing(block) -> None:
+    block.ddl_mlp.config = dataclasses.replace(block.ddl_mlp.config, ddl_update="write_only")
 
 
 # model name, its keys, the name of an edit, and the same at the MLP of a block by hand
@@ -71,6 +71,7 @@ BY_HAND = [
         "beta=2",
         lambda block: set_beta_logit(block, LARGE),
     ),
+    ("DDL-gpt-mha-rope-CC-EC", {}, "no erase", lambda block: stop_erasing(block)),
     ("gpt-mha-rope", {}, "h=0", lambda block: block.mlp.c_proj.weight.zero_()),
 ]
 
@@ -98,64 +99,17 @@ def test_an_edit_is_that_of_the_parameters_by_hand(
 def test_every_stream_has_edits_that_change_its_loss_and_leave_the_model(model_name, ids, targets):
     model = build_moved(model_name)
     expected = compute_losses(model, ids, targets)
-    block_inputs = edits.record_block_inputs(model, ids)
-    unedited = edits.measure_losses_from(model, block_inputs, targets, {})
+    unedited = edits.measure_losses(model, ids, targets, writes={})
     torch.testing.assert_close(unedited, expected, **EXACT)
     for writes in edits.choose_edits(model, None).values():
         for site, write in writes.items():
-            losses = edits.measure_losses_from(model, block_inputs, targets, {site: write})
+            losses = edits.measure_losses(model, ids, targets, {site: write})
             assert losses.isfinite().all()
             assert (losses - expected).abs().max() > 1e-12
     assert torch.equal(compute_losses(model, ids, targets), expected)
 
 
-def make_write_only_model(model, model_name: str):
-    """Return a model with the same weights that never erases."""
-    config = dataclasses.replace(model.config, ddl_update="write_only")
-    write_only_model = build(model_name, config).double()
-    write_only_model.load_state_dict(model.state_dict())
-    return write_only_model
-
-
-@pytest.mark.parametrize(
-    "model_name", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC", "DDL-vdim1-gpt-mha-rope"]
-)
-def test_without_erase_at_all_sites_is_the_write_only_model(model_name, ids, targets):
-    model = build_moved(model_name)
-    losses = compute_edited_losses(model, ids, targets, "no erase")
-    write_only_model = make_write_only_model(model, model_name)
-    torch.testing.assert_close(losses, compute_losses(write_only_model, ids, targets), **EXACT)
-
-
-@pytest.mark.parametrize("model_name", READ_KINDS)
-@pytest.mark.parametrize(
-    ("name", "naive_edit"), [("no erase", NaiveEdit(erase=False)), ("beta=2", NaiveEdit(beta=2.0))]
-)
-def test_one_edited_site_against_loops_over_tokens(model_name, name, naive_edit, ids, targets):
-    model = build_moved(model_name)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    cfg = dataclasses.asdict(model.config)
-    for key in ((0, "mlp"), (1, "attn")):
-        losses = compute_edited_losses(model, ids, targets, name, [key])
-        expected = [
-            naive_gates.loss(
-                weights,
-                cfg,
-                sequence,
-                goals,
-                READ_KINDS[model_name],
-                embedding_conv=model_name.endswith("EC"),
-                edits={key: naive_edit},
-            )
-            for sequence, goals in zip(ids.tolist(), targets.tolist())
-        ]
-        assert losses.tolist() == pytest.approx(expected, abs=1e-9)
-
-
 # ---- effects ----
-
-SEQUENCES = [0, 5, 9, 30, 31]
 
 
 @pytest.fixture
@@ -164,10 +118,10 @@ def model():
 
 
 def test_effects_are_differences_paired_over_sequences(model, corpus):
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 10)
-    effects = edits.measure_effects(model, batches, SEQUENCES, 2, ["beta=0", "no erase"], "label")
+    run = open_run(model, corpus, num_sequences=5)
+    effects = edits.measure_effects(run, batch_size=2, names=["beta=0", "no erase"])
     assert len(effects) == 2 * (1 + 4)  # edits, at all sites and at each
-    ids, targets = batches.get(SEQUENCES, 5)
+    ids, targets = run.batches.get(run.sequences, 5)
     unedited_losses = compute_losses(model, ids, targets).numpy()
     for effect in effects:
         sites = [(effect["layer"], effect["site"])]
@@ -187,9 +141,9 @@ def test_effects_are_over_targets_if_documents_have_different_numbers_of_labels(
     num_labels = [2, 10, 0, 5]
     for document, number in zip(documents, num_labels):
         document[10 + number :] = 0
-    batches = LabeledDocuments(documents)
-    effects = edits.measure_effects(model, batches, [0, 1, 2, 3], 3, ["no erase"], "label")
-    [effect] = [row for row in effects if row["layer"] is None]
+    run = LoadedRun("", model, None, LabeledDocuments(documents), [0, 1, 2, 3])
+    effects = edits.measure_effects(run, batch_size=3, names=["beta=1"])
+    [effect] = [row for row in effects if (row["layer"], row["site"]) == (1, "mlp")]
 
     def sum_nats(evaluated_model) -> list[float]:
         """Return the sum over the labels of each sequence."""
@@ -203,8 +157,10 @@ def test_effects_are_over_targets_if_documents_have_different_numbers_of_labels(
             for row, document, number in zip(logits, documents, num_labels)
         ]
 
-    edited = sum_nats(make_write_only_model(model, "DDL-gpt-mha-rope"))
     unedited = sum_nats(model)
+    with torch.no_grad():
+        set_beta_logit(model.transformer.h[1], 0.0)
+    edited = sum_nats(model)
     mean = (sum(edited) - sum(unedited)) / 17
     assert effect["difference"] == pytest.approx(mean, abs=1e-10)
     assert effect["windows"] == 3

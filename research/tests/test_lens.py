@@ -1,21 +1,17 @@
-"""The logit lens: against the state of every depth run through the model's end by hand, and loops over tokens."""
+"""The logit lens: against the states of the blocks run through the model's end by hand, and loops over tokens."""
 
-import json
 import math
 
-import naive
 import pytest
 import torch
-from helpers import EXAMPLES, SMALL, one_line_error, small_run
-from in_process import call
+from gates_helpers import build_moved, open_run
+from helpers import EXAMPLES, SMALL
 
-from data import shards
-from data.loader import ValidationBatches
 from data.tokenizer import byte_tokenizer
 from model import MODEL_NAMES, build
 from model.block import Stream
 from model.causality import move_parameters
-from research.analysis import common, lens
+from research.analysis import lens
 
 
 def make_ids(*shape: int) -> torch.Tensor:
@@ -40,33 +36,6 @@ def test_the_last_depth_is_the_model_and_depth_0_has_no_site(model_name, example
 
 
 # ---- measures ----
-
-
-def compute_naive_logits(model, ids: list[int]) -> list[list[torch.Tensor]]:
-    """Return the logits [depth][token] of DDL-vdim1-gpt-mha-rope, by naive.py's loops over one sequence."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    cfg = vars(model.config)
-    xs = [weights["transformer.wte.weight"][token] for token in ids]
-    states_by_depth = [xs]
-    for layer in range(cfg["num_hidden_layers"]):
-        w = naive.select(weights, f"transformer.h.{layer}.")
-        for norm, sublayer, name in (
-            ("ln_1.weight", naive.attention, "attn"),
-            ("ln_2.weight", naive.mlp, "mlp"),
-        ):
-            cs = [naive.rms_norm(x, w[norm], 1e-5) for x in xs]
-            hs = sublayer(naive.select(w, f"{name}."), cs, cfg)
-            write_weights = naive.select(w, f"ddl_{name}.")
-            xs = [
-                naive.rewrite(write_weights, x[:, None], h, x, c, cfg)[:, 0]
-                for x, h, c in zip(xs, hs, cs)
-            ]
-            states_by_depth.append(xs)
-    output_layer = weights["transformer.wte.weight"]
-    return [
-        [output_layer @ naive.rms_norm(x, weights["ln_f.weight"], 1e-5) for x in states]
-        for states in states_by_depth
-    ]
 
 
 def compute_probabilities(logits: torch.Tensor) -> list[float]:
@@ -100,46 +69,44 @@ def add_token_measures(sums: dict[str, list[float]], probabilities: list, target
     sums["settles"][settled_depth] += 1
 
 
+@torch.no_grad()
 def test_measures_are_those_of_loops_over_tokens(corpus):
-    model = build("DDL-vdim1-gpt-mha-rope", **{**SMALL, "block_size": 6}).double()
-    move_parameters(model)
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
-    sequences = common.select_sequences(batches, 3)
-    figures = lens.measure(model, batches, sequences, 2)
+    model = build_moved("DDL-vdim1-gpt-mha-rope", block_size=6)
+    run = open_run(model, corpus, num_sequences=3)
+    figures = lens.measure(run, batch_size=2)
     names = ("loss", "kl", "agrees", "right", "overwritten", "settles")
     sums = {name: [0.0] * 5 for name in names}
-    ids, targets = batches.get(sequences, 3)
-    for sequence, goals in zip(ids.tolist(), targets.tolist()):
-        logits_by_depth = compute_naive_logits(model, sequence)
-        for position, target in enumerate(goals):
-            probabilities = [compute_probabilities(logits[position]) for logits in logits_by_depth]
-            add_token_measures(sums, probabilities, target)
+    ids, targets = run.batches.get(run.sequences, 3)
+    logits_by_depth = {}
+    with model.through(lens.Lens(model, logits_by_depth.__setitem__)):
+        model.hidden(ids)
+    for sequence in range(3):
+        for position in range(6):
+            probabilities = [
+                compute_probabilities(logits[sequence, position])
+                for logits in logits_by_depth.values()
+            ]
+            add_token_measures(sums, probabilities, targets[sequence, position].item())
     assert figures["tokens"] == 18
     for name, values in sums.items():
         expected = [value / 18 for value in values]
         assert figures[name] == pytest.approx(expected, rel=1e-6, abs=1e-9), name
-    assert figures["kl"][-1] == pytest.approx(0, abs=1e-12)
     assert 0 < figures["overwritten"][1] < 1 or figures["overwritten"][2] > 0
 
 
 def test_only_scored_tokens_are_measured(corpus, monkeypatch):
-    model = move_parameters(build("gpt-mha-rope", **{**SMALL, "block_size": 6}).double())
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
-    ids, targets = batches.get([0], 1)
+    model = build_moved("gpt-mha-rope", block_size=6)
+    run = open_run(model, corpus, num_sequences=1)
+    ids, targets = run.batches.get(run.sequences, 1)
     measured = lens.measure_tokens(model, ids, targets)
     answers = torch.full_like(targets, -1)
     answers[0, 4:] = targets[0, 4:]
-    monkeypatch.setattr(batches, "get", lambda *_: (ids, answers))
-    result = lens.measure(model, batches, [0], 1)
+    monkeypatch.setattr(run.batches, "get", lambda *_: (ids, answers))
+    result = lens.measure(run, batch_size=1)
     assert result["tokens"] == 2
     for name in ("loss", "kl"):
         expected = measured[name][:, 0, 4:].mean(1).tolist()
         assert result[name] == pytest.approx(expected), name
-
-
-def test_the_settled_depth_is_that_of_the_last_change():
-    top = torch.tensor([[1, 1, 1, 5], [1, 2, 2, 6], [1, 2, 1, 6], [1, 2, 1, 7]])
-    assert lens.find_settled_depth(top).tolist() == [0, 1, 2, 3]
 
 
 # ---- the table of a text ----
@@ -179,46 +146,3 @@ def test_a_text_is_a_table_of_the_predictions_that_change():
         assert predictions[::2] == expected
     labels = [read_cells(line)[1] for line in lines[2:]]
     assert labels[1:] == ["a", "¦", "·", "\\n"]
-
-
-# ---- the command ----
-
-
-def train(corpus, run, **keys) -> None:
-    arguments = small_run(corpus, run, max_steps=2, warmup_steps=1, **keys)
-    assert call("train.py", *arguments).returncode == 0
-
-
-def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
-    train(corpus, tmp_path / "a")
-    train(corpus, tmp_path / "b", model="AttnRes-gpt-mha-rope")
-    result = call(
-        "research/analyze.py", "lens", tmp_path / "a", tmp_path / "b", "--windows=2", "--text=ab"
-    )
-    assert result.returncode == 0, result.stderr.decode()
-    assert "a, step 2: loss " in result.stdout.decode()
-    rows = json.loads((tmp_path / "lens.json").read_text())["rows"]
-    assert [(row["model"], row["tokens"]) for row in rows] == [
-        ("DDL-gpt-mha-rope", 32),
-        ("AttnRes-gpt-mha-rope", 32),
-    ]
-    assert all(sum(row["settles"]) == pytest.approx(1) for row in rows)
-    assert (tmp_path / "lens.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_mistakes_are_one_line_and_leave_stored_figures_as_they_are(corpus, tmp_path):
-    run = tmp_path / "a"
-    train(corpus, run)
-    file = tmp_path / "lens.json"
-
-    def run_lens(folder, option: str):
-        return call("research/analyze.py", "lens", folder, option, f"--json={file}")
-
-    assert run_lens(run, "--windows=2").returncode == 0
-    stored = file.read_bytes()
-    long_text = run_lens(run, f"--text={'a' * 99}")
-    message = "the text has 100 tokens: give at most block_size=16"
-    assert message in one_line_error(long_text)
-    no_run = run_lens(tmp_path, "--windows=2")
-    assert "no checkpoint" in one_line_error(no_run)
-    assert file.read_bytes() == stored

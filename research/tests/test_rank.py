@@ -1,21 +1,18 @@
 """Effective rank over depth, against numpy and against the blocks run by hand."""
 
-import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import SMALL, one_line_error, small_run
-from in_process import call
+from gates_helpers import open_run
+from helpers import SMALL
 
-from data import shards
 from data.loader import ValidationBatches
 from model import MODEL_NAMES, build
 from research.analysis import rank
 from research.analysis.common import select_sequences
-from training import checkpoint
 
 # singular values of an 8 x 5 matrix -> its effective rank
 KNOWN_RANKS = {
@@ -35,23 +32,19 @@ def test_effective_rank_of_matrices_whose_rank_is_known():
     ranks = rank.effective_rank(torch.tensor(matrices))
     assert ranks.tolist() == pytest.approx(list(KNOWN_RANKS.values()), abs=1e-9)
 
-
-def test_effective_rank_of_numbers_that_are_not_finite_is_refused():
     with pytest.raises(ValueError, match="diverged"):
         rank.effective_rank(torch.full((2, 3, 3), math.nan))
 
 
-def measure(model, batches, sequences) -> list[float]:
-    args = SimpleNamespace(rows=2)
-    return rank.measure_run(model, None, batches, sequences, args, "")["rank"]
+def measure(run) -> list[float]:
+    return rank.measure_run(run, SimpleNamespace(rows=2))["rank"]
 
 
 @torch.no_grad()
 def test_ranks_over_depth_are_those_by_hand(corpus):
     model = build("MGT-gpt-mha", **{**SMALL, "num_hidden_layers": 3, "block_size": 10})
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 10)
-    sequences = select_sequences(batches, 5)
-    ids, _ = batches.get(sequences, 5)
+    run = open_run(model, corpus, num_sequences=5)
+    ids, _ = run.batches.get(run.sequences, 5)
     states = [model.transformer.wte(ids)]
     for block in model.transformer.h:
         new_state = block(states[-1], model.positions(ids))
@@ -64,14 +57,13 @@ def test_ranks_over_depth_are_those_by_hand(corpus):
             fractions = singular_values[singular_values > 0] / singular_values.sum()
             ranks.append(math.exp(-(fractions * np.log(fractions)).sum()) / min(matrix.shape))
         expected.append(np.mean(ranks))
-    assert measure(model, batches, sequences) == pytest.approx(expected, rel=1e-4)
+    assert measure(run) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("model_name", MODEL_NAMES)
 def test_every_stream_has_ranks_at_all_depths(model_name, corpus):
     model = build(model_name, **{**SMALL, "num_hidden_layers": 3})
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 16)
-    ranks = measure(model, batches, [0, 3])
+    ranks = measure(open_run(model, corpus, num_sequences=2))
     assert len(ranks) == 4
     assert 0 < min(ranks) <= max(ranks) <= 1
 
@@ -79,47 +71,18 @@ def test_every_stream_has_ranks_at_all_depths(model_name, corpus):
 def test_the_rank_of_what_is_read_counts_if_a_state_has_value_channels(corpus):
     """The embedding is repeated, so that every read of the first site is the embedding."""
     model = build("DDL-gpt-mha-rope", **SMALL, ddl_state_conv_init="identity")
-    batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 16)
-    ids, _ = batches.get([0], 1)
+    run = open_run(model, corpus, num_sequences=1)
+    ids, _ = run.batches.get(run.sequences, 1)
     embedding_rank = rank.effective_rank(model.transformer.wte(ids)).item()
-    assert measure(model, batches, [0])[0] == pytest.approx(embedding_rank)
+    assert measure(run)[0] == pytest.approx(embedding_rank)
 
 
 # ---- the sequences that are measured ----
 
 
-def make_batches(num_tokens: int, seq_len: int) -> ValidationBatches:
-    return ValidationBatches([np.arange(num_tokens, dtype=np.uint16)], seq_len)
-
-
 def test_a_last_sequence_that_is_short_is_not_selected():
-    assert select_sequences(make_batches(25, 8), 9) == [0, 1, 2]
-    assert select_sequences(make_batches(24, 8), 9) == [0, 1]
+    split = [np.arange(25, dtype=np.uint16)]
+    assert select_sequences(ValidationBatches(split, 8), 9) == [0, 1, 2]
+    assert select_sequences(ValidationBatches([split[0][:24]], 8), 9) == [0, 1]
     with pytest.raises(ValueError, match="no sequence of block_size=30"):
-        select_sequences(make_batches(25, 30), 1)
-
-
-# ---- the command ----
-
-
-def test_the_command_stores_a_row_for_each_run_and_draws_them(corpus, tmp_path):
-    """The averaged weights of a run are another row."""
-    run = tmp_path / "a"
-    arguments = small_run(corpus, run, max_steps=2, warmup_steps=1, ema_half_life=1)
-    assert call("train.py", *arguments).returncode == 0
-    averaged = checkpoint.find(run) / "ema"
-    out = tmp_path / "rank.json"
-    result = call("research/analyze.py", "rank", run, averaged, "--windows=3", f"--json={out}")
-    assert result.returncode == 0, result.stderr.decode()
-    assert "a, step 2: effective rank 0." in result.stdout.decode()
-    trained_row, averaged_row = json.loads(out.read_text())["rows"]
-    assert averaged_row["label"] == "a, step 2, averaged weights"
-    assert trained_row["rank"] != averaged_row["rank"]
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_mistakes_are_one_line(tmp_path):
-    no_run = call("research/analyze.py", "rank", tmp_path)
-    assert "no checkpoint" in one_line_error(no_run)
-    no_sequences = call("research/analyze.py", "rank", tmp_path, "--windows=0")
-    assert "--windows=0" in one_line_error(no_sequences)
+        select_sequences(ValidationBatches(split, 30), 1)

@@ -38,8 +38,14 @@ def test_a_minimum_between_points_is_that_of_a_parabola():
 
 def test_a_minimum_that_is_too_far_is_not_inside():
     losses = search(bowl(6, -6))
-    assert len(losses) <= 12
     assert not tuning.is_inside(losses)
+    # the next cross would need three tries
+    assert len(search(bowl(6, -6), max_tries=7)) == 5
+
+
+def test_a_fitted_rate_is_at_most_a_step_beside_what_was_tried():
+    losses = {(0.0,): 2.0, (1.0,): 1.0, (2.0,): 0.1}
+    assert tuning.fit_axis(losses, 0)[0] == 3.0
 
 
 def test_a_run_that_diverged_is_never_the_best():
