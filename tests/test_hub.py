@@ -160,8 +160,6 @@ def test_overwrite_starts_again_from_the_latest_commit(server, interrupted):
 PERMANENT_ERRORS = {
     "no dataset": (["--repository=org/nothing"], [], "org/nothing cannot be read"),
     "no column": (["--column=body"], [], "body"),
-    "no configuration": (["--sample=sample-350BT"], [], "'sample-350BT' not"),
-    "no revision": (["--revision=v9"], [], "Revision Not Found for url"),
     "no answer": ([], [Fault("silent", "/api/datasets/")], "ReadTimeout"),
     "no terms": ([], [Fault("status", "/resolve/", 403)], f"{NAME} cannot be read"),
 }
