@@ -165,8 +165,11 @@ def examine_further(folder: str, ids: torch.Tensor) -> dict:
         }
 
 
-def error_messages(folder: str) -> dict[str, str]:
-    """Return the error message of each call that the model cannot serve."""
+def error_messages(folder: str, lacking: str) -> dict[str, str]:
+    """Return the error message of each call that the model cannot serve.
+
+    lacking: a folder without one of its weights
+    """
     model = load(folder)
     ids = torch.zeros(1, 5, dtype=torch.int64)
     mask = torch.tensor([[1, 0, 1, 1, 1]])
@@ -179,6 +182,7 @@ def error_messages(folder: str) -> dict[str, str]:
         "attentions": lambda: model(ids, output_attentions=True),
         "static": lambda: model.generate(ids, max_new_tokens=2, cache_implementation="static"),
         "range": lambda: load(folder, rope_ratio=2.0),
+        "lacking": lambda: load(lacking),
     }
     return {name: error_message(call) for name, call in calls.items()}
 
@@ -247,8 +251,7 @@ def main() -> None:
         torch.save(examine_in_bfloat16(folder, ids), f"{folder}.bfloat16.pt")
     summary = {
         "folders": summaries,
-        "refusals": error_messages(job["folders"][0]),
-        "missing": error_message(lambda: load(job["lacking"])),
+        "refusals": error_messages(job["folders"][0], job["lacking"]),
         "tokenizers": [
             examine_tokenizer(folder, job["texts"]) for folder in job["tokenizer_folders"]
         ],
