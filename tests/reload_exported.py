@@ -162,6 +162,7 @@ def examine_further(folder: str, ids: torch.Tensor) -> dict:
             "texts": texts,
             "again": load(f"{folder}_again")(ids).logits,
             "double": load(folder, dtype=torch.float64)(ids).logits,
+            "converted": model.double()(ids).logits,
         }
 
 
