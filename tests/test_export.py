@@ -292,13 +292,10 @@ def test_a_folder_of_either_dtype_runs_in_bfloat16(reloaded, ids, name):
     theirs = torch.load(reloaded.folder / f"{name}.bfloat16.pt")
     ours = reloaded.cases[name.removesuffix("_bfloat16")].ours
     exact = copy.deepcopy(ours).bfloat16().float()
-    _, loss = exact(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    gradients = [p.grad.flatten() for p in exact.parameters() if p.grad is not None]
     with torch.no_grad():
         logits = exact(ids)[0]
-    check_relative_error(theirs["gradient"], torch.cat(gradients), 0.08)
-    check_relative_error(theirs["loss"], loss.detach(), 0.02)
+        _, loss = exact(ids[:, :-1], ids[:, 1:])
+    check_relative_error(theirs["loss"], loss, 0.02)
     check_relative_error(theirs["logits"], logits, 0.04)
     check_relative_error(theirs["cached"], logits, 0.04)
 
@@ -329,33 +326,15 @@ def test_a_folder_has_every_file_that_its_code_imports(variant):
         assert "configurator" not in code, name
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda plain: plain.transformer.h[0].register_buffer(
-                "steps", torch.ones(2), persistent=False
-            ),
-            r"transformer\.h\.0\.steps would be lost",
-        ),
-        # the wrapper does not copy it
-        (lambda plain: setattr(plain, "out_gain", torch.nn.Parameter(torch.ones(2))), "out_gain"),
-        # the wrapper does not call it
-        (
-            lambda plain: setattr(
-                plain, "__class__", type("Capped", (type(plain),), {"forward": lambda *_: None})
-            ),
-            "forward",
-        ),
-    ],
-    ids=["buffer", "parameter", "forward"],
-)
-def test_what_the_wrapper_would_lose_is_refused(change, message):
+def test_what_the_wrapper_would_lose_is_refused():
+    """It copies no parameters and temporary buffers of its own, and does not call forward."""
     plain = build(CC, **TINY)
-    export.check_exportable(plain)
     plain.transformer.h[0].register_buffer("scale", torch.ones(2))
     export.check_exportable(plain)
-    change(plain)
+    plain.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
+    plain.out_gain = torch.nn.Parameter(torch.ones(2))
+    plain.__class__ = type("Capped", (type(plain),), {"forward": lambda *_: None})
+    message = r"because GPT\.forward, .*, out_gain, transformer\.h\.0\.steps would be lost"
     with pytest.raises(ValueError, match=message):
         export.check_exportable(plain)
 

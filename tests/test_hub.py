@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers import ROOT, one_line_error, run_script, write_parquet
 from hub_server import Fault
-from in_process import call
 
 from data.shards import open_corpus
 
@@ -56,25 +55,6 @@ def read_files(folder) -> dict[str, bytes]:
 
 def read_tokens(corpus) -> list[int]:
     return np.concatenate(corpus.val + corpus.train).tolist()
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory) -> Path:
-    """Write a local clone of the data set."""
-    root = tmp_path_factory.mktemp("clone")
-    for name, content in make_repository(DOCUMENTS).items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
-    return root
-
-
-def test_a_clone_is_prepared(clone, tmp_path):
-    result = call(FINEWEB, f"--repository={clone}", *OPTIONS, f"--out={tmp_path / 'out'}")
-    assert result.returncode == 0, result.stderr
-    corpus = open_corpus(str(tmp_path / "out"))
-    assert read_tokens(corpus) == TOKENS
-    assert {"source": str(clone), "name": "sample-10BT"}.items() <= corpus.meta.items()
-    assert not {"revision", "commit"} & corpus.meta.keys()
 
 
 # ---- over HTTP ----

@@ -222,14 +222,7 @@ def test_corpora_runs_and_exports_use_the_tokenizer(folders, documents, tmp_path
 # ---- a vocabulary above 65536 ----
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    """Return a tokenizer of 70,000 words, whose ids need more than 16 bits, and an added token."""
-    vocabulary = {"<unk>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    library.add_special_tokens(["<|end|>"])
-    return save(tmp_path_factory.mktemp("large") / "large", library, "<|end|>")
+# the tokens of a corpus of these words, with end of text, 70,000, before each document
 
 
 WORDS = [[1, 69_999, 65_535, 65_536], [70_000 - i for i in range(1, 900)], [3, 66_000]] * 3
@@ -238,16 +231,23 @@ WORD_TOKENS = [i for words in WORDS for i in (70_000, *words)]
 
 
 @pytest.fixture(scope="module")
-def large_corpus(large, tmp_path_factory) -> Corpus:
+def large_corpus(tmp_path_factory) -> Corpus:
+    """Prepare a corpus with a tokenizer of 70,000 words, whose ids need more than 16 bits."""
     folder = tmp_path_factory.mktemp("large_corpus")
+    vocabulary = {"<unk>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<|end|>"])
     texts = [" ".join(f"w{i}" for i in words) for words in WORDS]
     documents = write_documents(folder / "words.jsonl", texts)
-    result = prepare(documents, large, folder / "out")
+    result = prepare(documents, save(folder / "large", library, "<|end|>"), folder / "out")
     assert result.returncode == 0, result.stderr.decode()
     return open_corpus(str(folder / "out"))
 
 
 def test_a_vocabulary_above_65536_has_uint32_shards_in_the_format_of_llm_c(large_corpus):
+    assert shards.choose_format(65_536) == shards.UINT16_FORMAT
+    assert shards.choose_format(65_537) == shards.UINT32_FORMAT
     assert large_corpus.meta["dtype"] == "uint32"
     assert large_corpus.meta["vocab_size"] == 70_001
     assert read_tokens(large_corpus) == WORD_TOKENS
@@ -320,8 +320,3 @@ def test_a_preparation_without_shards_may_get_other_options(folders, documents, 
             prepare(documents, folders["unigram"], out)
     assert prepare(documents, folders["byte-level"], out, "--val_tokens=400").returncode == 0
     assert open_corpus(str(out)).meta["tokenizer"] == "hf:byte_level"
-
-
-def test_shards_of_both_formats_follow_their_vocabulary():
-    assert shards.choose_format(65_536) == shards.UINT16_FORMAT
-    assert shards.choose_format(65_537) == shards.UINT32_FORMAT
