@@ -149,57 +149,22 @@ def test_openwebtext_from_a_clone(tmp_path, prepare):
 # ---- a user's own text ----
 
 
-@pytest.fixture
-def notes(tmp_path) -> Path:
-    """Write a folder of texts, with files that are no documents."""
-    root = tmp_path / "notes"
-    files = {
-        **{f"{i % 4}/{i}.txt": f"note {i}: größe\n" * (1 + i % 6) for i in range(40)},
-        ".git/config": "hidden",
-        "0/.hidden.txt": "hidden",
-        "rows.jsonl": '{"text": "one"}\n{"text": "two"}\n',
-    }
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    (root / "picture.png").write_bytes(b"\x89PNG\0\xff")
-    return root
-
-
-@pytest.mark.parametrize(
-    ("val_share", "options", "bytes_per_token"),
-    [(0.02, ["--tokenizer=bytes"], 1), (0.3, ["--tokenizer=bpe", "--vocab_size=257"], 4)],
-)
-def test_text_holds_out_a_share_of_the_tokens(
-    notes, tmp_path, prepare, val_share, options, bytes_per_token
-):
-    """The number of tokens is estimated from the size of the files."""
-    corpus = prepare(
-        "text",
-        tmp_path / "out",
-        *options,
-        "--source",
-        notes,
-        f"--val_share={val_share}",
-    )
-    hidden = {".git", ".hidden.txt", "picture.png"}
-    files = [path for path in notes.rglob("*") if not hidden.intersection(path.parts)]
-    size = sum(path.stat().st_size for path in files if path.is_file())
-    assert corpus.meta["val"]["tokens"] == int(val_share * size / bytes_per_token)
-
-
 def test_text_keeps_the_validation_split_of_its_first_tokens_until_it_is_overwritten(
     tmp_path, prepare
 ):
+    """It is a share of the tokens, whose number is estimated from the size of the files."""
     (tmp_path / "a.txt").write_text("abc\n" * 5000)
+    source = f"--source={tmp_path / 'a.txt'}"
+    byte_pairs = ["--tokenizer=bpe", "--vocab_size=257"]
     for options, num_val_tokens, num_tokens in (
-        (["--max_tokens=1000"], 20, 1000),
-        (["--max_tokens=5000"], 20, 5000),
-        (["--val_share=0.1"], 20, 20_001),
-        (["--val_share=0.1", "--overwrite"], 2000, 20_001),
+        (["--tokenizer=bytes", "--max_tokens=1000"], 20, 1000),
+        (["--tokenizer=bytes", "--max_tokens=5000"], 20, 5000),
+        (["--tokenizer=bytes", "--val_share=0.1"], 20, 20_001),
+        (["--tokenizer=bytes", "--val_share=0.1", "--overwrite"], 2000, 20_001),
+        # as if a token of byte pairs had four bytes
+        ([*byte_pairs, "--val_share=0.1", "--overwrite"], 500, 20_001),
     ):
-        source = f"--source={tmp_path / 'a.txt'}"
-        corpus = prepare("text", tmp_path / "out", "--tokenizer=bytes", source, *options)
+        corpus = prepare("text", tmp_path / "out", source, *options)
         assert sum(map(len, corpus.val)) == num_val_tokens
         assert sum(map(len, corpus.val + corpus.train)) == num_tokens
 

@@ -15,7 +15,7 @@ import pytest
 from in_process import call
 
 from data import documents, readers
-from data.documents import Documents, SourceError, from_files, from_texts
+from data.documents import SourceError, from_files, from_texts
 
 ROWS = ["one", None, "", "größe 漢字\r\n", "2024-01-01", "007", " last\n"]
 TEXTS = [text for text in ROWS if text]
@@ -292,11 +292,3 @@ def test_a_damaged_file_in_a_folder_is_not_skipped(tmp_path, name):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"typo\.txt: there are no files of text; give existing"):
         read(tmp_path / "typo.txt")
-
-
-def test_an_unexpected_error_of_a_library_names_the_source():
-    def fail():
-        raise RuntimeError("out of luck")
-
-    with pytest.raises(SourceError, match=r"org/name cannot be read \(RuntimeError: out of luck\)"):
-        list(Documents(fail, {"source": "org/name"}, 0).read())

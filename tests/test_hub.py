@@ -1,4 +1,4 @@
-"""Test datasets of the Hub: on a local clone, and on a local server whose answers fail."""
+"""Test datasets of the Hub on a local server whose answers fail."""
 
 import functools
 import io

@@ -197,7 +197,7 @@ def test_a_complete_corpus_is_not_prepared_again(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_preparation_killed_after_any_file_resumes(folder, tmp_path, monkeypatch, seed):
-    """Kill it until it ends, with other threads and other batches each time."""
+    """Kill it until it ends, first after one file, with other threads and batches each time."""
     generator = np.random.default_rng(seed)
     replace = Path.replace
     plan = plan_files(folder, int(generator.integers(1, 3000)))
@@ -207,9 +207,9 @@ def test_a_preparation_killed_after_any_file_resumes(folder, tmp_path, monkeypat
     out = tmp_path / "out"
     ended = False
     previous_stamps = {}
+    last_number = 0
     while not ended:
         numbers = itertools.count()
-        last_number = generator.integers(0, 12)
 
         def replace_and_fail(path, target, numbers=numbers, last_number=last_number):
             replace(path, target)
@@ -226,6 +226,7 @@ def test_a_preparation_killed_after_any_file_resumes(folder, tmp_path, monkeypat
         stamps = read_stamps(out, list_complete_shards(out))
         assert stamps.items() >= previous_stamps.items()  # complete shards are not rewritten
         previous_stamps = stamps
+        last_number = generator.integers(0, 12)
     assert read_files(out) == read_files(tmp_path / "complete")
 
 

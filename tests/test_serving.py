@@ -168,6 +168,7 @@ def test_a_text_ends_after_max_tokens_or_with_the_server(count, is_cancelled, re
     chunks, tokens = generate_tokens(model, [256], count, is_cancelled=lambda: is_cancelled)
     assert chunks[-1]["choices"][0]["finish_reason"] == reason
     assert len(tokens) == num_tokens
+    assert chunks[-1]["usage"]["total_tokens"] == num_tokens
 
 
 def build_constant_model() -> GPT:
@@ -270,12 +271,10 @@ ROUTES = [
     ("GET", "/v1/models", {}, 200, "json"),
     # no other file, and no page of the framework, which would load files of other sites
     ("GET", "/app.py", {}, 404, "json"),
-    ("GET", "/../app.py", {}, 404, "json"),
     ("GET", "/docs", {}, 404, "json"),
     ("GET", "/openapi.json", {}, 404, "json"),
     # another website may let its own name point at this machine
     ("GET", "/", {"host": "evil.example"}, 403, "json"),
-    ("GET", "/v1/models", {"host": "evil.example"}, 403, "json"),
     ("POST", "/v1/completions", {"host": "evil.example"}, 403, "json"),
     # a form of another website; a browser sends JSON only after a preflight, which is not answered
     ("POST", "/v1/completions", {"content-type": "text/plain"}, 400, "json"),
