@@ -38,18 +38,15 @@ def serve_run(run: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen]
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=20)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
 
 
 @contextlib.contextmanager
-def serve_model(model: GPT, tokenizer: Tokenizer, /, **changes) -> Iterator[str]:
-    """Serve the page of a model in this process; yields its address.
-
-    changes: entries of the description of the model that replace the model's own
-    """
+def serve_model(model: GPT, tokenizer: Tokenizer) -> Iterator[str]:
+    """Serve the page of a model in this process; yields its address."""
     import uvicorn
 
     from model.generation import Sampling
@@ -57,7 +54,7 @@ def serve_model(model: GPT, tokenizer: Tokenizer, /, **changes) -> Iterator[str]
 
     defaults = {**vars(Sampling()), "max_tokens": 2000, "stop": []}
     description = describe_model(model, tokenizer, {"model": "a model"}, defaults)
-    app = create_app(model, tokenizer, {**description, **changes})
+    app = create_app(model, tokenizer, description)
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=server.run, args=([listening],))
@@ -66,5 +63,5 @@ def serve_model(model: GPT, tokenizer: Tokenizer, /, **changes) -> Iterator[str]
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=60)
     assert not thread.is_alive()

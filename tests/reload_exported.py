@@ -162,11 +162,15 @@ def examine_further(folder: str, ids: torch.Tensor) -> dict:
             "texts": texts,
             "again": load(f"{folder}_again")(ids).logits,
             "double": load(folder, dtype=torch.float64)(ids).logits,
+            "converted": model.double()(ids).logits,
         }
 
 
-def error_messages(folder: str) -> dict[str, str]:
-    """Return the error message of each call that the model cannot serve."""
+def error_messages(folder: str, lacking: str) -> dict[str, str]:
+    """Return the error message of each call that the model cannot serve.
+
+    lacking: a folder without one of its weights
+    """
     model = load(folder)
     ids = torch.zeros(1, 5, dtype=torch.int64)
     mask = torch.tensor([[1, 0, 1, 1, 1]])
@@ -179,6 +183,7 @@ def error_messages(folder: str) -> dict[str, str]:
         "attentions": lambda: model(ids, output_attentions=True),
         "static": lambda: model.generate(ids, max_new_tokens=2, cache_implementation="static"),
         "range": lambda: load(folder, rope_ratio=2.0),
+        "lacking": lambda: load(lacking),
     }
     return {name: error_message(call) for name, call in calls.items()}
 
@@ -215,21 +220,13 @@ def examine_tokenizer(folder: str, texts: list[str]) -> dict:
     }
 
 
+@torch.no_grad()
 def examine_in_bfloat16(folder: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return logits, loss and gradients of a folder loaded in bfloat16."""
+    """Return logits and loss of a folder loaded in bfloat16."""
     model = load(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     out = model(ids, labels=ids)
-    out.loss.backward()
-    gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
-    with torch.no_grad():
-        cached = cached_logits(model, ids)
-    return {
-        "logits": out.logits.detach(),
-        "cached": cached,
-        "loss": out.loss.detach(),
-        "gradient": torch.cat(gradients),
-    }
+    return {"logits": out.logits, "cached": cached_logits(model, ids), "loss": out.loss}
 
 
 def main() -> None:
@@ -247,8 +244,7 @@ def main() -> None:
         torch.save(examine_in_bfloat16(folder, ids), f"{folder}.bfloat16.pt")
     summary = {
         "folders": summaries,
-        "refusals": error_messages(job["folders"][0]),
-        "missing": error_message(lambda: load(job["lacking"])),
+        "refusals": error_messages(job["folders"][0], job["lacking"]),
         "tokenizers": [
             examine_tokenizer(folder, job["texts"]) for folder in job["tokenizer_folders"]
         ],

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from in_process import call
 
 from data import documents, readers
-from data.documents import Documents, SourceError, from_files, from_texts
+from data.documents import SourceError, from_files, from_texts
 
 ROWS = ["one", None, "", "größe 漢字\r\n", "2024-01-01", "007", " last\n"]
 TEXTS = [text for text in ROWS if text]
@@ -90,15 +89,17 @@ def test_rows_of_every_kind_of_table_are_documents(tables):
 def test_reading_goes_on_from_every_state(tables, monkeypatch, characters):
     monkeypatch.setattr(documents, "BATCH_CHARACTERS", characters)
     monkeypatch.setattr(readers, "PIECE_CHARACTERS", 7)
-    write(tables, "long.txt", "a line\n" * 9 + "x" * 30)
+    write(tables, "long.txt", "a longer line\n" * 9 + "x" * 30)
     source = from_files([str(tables)])
     batches = list(source.read())
     assert join(batches) == TEXTS * 12 + [(tables / "long.txt").read_text()] + TEXTS
+    # the pieces of a file are tokenized separately, and so end with a line
+    pieces = [text for batch in batches for text in batch.texts if "longer" in text]
+    assert pieces == ["a longer line\n"] * 9
     for number, batch in enumerate(batches):
         state = json.loads(json.dumps(batch.state))
-        assert [later[1:] for later in source.read(state)] == [
-            later[1:] for later in batches[number:]
-        ]
+        later_batches = [later[1:] for later in source.read(state)]
+        assert later_batches == [later[1:] for later in batches[number:]]
 
 
 def test_the_size_of_compressed_text_is_estimated(tmp_path):
@@ -156,7 +157,7 @@ def test_of_folders_hidden_files_and_files_without_text_are_skipped(tmp_path, ca
     assert read(tmp_path / "in/*/*.md", tmp_path / "in/b/2.md") == ["b/2.md"]
 
 
-@pytest.mark.parametrize("name", ["notes [2013].txt", "[c].txt", "a*.txt", "folder [1]/a.txt"])
+@pytest.mark.parametrize("name", ["notes [2013].txt", "a*.txt"])
 def test_a_path_that_exists_is_not_a_pattern(tmp_path, name):
     write(tmp_path, name, "text")
     write(tmp_path, "ab.txt", "other")
@@ -173,38 +174,28 @@ def test_the_order_does_not_depend_on_the_listing(tmp_path, monkeypatch):
     assert expected[0] != expected[1]
 
 
-def test_files_whose_names_are_not_utf_8_are_read(tmp_path, capsys):
+def test_files_whose_names_are_not_utf_8_are_read(tmp_path):
     folder = tmp_path / os.fsdecode(b"gr\xfc\xdfe")
-    for name in (b"caf\xe9.txt", b"b\xff.jsonl.gz", b"c\xfe.parquet", b"d\xfd.arrow"):
-        path = folder / os.fsdecode(name)
-        row = {"text": [repr(name)]}
-        write(folder, path.name, gzip.compress(json.dumps({"text": repr(name)}).encode()))
-        if path.suffix == ".txt":
-            path.write_text(repr(name))
-        elif path.suffix == ".parquet":
-            pq.write_table(pa.table(row), tmp_path / "table")
-            (tmp_path / "table").rename(path)
-        elif path.suffix == ".arrow":
-            pyarrow.feather.write_feather(pa.table(row), tmp_path / "table")
-            (tmp_path / "table").rename(path)
+    folder.mkdir()
+    paths = [
+        folder / os.fsdecode(name) for name in (b"a\xe9.txt", b"b\xfe.parquet", b"c\xfd.arrow")
+    ]
+    paths[0].write_text("text")
+    # pyarrow itself takes no such name
+    pq.write_table(pa.table({"text": ["parquet"]}), tmp_path / "table")
+    (tmp_path / "table").rename(paths[1])
+    pyarrow.feather.write_feather(pa.table({"text": ["arrow"]}), tmp_path / "table")
+    (tmp_path / "table").rename(paths[2])
     write(folder, os.fsdecode(b"picture \xe0.png"), b"\xff")
-    result = call(
-        "data/text/prepare.py",
-        "--tokenizer=bytes",
-        "--val_tokens=9",
-        f"--source={folder}",
-        f"--out={folder / 'out'}",
-    )
+    out = folder / "out"
+    options = ("--tokenizer=bytes", "--val_tokens=9", f"--source={folder}", f"--out={out}")
+    result = call("data/text/prepare.py", *options)
     assert result.returncode == 0, result.stderr
-    assert rb"1 files are skipped" in result.stdout
     assert rb"picture \xe0.png" in result.stdout
-    shards = sorted((folder / "out").glob("*.bin"), reverse=True)
-    tokens = np.concatenate([np.fromfile(shard, "<u2", offset=1024) for shard in shards])
-    texts = "".join(chr(token) for token in tokens).split(chr(256))[1:]
-    paths = [path for path in os.scandir(os.fsencode(folder)) if path.is_file()]
-    paths = sorted(path.path for path in paths if b".png" not in path.name)
-    paths.sort(key=lambda path: hashlib.sha256(path).digest())
-    assert texts == [repr(os.path.basename(path)) for path in paths]
+    names = ("val_000000", "train_000001")
+    tokens = [np.fromfile(out / f"text_{name}.bin", "<u2", offset=1024) for name in names]
+    texts = "".join(chr(token) for token in np.concatenate(tokens)).split(chr(256))[1:]
+    assert sorted(texts) == ["arrow", "parquet", "text"]
 
 
 def test_a_saved_dataset_is_read_without_its_caches(tmp_path):
@@ -267,33 +258,15 @@ BROKEN = {
     "latin.jsonl": (LINE * 300 + b'{"text": "\xe9"}\n' + LINE, f", row 301: {UTF8}"),
     "list.jsonl": (LINE + b'\n["two"]', ", row 2: it is not a JSON object; give one object for"),
     "type.jsonl": (LINE + b'{"text": 5}', ", row 2: the column holds int instead of text"),
-    "type.json": (b'[{"text": "x"}, {"text": {}}]', ", row 2: the column holds dict instead of"),
-    "body.csv": (b"id,body\n1,x\n", ", row 1: it has no column text, but id, body; name one"),
-    "separator.csv": (b"id;text\n1;x\n", ", row 1: it has no column text, but id;text; name one"),
     "twice.csv": (b"text,text\nx,y\n", ", row 1: it has 2 columns text; rename all but one"),
     "more.csv": (b"id,text\n1,x\n2,x, and y\n", ", row 2: it has 3 fields, but the header has 2"),
-    "more.tsv": (b"id\ttext\n1\tx\ty\n", ", row 1: it has 3 fields, but the header has 2"),
-    "fewer.csv": (b'id,text\n1,"x"\n2\n', ", row 2: it has 1 fields, but the header has 2"),
     "open.csv": (b'id,text\n1,x\n2,"y\n3,z\n', ", row 2: it is damaged (unexpected end of data)"),
-    "quotes.csv": (b'id,text\n1,"x" y\n', ", row 1: it is damaged (',' expected after '\"')"),
-    "latin.csv": (b"id,text\n1,x\n2,\xe9\n", f", row 2: {UTF8}"),
-    "utf16.csv": ("id,text\n1,x\n".encode("utf-16"), f", row 1: {UTF8}"),
     "torn.parquet": (parquet_bytes(["one"])[:-9], ", row 1: it is damaged ("),
-    "bytes.parquet": (parquet_bytes([b"one"]), ", row 1: the column holds bytes instead of text"),
-    "a.parquet.gz": (
-        gzip.compress(parquet_bytes(["x"])),
-        "file cannot be read from .gz; unpack it",
-    ),
+    "a.parquet.gz": (gzip.compress(b"x"), "file cannot be read from .gz; unpack it"),
     "torn.arrow": (stream_bytes(["one", "two"])[:-20], ", row 2: it is damaged ("),
-    "latin.txt": (b"caf\xe9", f": {UTF8}"),
     "utf16.txt": ("text".encode("utf-16"), f": {UTF8}"),
-    "torn.txt.gz": (gzip.compress(b"text" * 99)[:-9], ": it is damaged (Truncated compressed"),
     "member.txt.gz": (gzip.compress(b"x") + gzip.compress(b"y")[:9], ": it is damaged (Truncated"),
-    "archive.tar.gz": (
-        gzip.compress(b"a.txt\0text"),
-        ": it has zero bytes, and so is not text; un",
-    ),
-    "archive.zip": (b"PK\3\4\xff", f": {UTF8}"),
+    "a.tar.gz": (gzip.compress(b"a.txt\0text"), ": it has zero bytes, and so is not text; un"),
 }
 
 
@@ -308,7 +281,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 
 
 # tables of other columns and files that are not text are skipped, damaged tables are not
-@pytest.mark.parametrize("name", ["torn.jsonl", "more.csv", "torn.parquet", "torn.txt.gz"])
+@pytest.mark.parametrize("name", ["torn.jsonl", "torn.parquet", "member.txt.gz"])
 def test_a_damaged_file_in_a_folder_is_not_skipped(tmp_path, name):
     write(tmp_path, name, BROKEN[name][0])
     write(tmp_path, "a.txt", "text")
@@ -319,11 +292,3 @@ def test_a_damaged_file_in_a_folder_is_not_skipped(tmp_path, name):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"typo\.txt: there are no files of text; give existing"):
         read(tmp_path / "typo.txt")
-
-
-def test_an_unexpected_error_of_a_library_names_the_source():
-    def fail():
-        raise RuntimeError("out of luck")
-
-    with pytest.raises(SourceError, match=r"org/name cannot be read \(RuntimeError: out of luck\)"):
-        list(Documents(fail, {"source": "org/name"}, 0).read())

@@ -8,14 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from export_helpers import CC, TINY, build_noisy, export_run, save_run
-from helpers import EXAMPLES, ROOT, one_line_error
+from helpers import ROOT, find_example_streams, one_line_error
 from in_process import call
 from models import AUTHORS_CC
 from safetensors.torch import load_file, save_file
@@ -24,42 +23,28 @@ import export
 import model.gpt
 import model_folder
 from data import tokenizer
-from model import MODEL_NAMES, build
+from huggingface.modeling_files import collect_modeling_files
+from model import MODEL_NAMES, build, find_variant
 
-# Every variant and every kind of branch occurs once; settings of independent parts share a case.
-PLAIN = {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0}
-VMAP = {
-    "ddl_map": "v",
-    "ddl_k_hidden_size": 3,
-    "ddl_value_channels": 3,
-}
-GATE = {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"}
-POOLED = {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"}
-CAUSAL = {
-    "ddl_cc_read": "pair",
-    "ddl_state_dv_shortconv_causal": True,
-    "ddl_state_shortconv_kernel_size": 3,
+# A residual connection, DDL in all of its parts, blocks that share weights, several streams with a
+# file of their own, and a read that depends on token ids.
+PLAIN = {
+    "rope_ratio": 0.5,
+    "mup": True,
+    "use_qk_rmsnorm": False,
+    "rope_base": 500.0,
+    "tie_embeddings": False,
 }
 CASES = {
-    CC: (CC, AUTHORS_CC),
-    "convolution": ("DDL-gpt-mha-rope", {}),
+    "ddl": (f"{CC}-EC", AUTHORS_CC),
     "plain": ("gpt-mha-rope", PLAIN),
-    "vmap": ("DDL-gpt-mha-rope-EC", VMAP),
-    "attention": (f"{CC}-EC", {"ddl_map": "v", "ddl_k_branch": "attention"}),
-    "pooled": (CC, POOLED),
-    "erase_only": ("DDL-gpt-mha-rope", {"ddl_update": "erase_only"}),
-    "constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True}),
-    "causal_gate": (CC, {**CAUSAL, **GATE, "ddl_beta_input": "residual"}),
-    "folded_untied": (CC, {"tie_embeddings": False}),
-    "gated": ("gated-gpt-mha-rope", {}),  # the example of the README
-    "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),
     "streams": ("mHC-gpt-mha-rope", {"mhc_readout": "sigmoid"}),
     "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
 }
-# Cases with a convolution over tokens, without one, and with an untied head.
-EXAMINED_FURTHER = (CC, "convolution", "plain", "folded_untied")
-IN_BFLOAT16 = (f"{CC}_bfloat16", "convolution", "plain")
+# A case with convolutions over tokens, and one without and with an untied head.
+EXAMINED_FURTHER = ("ddl", "plain")
+IN_BFLOAT16 = ("ddl_bfloat16", "plain")
 TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|endoftext|>"]
 
 
@@ -86,21 +71,6 @@ class Reloaded(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def user_models(tmp_path_factory) -> Iterator[None]:
-    """Let the README's example be found as a user's file."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
-    package = tmp_path_factory.mktemp("user") / "model"
-    package.mkdir()
-    example = next(block for block in blocks if "class Model" in block)
-    (package / "gated-gpt-mha-rope.py").write_text(example)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "__path__", [*model.__path__, str(package), str(EXAMPLES[0].parent)])
-        patch.setattr(model, "MODEL_NAMES", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
-        yield
-
-
-@pytest.fixture(scope="module")
 def ids() -> torch.Tensor:
     return torch.randint(0, 256, (3, 13), generator=torch.Generator().manual_seed(2))
 
@@ -114,20 +84,21 @@ def tokenizers() -> dict[str, tokenizer.Tokenizer]:
 
 
 @pytest.fixture(scope="module")
-def reloaded(tmp_path_factory, user_models, ids, tokenizers) -> Reloaded:
+def reloaded(tmp_path_factory, ids, tokenizers) -> Reloaded:
     """Export every case, and compute with transformers in one process for all of them."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("exported")
     models = {}
-    for case, (model_name, settings) in CASES.items():
-        models[case] = build_noisy(model_name, settings)
-        export_run(save_run(folder / f"{case}_run", models[case], model_name), folder / case)
-    export_run(folder / f"{CC}_run", folder / f"{CC}_bfloat16", "--dtype=bfloat16")
+    with find_example_streams():
+        for case, (model_name, settings) in CASES.items():
+            models[case] = build_noisy(model_name, settings)
+            export_run(save_run(folder / f"{case}_run", models[case], model_name), folder / case)
+    export_run(folder / "ddl_run", folder / "ddl_bfloat16", "--dtype=bfloat16")
     for kind, encoding in tokenizers.items():
-        run = save_run(folder / f"{kind}_run", models[CC], CC, encoding)
+        run = save_run(folder / f"{kind}_run", models["plain"], "gpt-mha-rope", encoding)
         export_run(run, folder / f"{kind}_tokenizer")
-    shutil.copytree(folder / CC, folder / "lacking")
-    weights = load_file(folder / CC / "model.safetensors")
+    shutil.copytree(folder / "ddl", folder / "lacking")
+    weights = load_file(folder / "ddl" / "model.safetensors")
     del weights["ln_f.weight"]
     save_file(weights, folder / "lacking" / "model.safetensors")
     job = {
@@ -187,13 +158,13 @@ def test_logits_are_ours(case, ids):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", EXAMINED_FURTHER)
-def test_a_folder_may_be_saved_by_transformers_or_loaded_in_float64(reloaded, ids, name):
+def test_a_folder_may_be_saved_by_transformers_and_used_in_float64(reloaded, ids, name):
     case = reloaded.cases[name]
     further = torch.load(f"{case.folder}.further.pt")
     assert torch.equal(further["again"], case.tensors["logits"])
     expected, _ = copy.deepcopy(case.ours).double()(ids)
-    assert further["double"].dtype == torch.float64
-    check_close(further["double"].float(), expected.float())
+    for logits in (further["double"], further["converted"]):
+        check_close(logits, expected, 1e-12)
 
 
 @torch.no_grad()
@@ -231,23 +202,18 @@ def test_greedy_text_of_a_padded_batch_is_ours(case, ids):
     assert len(set(texts[:, 7:].flatten().tolist())) > 1
 
 
-def check_texts_without_a_cache(texts: dict[str, torch.Tensor], num_methods: int) -> None:
-    """Check that each method of generation gives one text with the cache and without."""
-    names = sorted(name.removesuffix("_True") for name in texts if name.endswith("_True"))
-    assert len(names) == num_methods
-    for name in names:
-        assert torch.equal(texts[f"{name}_True"], texts[f"{name}_False"]), name
-        assert texts[f"{name}_True"].max() < 257
-
-
 @pytest.mark.parametrize("name", EXAMINED_FURTHER)
 def test_every_method_of_generation_is_served(reloaded, name):
+    """Each gives one text with the cache and without, in which no unused id is."""
     case = reloaded.cases[name]
     further = torch.load(f"{case.folder}.further.pt")
     text = continue_greedily(case.ours, torch.tensor(list(b"def f")), 3)
     assert further["pipeline"] == bytes(text.tolist()).decode(errors="replace")
-    check_texts_without_a_cache(further["texts"], 4)
-    assert further["texts"]["returned_True"].shape == (6, 13)
+    texts = further["texts"]
+    for method in ("greedy", "returned", "several_beams", "continued"):
+        assert torch.equal(texts[f"{method}_True"], texts[f"{method}_False"]), method
+        assert texts[f"{method}_True"].max() < 257
+    assert texts["returned_True"].shape == (6, 13)
 
 
 def test_gradients_are_ours(case, ids):
@@ -285,14 +251,11 @@ def test_calls_that_the_model_cannot_serve_are_refused(reloaded):
         "attentions": "output_attentions is not supported",
         "static": "this model has its own cache",
         "range": "rope_ratio=2.0: give a number of at most 1",
+        "lacking": "the weights file lacks ln_f.weight",
     }
     assert messages.keys() == expected.keys()
     for name, message in expected.items():
-        assert re.search(message, messages[name]), (name, messages[name])
-
-
-def test_a_missing_weight_is_named(reloaded):
-    assert reloaded.summary["missing"] == "the weights file lacks ln_f.weight"
+        assert message in messages[name]
 
 
 def test_the_tokenizer_is_ours(reloaded, tokenizers):
@@ -304,18 +267,15 @@ def test_the_tokenizer_is_ours(reloaded, tokenizers):
         ids = [ours.encode("a"), ours.encode("bcd")]
         assert theirs["batch"]["input_ids"] == [[ours.eot_token] * 2 + ids[0], ids[1]]
         assert theirs["batch"]["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
-
-
-def test_the_tokenizer_is_loaded_without_code_and_without_a_warning(reloaded):
-    assert [theirs["log"] for theirs in reloaded.summary["tokenizers"]] == ["", "", ""]
+        assert theirs["log"] == ""  # it is loaded without a warning
 
 
 def test_a_folder_exported_in_bfloat16_holds_our_rounded_weights(reloaded):
     assert reloaded.summary["bfloat16"] == "torch.bfloat16"
-    ours = reloaded.cases[CC].ours
-    read, encoding, state = model_folder.load_model(reloaded.folder / f"{CC}_bfloat16", "cpu")
+    ours = reloaded.cases["ddl"].ours
+    read, encoding, state = model_folder.load_model(reloaded.folder / "ddl_bfloat16", "cpu")
     assert encoding.n_vocab == 257
-    assert state == {"model": CC, "model_config": vars(ours.config)}
+    assert state == {"model": f"{CC}-EC", "model_config": vars(ours.config)}
     for name, value in ours.state_dict().items():
         assert torch.equal(read.state_dict()[name], value.bfloat16().float()), name
 
@@ -332,19 +292,16 @@ def test_a_folder_of_either_dtype_runs_in_bfloat16(reloaded, ids, name):
     theirs = torch.load(reloaded.folder / f"{name}.bfloat16.pt")
     ours = reloaded.cases[name.removesuffix("_bfloat16")].ours
     exact = copy.deepcopy(ours).bfloat16().float()
-    _, loss = exact(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    gradients = [p.grad.flatten() for p in exact.parameters() if p.grad is not None]
     with torch.no_grad():
         logits = exact(ids)[0]
-    check_relative_error(theirs["gradient"], torch.cat(gradients), 0.08)
-    check_relative_error(theirs["loss"], loss.detach(), 0.02)
+        _, loss = exact(ids[:, :-1], ids[:, 1:])
+    check_relative_error(theirs["loss"], loss, 0.02)
     check_relative_error(theirs["logits"], logits, 0.04)
     check_relative_error(theirs["cached"], logits, 0.04)
 
 
 @pytest.mark.parametrize("name", [*CASES, *(f"{name}_again" for name in EXAMINED_FURTHER)])
-def test_our_scripts_read_every_folder(reloaded, name, ids):
+def test_our_scripts_read_every_folder(reloaded, example_streams, name, ids):
     """The folder may be as exported or as transformers has saved it since ("_again").
 
     Nothing in it is imported.
@@ -360,66 +317,35 @@ def test_our_scripts_read_every_folder(reloaded, name, ids):
     assert not {module for module in new_modules if "ddl" in module or "stem" in module}
 
 
-def find_original(name: str, variant: str) -> Path:
-    """Return the file of model/ or model/streams/ whose copy is name.py in an exported folder."""
-    stem = variant if name == "stem" else name
-    folders = (ROOT / "model", ROOT / "model" / "streams")
-    return next(folder / f"{stem}.py" for folder in folders if (folder / f"{stem}.py").is_file())
+@pytest.mark.parametrize("variant", MODEL_NAMES)
+def test_a_folder_has_every_file_that_its_code_imports(variant):
+    files = collect_modeling_files(Path(find_variant(variant).origin))
+    for name, code in files.items():
+        imported = re.findall(r"^ *from (\.[.\w]*) import", code, flags=re.M)
+        assert {f"{module[1:]}.py" for module in imported} <= files.keys(), name
+        assert "configurator" not in code, name
 
 
-@pytest.mark.parametrize("case", [CC, "streams"])
-def test_a_copy_differs_from_its_file_in_imports_alone(reloaded, case):
-    folder = reloaded.cases[case].folder
-    names = {path.stem for path in folder.glob("*.py")}
-    assert {"stem", "gpt", "ddl"} <= names
-    assert ("hyper_connections" in names) == (case == "streams")
-    for name in names - {"option", "modeling_ddl", "configuration_ddl"}:
-        lines = find_original(name, CASES[case][0]).read_text(encoding="utf-8").splitlines()
-        copied_lines = (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
-        for line, copied_line in zip(lines, copied_lines, strict=True):
-            expected = line.replace("from configurator import", "from .option import")
-            if line.startswith("from .."):
-                expected = line.replace("from ..", "from .")
-            assert copied_line == expected, name
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda plain: plain.transformer.h[0].register_buffer(
-                "steps", torch.ones(2), persistent=False
-            ),
-            r"transformer\.h\.0\.steps would be lost",
-        ),
-        # the wrapper does not copy it
-        (lambda plain: setattr(plain, "out_gain", torch.nn.Parameter(torch.ones(2))), "out_gain"),
-        # the wrapper does not call it
-        (
-            lambda plain: setattr(
-                plain, "__class__", type("Capped", (type(plain),), {"forward": lambda *_: None})
-            ),
-            "forward",
-        ),
-    ],
-    ids=["buffer", "parameter", "forward"],
-)
-def test_what_the_wrapper_would_lose_is_refused(change, message):
+def test_what_the_wrapper_would_lose_is_refused():
+    """It copies no parameters and temporary buffers of its own, and does not call forward."""
     plain = build(CC, **TINY)
-    export.check_exportable(plain)
     plain.transformer.h[0].register_buffer("scale", torch.ones(2))
     export.check_exportable(plain)
-    change(plain)
+    plain.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
+    plain.out_gain = torch.nn.Parameter(torch.ones(2))
+    plain.__class__ = type("Capped", (type(plain),), {"forward": lambda *_: None})
+    message = r"because GPT\.forward, .*, out_gain, transformer\.h\.0\.steps would be lost"
     with pytest.raises(ValueError, match=message):
         export.check_exportable(plain)
 
 
-def test_other_users_can_read_an_exported_folder(reloaded):
-    folder = reloaded.cases[CC].folder
+def test_other_users_can_read_an_exported_folder_and_its_license(reloaded):
+    folder = reloaded.cases["ddl"].folder
     mask = os.umask(0)
     os.umask(mask)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
     assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+    assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -428,31 +354,16 @@ def noisy_run(tmp_path_factory) -> Path:
     return save_run(tmp_path_factory.mktemp("runs") / "run", build_noisy(CC, {}), CC)
 
 
-def test_the_code_is_exported_with_its_license(reloaded):
-    license_text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert (reloaded.cases[CC].folder / "LICENSE").read_text(encoding="utf-8") == license_text
-
-
-def test_the_card_of_an_exported_folder_exported_again_says_nothing_of_training(
-    noisy_run, tmp_path
-):
+def test_the_card_says_how_the_model_was_trained_if_its_folder_does(noisy_run, tmp_path):
     first = export_run(noisy_run, tmp_path / "first")
+    card = (first / "README.md").read_text()
+    assert "It was trained for 7 steps, on 672 tokens of the corpus `stories`. It" in card
+    code = re.search(r"```python\n(.*?)```", card, flags=re.S)[1]
+    compile(code, "README.md", "exec")
     text = (export_run(first, tmp_path / "second") / "README.md").read_text()
-    assert (
-        "It was trained for 7 steps, on 672 tokens of the corpus `stories`. It"
-        in (first / "README.md").read_text()
-    )
+    assert "(arXiv 2601.00417)" in text
     assert "It was trained neither" in text
     assert "steps" not in text
-    assert "(arXiv 2601.00417)" in text
-
-
-def test_the_code_in_the_card_compiles(reloaded):
-    """Only its syntax is checked here; the other tests call from_pretrained."""
-    text = (reloaded.folder / CC / "README.md").read_text()
-    code = re.search(r"```python\n(.*?)```", text, flags=re.S)[1]
-    compile(code, "README.md", "exec")
-    assert "'FOLDER_OR_REPOSITORY', trust_remote_code=True" in code
 
 
 def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, monkeypatch):
@@ -466,10 +377,6 @@ def test_executing_its_code_keeps_the_operators_that_exist(reloaded, tmp_path, m
         assert (mix == 0.5).all()
     # an operator of the same name would have freed the first, and taken its place
     assert torch.ops.ddl.sinkhorn_knopp.default is first
-
-
-def test_an_empty_folder_is_written_to(noisy_run, tmp_path):
-    assert (export_run(noisy_run, tmp_path) / "model.safetensors").is_file()
 
 
 def test_an_interrupted_export_leaves_no_weights(noisy_run, tmp_path, monkeypatch):
@@ -487,7 +394,9 @@ def test_an_interrupted_export_leaves_no_weights(noisy_run, tmp_path, monkeypatc
 
 
 def test_a_folder_is_written_over_with_overwrite_only(noisy_run, tmp_path):
-    out = export_run(noisy_run, tmp_path / "out")
+    out = tmp_path / "out"
+    out.mkdir()
+    export_run(noisy_run, out)  # it is empty
     (out / "mine").touch()
     line = one_line_error(call("export.py", noisy_run, out))
     assert "is not empty; give another out_dir, or --overwrite" in line
@@ -498,17 +407,7 @@ def test_a_folder_is_written_over_with_overwrite_only(noisy_run, tmp_path):
 
 
 def test_the_script_prints_how_to_load_the_folder(noisy_run, tmp_path):
-    result = call("export.py", noisy_run, tmp_path / "out", "--dtype=bfloat16")
-    assert result.returncode == 0, result.stderr.decode()
-    lines = result.stdout.decode().splitlines()
-    assert lines[0] == f"wrote {tmp_path}/out"
-    assert lines[1:] == [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        f"model = AutoModelForCausalLM.from_pretrained('{tmp_path}/out', trust_remote_code=True)",
-        f"tokenizer = AutoTokenizer.from_pretrained('{tmp_path}/out', trust_remote_code=False)",
-    ]
-    assert call("sample.py", tmp_path / "out", "--max_new_tokens=5", "--device=cpu").returncode == 0
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    assert "holds no checkpoint" in one_line_error(call("export.py", tmp_path, tmp_path / "x"))
+    out = tmp_path / "out"
+    output = call("export.py", noisy_run, out).stdout.decode()
+    assert output.startswith(f"wrote {out}\nfrom transformers import")
+    assert f"AutoModelForCausalLM.from_pretrained('{out}', trust_remote_code=True)" in output

@@ -15,6 +15,7 @@ from model.generation import Generation, Sampling, Text, generate_text, sample
 from model.gpt import GPT
 
 BYTES = byte_tokenizer()
+GREEDY = Sampling(temperature=0)
 
 
 def expected_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -32,9 +33,7 @@ def expected_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Te
     "options",
     [
         {},
-        {"temperature": 0.4},
         {"top_k": 5},
-        {"top_k": 1000, "top_p": 0.7},
         {"top_p": 0.6},
         {"top_p": 1e-9},
         {"temperature": 1.7, "top_k": 20, "top_p": 0.8},
@@ -52,12 +51,12 @@ def test_draws_follow_the_distribution_of_transformers(options):
     assert not (frequencies > 0)[expected == 0].any()
 
 
-GREEDY = Sampling(temperature=0)
-
-
-def test_temperature_zero_draws_the_most_likely_token():
+def test_temperature_zero_draws_the_most_likely_token_and_the_smallest_one_some_token():
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -2.0]])
     assert sample(logits, GREEDY, None).tolist() == [1, 0]
+    uniform = torch.tensor([0.5], dtype=torch.float64)
+    logits = torch.tensor([[-1e4, 1e4, 3.0]])
+    assert sample(logits, Sampling(temperature=1e-6), uniform).tolist() == [1]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=2)])
@@ -73,35 +72,23 @@ def test_extreme_uniform_numbers_draw_only_what_is_possible(sampling):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature=-1.0: give a number at least 0"),
         ({"temperature": 1e-7}, "temperature=1e-07: give 0 or a finite number of at least 1e-06"),
         ({"temperature": math.inf}, "temperature=inf: give 0 or a finite number of at least"),
-        ({"temperature": float("nan")}, "temperature=nan: give a number at least 0"),
-        ({"top_k": 0}, "top_k=0: give a number at least 1"),
+        ({"temperature": math.nan}, "temperature=nan: give a number at least 0"),
         ({"top_p": 0.0}, "top_p=0.0: give a number above 0"),
-        ({"top_p": 1.1}, "top_p=1.1: give a number above 0"),
     ],
 )
 def test_values_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=message):
         Sampling(**options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}],
-)
-def test_logits_that_are_not_finite_are_an_error(options):
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=3, top_p=0.5)])
+def test_logits_that_are_not_finite_are_an_error(sampling):
     model = build_tiny("gpt-mha-rope")
     torch.nn.init.constant_(model.ln_f.weight, math.nan)
     with pytest.raises(ValueError, match="the logits of the model are not finite"):
-        generate(model, [[1, 2], [3]], 4, Sampling(**options))
-
-
-def test_the_smallest_temperature_draws_a_token():
-    uniform = torch.tensor([0.5], dtype=torch.float64)
-    logits = torch.tensor([[-1e4, 1e4, 3.0]])
-    assert sample(logits, Sampling(temperature=1e-6), uniform).tolist() == [1]
+        generate(model, [[1, 2], [3]], 4, sampling)
 
 
 @torch.no_grad()
@@ -187,23 +174,17 @@ def test_a_text_does_not_depend_on_its_batch():
     assert texts_of(prompts, [7, 8, 9]) != batch
 
 
-def test_end_of_text_ends_one_text_alone():
+def test_end_of_text_and_a_stop_end_one_text_alone():
     model = build_varied("DDL-gpt-mha-rope")
     prompts = [[1, 2], [7]]
     endless = generate(model, prompts, 12)
     eot_token = endless[0][4]
-    texts = generate(model, prompts, 12, eot_token=eot_token)
     first_end = endless[0].index(eot_token)
-    assert texts[0][: first_end + 1] == [*endless[0][:first_end], None]
-    assert set(texts[0][first_end:]) == {None}
     second_end = endless[1].index(eot_token) if eot_token in endless[1] else 12
+    texts = generate(model, prompts, 12, eot_token=eot_token)
+    assert texts[0] == [*endless[0][:first_end], *[None] * len(texts[0][first_end:])]
     assert texts[1][:second_end] == endless[1][:second_end]
-
-
-def test_a_text_that_is_stopped_ends_alone():
-    model = build_varied("DDL-gpt-mha-rope")
-    endless = generate(model, [[1, 2], [7]], 12)
-    generation = Generation(model, [[1, 2], [7]], 12, GREEDY, [0, 0], None, TINY["vocab_size"])
+    generation = Generation(model, prompts, 12, GREEDY, [0, 0], None, TINY["vocab_size"])
     steps = []
     for tokens in generation:
         steps.append(tokens)
@@ -223,16 +204,6 @@ def test_a_text_that_ended_with_a_full_context_does_not_stop_the_others():
         generation.stop(0)
         text.append(tokens[1])
     assert text == alone
-
-
-def test_random_numbers_of_a_text_depend_on_its_seed_alone():
-    model = build("gpt-mha-rope", **TINY)
-    generation = Generation(model, [[1], [2]], 10, Sampling(), [5, 6], None, 29)
-    uniform = torch.stack([generation.draw_uniform("cpu") for _ in range(10)], dim=1)
-    for row, seed in enumerate((5, 6)):
-        generator = torch.Generator().manual_seed(seed)
-        expected = torch.rand(10, generator=generator, dtype=torch.float64)
-        assert torch.equal(uniform[row], expected)
 
 
 def test_an_empty_prompt_is_refused():

@@ -10,7 +10,6 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import gpt2_oracle
 import numpy as np
@@ -18,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from helpers import ODD_TEXTS, ROOT, encode_shard, one_line_error, small_run
+from helpers import ODD_TEXTS, ROOT, one_line_error, small_run
 from in_process import call
 
 from data import tokenizer
@@ -28,7 +27,6 @@ from training import checkpoint
 DOCUMENTS = [
     path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))
 ] + ODD_TEXTS
-ADVICE = "set TIKTOKEN_CACHE_DIR to a cache folder of tiktoken that holds it"
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +69,6 @@ def test_the_tokenizer_is_rebuilt_from_its_description(oracle, description):
     check_same(tokenizer.from_json(description), oracle)
 
 
-def test_a_folder_holds_the_complete_description(description, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    assert tokenizer.read(tmp_path).to_json() == description
-
-
 def test_gpt2_has_the_entries_of_a_corpus_without_meta(gpt2):
     assert {
         "tokenizer": gpt2.name,
@@ -84,14 +77,11 @@ def test_gpt2_has_the_entries_of_a_corpus_without_meta(gpt2):
     } == GPT2_META
 
 
-def test_a_folder_without_a_tokenizer_has_gpt2s(gpt2, tmp_path):
-    """Shards of llm.c come without one."""
-    assert tokenizer.read(tmp_path).to_json() == gpt2.to_json()
-
-
-def test_a_folder_that_only_names_gpt2_has_its_tokens(gpt2, tmp_path):
-    """Corpora and checkpoints of earlier versions hold the name alone."""
-    (tmp_path / "tokenizer.json").write_text('{"name": "gpt2"}')
+@pytest.mark.parametrize("content", [None, '{"name": "gpt2"}'])
+def test_a_folder_that_describes_no_tokenizer_has_gpt2s(gpt2, tmp_path, content):
+    """Shards of llm.c come without one; earlier versions wrote the name alone."""
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
     assert tokenizer.read(tmp_path).to_json() == gpt2.to_json()
 
 
@@ -136,90 +126,43 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def empty_cache(tmp_path_factory) -> Path:
-    """Return an empty folder for tiktoken's cache."""
-    return tmp_path_factory.mktemp("cache")
-
-
-class PreparedRun(NamedTuple):
-    corpus: Path
-    folder: Path
-
-
-@pytest.fixture(scope="module")
-def prepared_run(tmp_path_factory) -> PreparedRun:
-    """Prepare a corpus of GPT-2 tokens and train on it, without a network."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    pq.write_table(pa.table({"text": DOCUMENTS}), folder / "documents.parquet", row_group_size=5)
-    run = PreparedRun(folder / "corpus", folder / "run")
-    with offline():
-        run_script(
-            "data/fineweb_edu/prepare.py",
-            f"--out={run.corpus}",
-            f"--source={folder / 'documents.parquet'}",
-            "--val_tokens=2000",
-            "--shard_tokens=3000",
-        )
-        run_script("train.py", *small_run(run.corpus, run.folder, **KEYS))
-    return run
-
-
-def test_shards_hold_tiktokens_tokens(prepared_run, oracle):
-    """Read all shards as one stream, in which each document with text follows end-of-text."""
-    corpus = prepared_run.corpus
+def read_stream(corpus: Path) -> list[int]:
+    """Return the tokens of all shards, those of the validation split first."""
     files = [*sorted(corpus.glob("*val*.bin")), *sorted(corpus.glob("*train*.bin"))]
     assert len(files) > 3
-    tokens = np.concatenate([np.fromfile(file, dtype="<u2", offset=1024) for file in files])
+    return np.concatenate([np.fromfile(file, "<u2", offset=1024) for file in files]).tolist()
+
+
+def test_a_corpus_and_a_run_need_no_network(tmp_path, oracle, description):
+    """A run that is sampled does not need tiktoken's cache either."""
+    source = tmp_path / "documents.parquet"
+    pq.write_table(pa.table({"text": DOCUMENTS}), source, row_group_size=5)
+    corpus = tmp_path / "corpus"
+    run = tmp_path / "run"
+    options = (f"--source={source}", "--val_tokens=2000", "--shard_tokens=3000")
+    with offline():
+        run_script("data/fineweb_edu/prepare.py", f"--out={corpus}", *options)
+        run_script("train.py", *small_run(corpus, run, **KEYS))
     expected = []
     for text in filter(None, DOCUMENTS):
         expected += [50256, *oracle.encode_ordinary(text)]
-    assert tokens.tolist() == expected
-
-
-def test_meta_counts_the_bytes_of_all_documents(prepared_run):
-    meta = json.loads((prepared_run.corpus / "meta.json").read_text())
+    assert read_stream(corpus) == expected
+    meta = json.loads((corpus / "meta.json").read_text())
     num_bytes = sum(len(text.encode()) for text in DOCUMENTS)
     assert meta["val"]["bytes"] + meta["train"]["bytes"] == num_bytes
-
-
-def test_a_checkpoint_holds_the_tokenizer(prepared_run, description):
-    latest = checkpoint.find_latest(prepared_run.folder)
+    latest = checkpoint.find_latest(run)
     assert json.loads((latest / "tokenizer.json").read_text()) == description
-
-
-SAMPLE_OPTIONS = ("--prompt=def größe", "--max_new_tokens=5", "--temperature=0")
-
-
-def test_a_run_is_sampled_without_tiktokens_cache(prepared_run, empty_cache):
-    with offline(empty_cache):
-        output = run_script("sample.py", prepared_run.folder, *SAMPLE_OPTIONS)
+    with offline(tmp_path / "empty_cache"):
+        output = run_script("sample.py", run, "--prompt=def größe", "--max_new_tokens=5")
     assert output.count("def größe") == 1
 
 
-@pytest.fixture
-def shards_of_llm_c(tmp_path, oracle) -> Path:
-    """Write shards of GPT-2's tokens beside which no file names a tokenizer."""
-    tokens = [50256, *oracle.encode_ordinary("".join(DOCUMENTS))]
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / "edu_fineweb_val_000000.bin").write_bytes(encode_shard(tokens[:500]))
-    (folder / "edu_fineweb_train_000001.bin").write_bytes(encode_shard(tokens[500:2500]))
-    return folder
-
-
-def test_training_on_shards_of_llm_c_needs_the_vocabulary(shards_of_llm_c, empty_cache, tmp_path):
-    arguments = small_run(shards_of_llm_c, tmp_path / "run", **KEYS)
-    with offline(empty_cache):
-        assert ADVICE in one_line_error(call("train.py", *arguments))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_preparation_without_the_vocabulary_says_where_to_put_it(empty_cache, tmp_path):
+def test_a_preparation_without_the_vocabulary_says_where_to_put_it(tmp_path):
     source = tmp_path / "text.jsonl"
     source.write_text('{"text": "a"}\n')
     out = tmp_path / "corpus"
-    with offline(empty_cache):
+    with offline(tmp_path / "empty_cache"):
         result = call("data/fineweb_edu/prepare.py", f"--source={source}", f"--out={out}")
-    assert ADVICE in one_line_error(result)
+    advice = "set TIKTOKEN_CACHE_DIR to a cache folder of tiktoken that holds it"
+    assert advice in one_line_error(result)
     assert {path.name for path in out.glob("*")} <= {"lock"}

@@ -1,4 +1,4 @@
-"""Test datasets of the Hub: on a local clone, and on a local server whose answers fail."""
+"""Test datasets of the Hub on a local server whose answers fail."""
 
 import functools
 import io
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers import ROOT, one_line_error, run_script, write_parquet
 from hub_server import Fault
-from in_process import call
 
 from data.shards import open_corpus
 
@@ -56,25 +55,6 @@ def read_files(folder) -> dict[str, bytes]:
 
 def read_tokens(corpus) -> list[int]:
     return np.concatenate(corpus.val + corpus.train).tolist()
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory) -> Path:
-    """Write a local clone of the data set."""
-    root = tmp_path_factory.mktemp("clone")
-    for name, content in make_repository(DOCUMENTS).items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
-    return root
-
-
-def test_a_clone_is_prepared(clone, tmp_path):
-    result = call(FINEWEB, f"--repository={clone}", *OPTIONS, f"--out={tmp_path / 'out'}")
-    assert result.returncode == 0, result.stderr
-    corpus = open_corpus(str(tmp_path / "out"))
-    assert read_tokens(corpus) == TOKENS
-    assert {"source": str(clone), "name": "sample-10BT"}.items() <= corpus.meta.items()
-    assert not {"revision", "commit"} & corpus.meta.keys()
 
 
 # ---- over HTTP ----
@@ -160,8 +140,6 @@ def test_overwrite_starts_again_from_the_latest_commit(server, interrupted):
 PERMANENT_ERRORS = {
     "no dataset": (["--repository=org/nothing"], [], "org/nothing cannot be read"),
     "no column": (["--column=body"], [], "body"),
-    "no configuration": (["--sample=sample-350BT"], [], "'sample-350BT' not"),
-    "no revision": (["--revision=v9"], [], "Revision Not Found for url"),
     "no answer": ([], [Fault("silent", "/api/datasets/")], "ReadTimeout"),
     "no terms": ([], [Fault("status", "/resolve/", 403)], f"{NAME} cannot be read"),
 }

@@ -126,10 +126,7 @@ def test_constant_value_is_renamed(tmp_path):
     [
         ({BASE: 1}, False, 1.0),
         ({"mup": True}, True, 1.0),
-        ({"parameterization": None, BASE: 1}, False, 1.0),
         ({"parameterization": "widthmuP", BASE: 1}, True, 1.0),
-        ({"parameterization": "widthmup", "residual_branch_mult": 3}, True, 3.0),
-        ({"parameterization": "spectralP"}, True, 1.0),
         ({"parameterization": "completep", BASE: 4}, True, 2.0),
         ({"parameterization": "SpectralP", BASE: 4, "residual_branch_mult": 3}, True, 3.0),
     ],
@@ -146,13 +143,7 @@ def test_parameterization_is_mapped(keys, mup, branch_mult, tmp_path):
     [
         ({"use_k_shift": True}, "use_k_shift=True in the released config: only False"),
         ({"intermediate_size": 40}, f"does not fit {CC}: transformer.h.0.mlp.c_fc1.weight"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
-        ({"num_hidden_layers": 3}, f"does not fit {CC}: transformer.h.2"),
         ({"parameterization": "muP"}, "='muP' in the released config: only None, 'widthmuP'"),
-        ({"parameterization": []}, "parameterization=[]"),
-        ({"residual_branch_mult": 0}, "residual_branch_mult=0.0: give"),
-        ({"ddl_sequence_reduction_version": 2}, "_version=2 in the released config: only 1 is"),
-        ({"attention_dtype": "fp8"}, "attention_dtype='fp8' in the released config: only 'auto'"),
     ],
 )
 def test_keys_that_this_code_lacks_are_refused(keys, message, tmp_path):
@@ -167,15 +158,11 @@ EC = "DDL-gpt-mha-rope-EC"
 @pytest.mark.parametrize(
     ("model_name", "name", "change", "message"),
     [
-        (EC, READOUT, lambda x: x[None], "readout.shortconv.weight has the shape (1, 10, 4, 4)"),
-        (EC, READOUT, lambda x: x[0, 0], "readout.shortconv.weight has the shape (4,)"),
         (EC, READOUT, lambda x: x[0], "does not fit DDL-gpt-mha-rope-CC-EC: "),
         (EC, READOUT, lambda x: x.transpose(0, 1), "has the shape (4, 10, 4), expected (40, 4)"),
-        (EC, "input_embed.weight", lambda x: x.flatten(0, 1), "input_embed.conv.weight has the"),
         (CC, READOUT, lambda x: torch.ones(10, 5), "kernel_size=5"),
         (CC, "transformer.h.0.compress.weight", lambda x: x[:, :2], "expected (10, 4)"),
         (CC, "readout.read", lambda x: x[:3], "readout.read has the shape (3,), expected (4,)"),
-        (CC, "transformer.wte.weight", lambda x: x[:, 0], "transformer.wte.weight has the shape"),
     ],
 )
 def test_weights_of_another_shape_are_refused(model_name, name, change, message, tmp_path):
@@ -184,18 +171,11 @@ def test_weights_of_another_shape_are_refused(model_name, name, change, message,
     assert message in read_refusal(write_folder(tmp_path, weights))
 
 
-@pytest.mark.parametrize("name", ["readout.read", "transformer.wte.weight"])
-def test_a_missing_weight_is_named(name, tmp_path):
-    weights = released_weights(build_released(CC))
-    del weights[name]
-    assert name in read_refusal(write_folder(tmp_path, weights))
-
-
-def test_weights_of_both_releases_are_refused(tmp_path):
+def test_weights_that_are_missing_or_too_many_are_named(tmp_path):
     model = build_released(CC)
+    weights = released_weights(model)
+    del weights["readout.read"]
+    assert "readout.read" in read_refusal(write_folder(tmp_path, weights))
+    # of both releases
     folder = write_folder(tmp_path, {**model.state_dict(), **released_weights(model)})
     assert "o_proj.weight is not one of its weights" in read_refusal(folder)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    assert "config.json is missing" in read_refusal(tmp_path)

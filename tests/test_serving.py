@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -15,20 +14,21 @@ from urllib.parse import urlsplit
 import pytest
 import tiktoken
 import torch
-from helpers import ROOT, SMALL, one_line_error, small_run
+from helpers import SMALL, one_line_error, small_run
 from in_process import call
 from page_servers import serve_model, serve_run
 
 from data.tokenizer import byte_tokenizer
-from model import MODEL_NAMES, build
+from model import build
 from model.generation import Sampling
 from model.gpt import GPT, Stream
 from model_folder import load_model
 from serving import app as serving_app
-from serving.completion import describe_statistics, generate_chunks, label_token
+from serving.completion import describe_statistics, generate_chunks
 from training.residual_statistics import ObservedStream
 
-DELTA = [model_name for model_name in MODEL_NAMES if model_name.startswith("DDL")]
+DELTA = "DDL-vdim1-gpt-mha-rope"
+GREEDY = Sampling(temperature=0)
 TOKENIZER = byte_tokenizer()
 
 
@@ -44,53 +44,57 @@ SITES = ["0 attn", "0 mlp", "1 attn", "1 mlp"]
 
 
 BETA = {"beta": (0, 2), "discrepancy_before": None, "discrepancy_after": None}
-MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0, 1)}
+
+
+@torch.no_grad()
+def observe(model: GPT, ids: list[int]) -> dict[str, list[list[float]]]:
+    """Return each token's statistics at all sites by name, from a pass without a cache."""
+    columns = {}
+
+    def on_write(site, write):
+        for name, values in write.statistics.items():
+            columns.setdefault(name, []).append(values[0].tolist())
+
+    with model.through(ObservedStream(on_write)):
+        model(torch.tensor([ids]))
+    return {name: list(zip(*by_site)) for name, by_site in columns.items()}
 
 
 @pytest.mark.parametrize(
-    ("model_name", "keys", "expected_ranges"),
+    ("model_name", "expected_ranges"),
     [
-        ("DDL-vdim1-gpt-mha-rope", {}, BETA),
-        ("MGT-gpt-mha", {}, MGT),
-        ("mHC-gpt-mha-rope", {}, {"mix_kept": None, "mix_error": None}),
+        (DELTA, BETA),
+        ("DDL-gpt-mha-rope-CC-EC", BETA),
+        # a mean, which has no regimes
         (
-            "GatedResidual-gpt-mha-rope",
-            {},
-            {"read_gate": (0.0, 1.0), "inject": (0.0, 2.0), "inject_spread": (0.0, 2.0)},
+            "MGT-gpt-mha",
+            {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0, 1)},
         ),
-        ("AttnRes-gpt-mha-rope", {}, {"embedding_weight": (0, 1), "effective_sources": None}),
-        ("gpt-mha-rope", {}, {}),
+        ("mHC-gpt-mha-rope", {"mix_kept": None, "mix_error": None}),
+        ("gpt-mha-rope", {}),
     ],
 )
-def test_every_statistic_that_a_stream_names_is_shown(model_name, keys, expected_ranges):
-    """A statistic has its range, where it declares one. Only DDL's gates have regimes.
-
-    MGT's gate is a mean.
-    """
-    model = build_random_model(model_name, **keys)
+def test_every_statistic_that_a_stream_names_is_shown(model_name, expected_ranges):
+    """A statistic has its range, where it declares one. Only DDL's gates have regimes."""
+    model = build_random_model(model_name)
     statistics = describe_statistics(model)
     assert {statistic["name"]: statistic["range"] for statistic in statistics} == expected_ranges
     gates = [statistic["name"] for statistic in statistics if statistic["gate"]]
     assert gates == [name for name in ("beta",) if expected_ranges.get(name) == (0, 2)]
     assert all(statistic["sites"] == SITES for statistic in statistics)
-    _, tokens = generate_tokens(model, [256, 1, 2], 4)
-    rows = {}
-
-    def on_write(site, write):
-        for name, values in write.statistics.items():
-            rows.setdefault(name, []).append(values[0].tolist())
-
-    with torch.no_grad(), model.through(ObservedStream(on_write)):
-        model(torch.tensor([[token["id"] for token in tokens]]))
+    chunks, tokens = generate_tokens(model, [256, 1, 2], 4)
+    assert [token["prompt"] for token in tokens] == [True] * 3 + [False] * 4
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert chunks[-1]["usage"] == usage
+    expected = observe(model, [token["id"] for token in tokens])
     for index, token in enumerate(tokens):
         assert token["statistics"].keys() == expected_ranges.keys()
         for name, numbers in token["statistics"].items():
-            expected = [row[index] for row in rows[name]]
-            assert numbers == pytest.approx(expected, rel=1e-6, abs=1e-6), name
+            assert numbers == pytest.approx(expected[name][index], rel=1e-6, abs=1e-6), name
 
 
 def test_a_block_that_occurs_twice_has_two_rows():
-    model = build_random_model("DDL-vdim1-gpt-mha-rope")
+    model = build_random_model(DELTA)
     model.transformer.h[1] = model.transformer.h[0]
     assert describe_statistics(model)[0]["sites"] == ["0 attn", "0 mlp", "0 attn (2)", "0 mlp (2)"]
     _, tokens = generate_tokens(model, [256, 1, 2], 1)
@@ -98,43 +102,14 @@ def test_a_block_that_occurs_twice_has_two_rows():
 
 
 def test_what_is_not_finite_is_sent_as_none():
-    model = build_random_model("DDL-vdim1-gpt-mha-rope")
+    model = build_random_model(DELTA)
     write = model.transformer.h[1].ddl_mlp
     compute_statistics = write.statistics
     write.statistics = lambda *arguments: {
         name: values * float("nan") for name, values in compute_statistics(*arguments).items()
     }
-    _, tokens = generate_tokens(model, [256, 1, 2], 0, sampling=Sampling(temperature=0))
+    _, tokens = generate_tokens(model, [256, 1, 2], 0, sampling=GREEDY)
     assert [token["statistics"]["beta"][3] for token in tokens] == [None] * 3
-
-
-@torch.no_grad()
-def uncached_gates(model, ids):
-    """Compute each token's gates (T, sites) by the equation, from the sublayers' inputs."""
-    contexts = []
-    blocks = model.transformer.h
-    sublayers = [layer for block in blocks for layer in (block.attn, block.mlp)]
-
-    def record_context(_, inputs) -> None:
-        contexts.append(inputs[0][0])
-
-    hooks = [layer.register_forward_pre_hook(record_context) for layer in sublayers]
-    model(torch.tensor([ids]))
-    for hook in hooks:
-        hook.remove()
-    gates = []
-    for c, write in zip(contexts, [w for block in blocks for w in (block.ddl_attn, block.ddl_mlp)]):
-        if hasattr(write, "beta"):
-            logit = c @ write.beta.weight[0] + write.beta.bias
-        else:
-            hidden = torch.tanh(c @ write.beta_in.weight.T)
-            logit = hidden @ write.beta_out.weight[0] + write.beta_out.bias
-        gates.append(2 / (1 + torch.exp(-logit)))
-    return torch.stack(gates, dim=1)
-
-
-def gates_of(tokens):
-    return torch.tensor([token["statistics"]["beta"] for token in tokens])
 
 
 def generate_tokens(
@@ -146,29 +121,8 @@ def generate_tokens(
     return chunks, [token for chunk in chunks for token in chunk["tokens"]]
 
 
-TWO_LAYERS = (DELTA[0], {"ddl_beta_single_linear": False})
-
-
-@pytest.mark.parametrize(
-    ("model_name", "changes"), [*((model_name, {}) for model_name in DELTA), TWO_LAYERS]
-)
-def test_gates_are_those_of_an_uncached_pass(model_name, changes):
-    model = build_random_model(model_name, **changes)
-    prompt = [256, 3, 1, 4]
-    chunks, tokens = generate_tokens(model, prompt, 12)
-    ids = [token["id"] for token in tokens]
-    assert ids[:4] == prompt
-    assert len(ids) == 16
-    assert [token["prompt"] for token in tokens] == [True] * 4 + [False] * 12
-    expected = uncached_gates(model, ids)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(gates_of(tokens).double(), expected, rtol=0, atol=1e-6)
-    usage = {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
-    assert chunks[-1]["usage"] == usage
-
-
 def test_past_block_size_each_gate_is_of_the_pass_that_made_the_tokens_logits():
-    model = build_random_model(DELTA[0])
+    model = build_random_model(DELTA)
     _, tokens = generate_tokens(model, [256, 1, 2], 40, seed=2)
     assert len(tokens) == 43
     context = []
@@ -176,7 +130,7 @@ def test_past_block_size_each_gate_is_of_the_pass_that_made_the_tokens_logits():
         context.append(token["id"])
         if len(context) > 16:
             context = context[-8:]
-        expected = uncached_gates(model, context)[-1].tolist()
+        expected = observe(model, context)["beta"][-1]
         assert token["statistics"]["beta"] == pytest.approx(expected, abs=1e-6)
 
 
@@ -186,28 +140,23 @@ class Fused(Stream):
 
 
 def test_fused_streams_step_aside_and_come_back():
-    model = build(DELTA[0], **SMALL)
+    model = build(DELTA, **SMALL)
     fused = Fused()
     model.use_stream(fused)
     _, tokens = generate_tokens(model, [256, 1, 2], 1)
+    assert tokens[0]["statistics"]["beta"]
     assert all(module.stream is fused for module in (model, *model.transformer.h))
-    model.use_stream(Stream())
-    expected = uncached_gates(model, [token["id"] for token in tokens])
-    torch.testing.assert_close(gates_of(tokens), expected)
 
 
 # ---- text ----
 
 
-def test_a_token_that_is_no_text_is_labeled_with_its_bytes():
-    assert label_token(TOKENIZER, ord("a")) == "a"
-    assert label_token(TOKENIZER, 0xC3) == "bytes c3"
-
-
 def test_tokens_of_a_prompt_have_the_characters_that_they_complete():
-    model = build(DELTA[0], **SMALL)
+    model = build(DELTA, **SMALL)
     _, tokens = generate_tokens(model, TOKENIZER.encode("aé"), 0)
     assert [token["text"] for token in tokens] == ["a", "", "é"]
+    # what is no text by itself is labeled with its bytes
+    assert [token["label"] for token in tokens] == ["a", "bytes c3", "bytes a9"]
 
 
 @pytest.mark.parametrize(
@@ -215,41 +164,40 @@ def test_tokens_of_a_prompt_have_the_characters_that_they_complete():
     [(3, False, "length", 4), (30, True, "abort", 1)],
 )
 def test_a_text_ends_after_max_tokens_or_with_the_server(count, is_cancelled, reason, num_tokens):
-    model = build(DELTA[0], **SMALL)
+    model = build(DELTA, **SMALL)
     chunks, tokens = generate_tokens(model, [256], count, is_cancelled=lambda: is_cancelled)
     assert chunks[-1]["choices"][0]["finish_reason"] == reason
     assert len(tokens) == num_tokens
+    assert chunks[-1]["usage"]["total_tokens"] == num_tokens
 
 
-@pytest.fixture
-def constant_model() -> GPT:
-    """Return a model whose logits are all equal, so that greedy sampling takes token 0."""
-    model = build(DELTA[0], **SMALL)
+def build_constant_model() -> GPT:
+    """Build a model whose logits are all equal, so that greedy sampling takes token 0."""
+    model = build(DELTA, **SMALL)
     torch.nn.init.zeros_(model.ln_f.weight)
     return model
 
 
-def test_a_text_ends_at_a_stop_string(constant_model):
-    chunks, tokens = generate_tokens(
-        constant_model, [1], 30, sampling=Sampling(temperature=0), stop=["\0\0\0"]
-    )
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert "".join(token["text"] for token in tokens) == "\1"
+SHIFTED = tiktoken.Encoding(
+    "bytes after end of text",
+    pat_str=r"[\s\S]",
+    mergeable_ranks={bytes([value]): value + 1 for value in range(256)},
+    special_tokens={"<|endoftext|>": 0},
+)
 
 
-def test_a_text_ends_at_end_of_text(constant_model):
-    encoding = tiktoken.Encoding(
-        "shifted",
-        pat_str=r"[\s\S]",
-        mergeable_ranks={bytes([value]): value + 1 for value in range(256)},
-        special_tokens={"<|endoftext|>": 0},
-    )
+@pytest.mark.parametrize(
+    ("tokenizer", "stop", "ids", "text"),
+    [(TOKENIZER, ["\0\0\0"], [1, 0, 0, 0], "\1"), (SHIFTED, [], [1], "\0")],
+    ids=["stop string", "end of text"],
+)
+def test_a_text_ends_before_what_stops_it(tokenizer, stop, ids, text):
     chunks, tokens = generate_tokens(
-        constant_model, [1], 30, encoding, sampling=Sampling(temperature=0)
+        build_constant_model(), [1], 30, tokenizer, sampling=GREEDY, stop=stop
     )
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert chunks[-1]["usage"]["completion_tokens"] == 0
-    assert [token["id"] for token in tokens] == [1]
+    assert [token["id"] for token in tokens] == ids
+    assert "".join(token["text"] for token in tokens) == text
 
 
 # ---- HTTP ----
@@ -288,6 +236,15 @@ def stream(address, **body) -> list[dict]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+def open_stream(address: str, **body):
+    """Return an open connection and its response."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+    headers = {"content-type": "application/json"}
+    content = json.dumps({**body, "stream": True})
+    connection.request("POST", "/v1/completions", content, headers)
+    return connection, connection.getresponse()
+
+
 def text_of(completion: dict) -> str:
     return completion["choices"][0]["text"]
 
@@ -302,54 +259,55 @@ def run(corpus, tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(run):
     options = ("--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25")
-    with serve_run(run, *options) as (address, process):
+    with serve_run(run, *options) as (address, _):
         yield address
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-        assert process.returncode == 0, errors
-        assert errors == ""
 
 
-def test_the_server_listens_on_this_machine_only(address):
-    assert address.startswith("http://127.0.0.1:")
+ROUTES = [
+    ("GET", "/", {}, 200, "text/html"),
+    ("GET", "/page.js", {}, 200, "javascript"),
+    ("GET", "/page.css", {}, 200, "css"),
+    ("GET", "/icon.svg", {}, 200, "svg"),
+    ("GET", "/v1/models", {}, 200, "json"),
+    # no other file, and no page of the framework, which would load files of other sites
+    ("GET", "/app.py", {}, 404, "json"),
+    ("GET", "/docs", {}, 404, "json"),
+    ("GET", "/openapi.json", {}, 404, "json"),
+    # another website may let its own name point at this machine
+    ("GET", "/", {"host": "evil.example"}, 403, "json"),
+    ("POST", "/v1/completions", {"host": "evil.example"}, 403, "json"),
+    # a form of another website; a browser sends JSON only after a preflight, which is not answered
+    ("POST", "/v1/completions", {"content-type": "text/plain"}, 400, "json"),
+    ("OPTIONS", "/v1/completions", {}, 405, "json"),
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "content_type"),
-    [("/", "text/html"), ("/page.js", "javascript"), ("/page.css", "css"), ("/icon.svg", "svg")],
-)
-def test_the_files_of_the_page_are_served(address, path, content_type):
-    response = ask(address, path=path)
-    assert response.status == 200
+@pytest.mark.parametrize(("method", "path", "headers", "status", "content_type"), ROUTES)
+def test_only_the_page_and_its_interface_are_served(
+    address, method, path, headers, status, content_type
+):
+    body = json.dumps({"prompt": "a", "max_tokens": 1}) if method == "POST" else None
+    response = ask(address, method, path, body, **headers)
+    assert response.status == status
     assert content_type in response.headers["content-type"]
     assert response.body
     assert "access-control-allow-origin" not in response.headers
 
 
-@pytest.mark.parametrize("path", ["/app.py", "/docs", "/openapi.json", "/../app.py"])
-def test_other_files_are_not_served(address, path):
-    assert ask(address, path=path).status == 404
-
-
 def test_the_model_is_described_with_the_defaults_of_the_command_line(address):
+    assert address.startswith("http://127.0.0.1:")  # others cannot reach it
     [description] = json.loads(ask(address, path="/v1/models").body)["data"]
-    assert description["id"] == "DDL-gpt-mha-rope"
-    assert description["step"] == 6
-    assert description["block_size"] == 16
-    assert description["parameters"] == build("DDL-gpt-mha-rope", **SMALL).num_parameters()
-    assert [statistic["sites"] for statistic in description["statistics"]] == [SITES] * 3
-    assert description["defaults"]["temperature"] == 0.9
-    assert description["defaults"]["stop"] == ["qq"]
-
-
-def test_the_page_needs_nothing_from_elsewhere():
-    suffixes = (".html", ".css", ".js", ".svg")
-    pages = [path for path in (ROOT / "serving").rglob("*") if path.suffix in suffixes]
-    assert pages
-    for page in pages:
-        addresses = re.findall(r"(?:https?:)?//[\w.]+\.\w+", page.read_text(encoding="utf-8"))
-        assert set(addresses) <= {"http://www.w3.org"}
-        assert "innerHTML" not in page.read_text(encoding="utf-8")
+    assert [statistic["sites"] for statistic in description.pop("statistics")] == [SITES] * 3
+    defaults = {"temperature": 0.9, "top_k": None, "top_p": 0.9, "max_tokens": 25, "stop": ["qq"]}
+    assert description == {
+        "id": "DDL-gpt-mha-rope",
+        "object": "model",
+        "parameters": build("DDL-gpt-mha-rope", **SMALL).num_parameters(),
+        "step": 6,
+        "tokenizer": "bytes",
+        "block_size": 16,
+        "defaults": defaults,
+    }
 
 
 def test_the_text_is_that_of_the_command_line(address, run):
@@ -389,16 +347,9 @@ def test_what_is_left_out_is_as_on_the_command_line(address):
 
 MISTAKES = [
     ({"temperature": -1}, "temperature=-1.0: give a number at least 0"),
-    ({"top_p": 1.5}, "top_p=1.5: give a number above 0 and at most 1"),
-    ({"top_k": 0}, "top_k=0: give a number at least 1"),
     ({"max_tokens": 2049}, "max_tokens: Input should be less than or equal to 2048"),
-    ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
-    ({"stop": ""}, "stop: String should have at least 1 character"),
     ({"temprature": 1.0}, "temprature: Extra inputs are not permitted"),
-    (
-        {"prompt": "a<|im_start|>b"},
-        "the prompt has the special token <|im_start|>, which the tokenizer bytes does not",
-    ),
+    ({"prompt": "a<|im_start|>b"}, "the prompt has the special token <|im_start|>, which"),
     ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16"),
 ]
 
@@ -415,12 +366,10 @@ def test_a_mistake_is_answered_with_one_line(address, body, message):
     ("header", "bound_host", "expected"),
     [
         ("localhost:8000", "127.0.0.1", True),
-        ("127.0.0.1:8000", "127.0.0.1", True),
         ("[::1]:8000", "::1", True),
         ("192.0.2.1", "0.0.0.0", True),
         ("Box.example:80", "box.example", True),
         (f"{socket.gethostname()}:8000", "0.0.0.0", True),
-        ("evil.example", "127.0.0.1", False),
         ("127.0.0.1.evil.example", "127.0.0.1", False),
         ("evil.example:8000", "0.0.0.0", False),
         ("[::1", "::1", False),
@@ -431,58 +380,22 @@ def test_only_the_names_of_this_server_are_answered(header, bound_host, expected
     assert serving_app.is_own_host(header, bound_host) is expected
 
 
-def test_a_foreign_host_is_refused(address):
-    for path in ("/", "/v1/models"):
-        response = ask(address, path=path, host="evil.example")
-        assert response.status == 403
-        assert "does not answer to the name 'evil.example'" in response.body
-    body = {"prompt": "a", "max_tokens": 1}
-    assert ask(address, "POST", "/v1/completions", body, host="evil.example").status == 403
-
-
-def test_a_server_on_an_ipv6_address(run):
-    with serve_run(run, "--host=::1") as (address, _):
-        assert address.startswith("http://[::1]:")
-        assert ask(address, path="/v1/models").status == 200
-
-
-def test_a_form_of_another_website_is_refused(address):
-    """A browser sends JSON to another site only after a preflight, which is not answered."""
-    body = json.dumps({"prompt": "a"})
-    headers = {"content-type": "text/plain"}
-    assert ask(address, "POST", "/v1/completions", body, **headers).status == 400
-    assert ask(address, "OPTIONS", "/v1/completions").status == 405
-
-
 class Slow:
     """A server in this process whose model takes 5 ms per pass, and always generates token 0."""
 
     def __init__(self):
-        self.model = build(DELTA[0], **SMALL)
+        self.model = build_constant_model()
         self.passes = 0
         self.address = None
-        torch.nn.init.zeros_(self.model.ln_f.weight)
         self.model.ln_f.register_forward_hook(self.take_time)
 
     def take_time(self, *_):
         self.passes += 1
         time.sleep(0.005)
 
-    def wait_until_idle(self) -> int:
-        """Wait until no more passes are computed, and return their number."""
-        for _ in range(100):
-            passes = self.passes
-            time.sleep(0.1)
-            if self.passes == passes:
-                return passes
-        raise AssertionError("the model is still computing")
-
     def begin(self):
         """Return an open connection and its response, of which one event has been read."""
-        connection = http.client.HTTPConnection(urlsplit(self.address).netloc, timeout=30)
-        body = json.dumps({"prompt": "a", "temperature": 0.0, "stream": True})
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        response = connection.getresponse()
+        connection, response = open_stream(self.address, prompt="a", temperature=0.0)
         assert response.readline().startswith(b'data: {"object": "text_completion"')
         return connection, response
 
@@ -499,10 +412,11 @@ def test_a_closed_connection_ends_the_computation(slow):
     assert slow.passes < 2001  # text comes while it is made
     response.close()
     connection.close()
-    assert slow.wait_until_idle() < 2001
-    assert type(slow.model.stream) is Stream
+    # the next request waits until the model is free
     completion = complete(slow.address, prompt="a", temperature=0, max_tokens=100)
     assert completion["usage"]["completion_tokens"] == 100
+    assert slow.passes < 2001
+    assert type(slow.model.stream) is Stream
 
 
 def test_logits_that_are_not_finite_end_a_text_with_a_message():
@@ -524,35 +438,22 @@ def test_one_generation_at_a_time(slow, monkeypatch):
         assert json.loads(busy.body)["error"]["message"].startswith("busy:")
     assert response.readline() == b"\n"
     assert response.readline().startswith(b"data: ")  # the first goes on
-    monkeypatch.setattr(serving_app, "MAX_WAIT", 10.0)
-    completions = []
-
-    def wait_for_text():
-        completions.append(complete(slow.address, max_tokens=3))
-
-    second = threading.Thread(target=wait_for_text)
-    second.start()
-    time.sleep(0.2)
-    assert completions == []
     response.close()
     connection.close()
-    second.join(timeout=20)
-    assert completions[0]["choices"][0]["finish_reason"] == "length"
 
 
 def test_interrupting_the_server_ends_a_stream(run):
-    with serve_run(run, "--max_new_tokens=2000", "--temperature=0") as (address, process):
+    options = ("--host=::1", "--max_new_tokens=2000", "--temperature=0")
+    with serve_run(run, *options) as (address, process):
+        assert address.startswith("http://[::1]:")
         ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1]
         assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1  # a closed tab must not end the server
-        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-        body = json.dumps({"stream": True})
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        response = connection.getresponse()
+        _, response = open_stream(address)
         for _ in range(2):  # an event and an empty line
             response.readline()
         process.send_signal(signal.SIGINT)
         events = response.read().decode().split("\n\n")
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert events[-2] == "data: [DONE]"
     last = json.loads(events[-3].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] == "abort"

@@ -3,12 +3,11 @@
 import errno
 import json
 import os
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import MAGIC, VERSION, encode_shard
+from helpers import MAGIC, encode_shard
 
 from data import shards
 
@@ -43,10 +42,8 @@ def test_a_failed_write_leaves_the_old_shard_whole(tmp_path, monkeypatch):
 
 COMPLETE = encode_shard([3, 1, 4, 1, 5])
 BROKEN = [
-    (b"", "not a token shard"),
     (COMPLETE[:1023], "not a token shard"),
     (encode_shard([1, 2], magic=MAGIC + 1), "not a token shard"),
-    (struct.pack(">256i", MAGIC, VERSION, *[0] * 254), "not a token shard"),
     (encode_shard([1, 2], version=2), "shard version 2, but this code reads version 1"),
     (COMPLETE[:-1], "damaged: 5 tokens need 1034 bytes, but the file has 1033"),
     (COMPLETE + b"\0\0", "damaged: 5 tokens need 1034 bytes, but the file has 1036"),
@@ -63,6 +60,7 @@ def test_a_file_that_is_not_a_complete_shard_is_refused_by_name(tmp_path, conten
 
 
 PARTS = {"train": [[1, 2], [3], [4, 5]], "val": [[6], [7, 8]]}
+META = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
 
 
 def write_shards(folder: Path, splits: dict[str, list[list[int]]] = PARTS) -> Path:
@@ -81,13 +79,89 @@ def assert_corpus(corpus: shards.Corpus, folder: Path) -> None:
     assert {split: [part.tolist() for part in parts[split]] for split in parts} == PARTS
 
 
-def assert_refused(name: str | Path, message: str) -> None:
-    """Assert that a corpus of this name or path is refused with this message."""
+@pytest.mark.parametrize(
+    ("file", "split"),
+    [
+        ("fineweb_val_000000.bin", "val"),
+        ("train.bin", "train"),
+        ("train_00_of_10.bin", "train"),
+        ("medieval_train_000000.bin", "train"),
+        ("train_of_7b_val_000000.bin", "val"),
+        ("training_000000.bin", None),
+    ],
+)
+def test_the_last_whole_word_of_a_name_is_its_split(tmp_path, file, split):
+    (tmp_path / file).touch()
+    for part in PARTS:
+        names = [path.name for path in shards.find_shards(tmp_path, part)]
+        assert names == ([file] if part == split else [])
+
+
+@pytest.fixture
+def data_folder(tmp_path, monkeypatch) -> Path:
+    """Return a repository's folder data/ in which two corpora can be prepared."""
+    folder = tmp_path / "data"
+    for name in ("alpha", "beta"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "prepare.py").touch()
+    monkeypatch.setattr(shards, "__file__", str(folder / "shards.py"))
+    return folder
+
+
+def test_a_corpus_is_opened_by_its_path_or_its_name(data_folder, tmp_path):
+    elsewhere = write_shards(tmp_path / "elsewhere")
+    assert_corpus(shards.open_corpus(str(elsewhere)), elsewhere)
+    write_shards(data_folder / "alpha")
+    assert_corpus(shards.open_corpus("alpha"), data_folder / "alpha")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("beta", r"dataset=beta .*python data/beta/prepare\.py"),
+        ("gamma", "dataset=gamma: .*one of alpha, beta"),
+        ("{folder}/half", "dataset=.*half: .*one of alpha, beta"),
+    ],
+)
+def test_an_incomplete_corpus_is_answered_with_its_command_or_the_known_ones(
+    data_folder, tmp_path, name, message
+):
+    write_shards(data_folder / "beta", {"val": [[1]]})
+    write_shards(tmp_path / "half", {"train": [[1]]})
     with pytest.raises(ValueError, match=message):
-        shards.open_corpus(str(name))
+        shards.open_corpus(name.format(folder=tmp_path))
 
 
-META = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
+# ---- meta.json ----
+
+
+def test_a_corpus_without_meta_has_tokens_of_gpt2(tmp_path):
+    corpus = shards.open_corpus(str(write_shards(tmp_path)))
+    assert corpus.meta == {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
+    assert corpus.bytes_per_token("train") is None
+
+
+def test_bytes_per_token_follow_from_the_counts_of_meta(tmp_path):
+    counts = {"train": {"tokens": 8, "bytes": 20}, "val": {"tokens": 8}}
+    (write_shards(tmp_path) / "meta.json").write_text(json.dumps({**META, **counts}))
+    corpus = shards.open_corpus(str(tmp_path))
+    assert corpus.meta == {**META, **counts}
+    assert corpus.bytes_per_token("train") == 2.5
+    assert corpus.bytes_per_token("val") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}{", r"meta\.json is damaged: .*; prepare the corpus again"),
+        ('{"tokenizer": "gpt2"}', r"meta\.json has no vocab_size; add it"),
+        ('{"window_tokens": 4}', "a packed corpus or a synthetic task of an earlier version"),
+    ],
+)
+def test_a_meta_that_does_not_describe_a_corpus_is_refused(tmp_path, content, message):
+    (write_shards(tmp_path) / "meta.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        shards.open_corpus(str(tmp_path))
 
 
 def write_meta(folder: Path, digests: str = "abcde") -> None:
@@ -109,165 +183,39 @@ def write_meta(folder: Path, digests: str = "abcde") -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "split"),
+    ("file", "content", "message"),
     [
-        ("fineweb_train_000001.bin", "train"),
-        ("fineweb_val_000000.bin", "val"),
-        ("train.bin", "train"),
-        ("val.bin", "val"),
-        ("train_00_of_10.bin", "train"),
-        ("medieval_train_000000.bin", "train"),
-        ("pretrain_val_000000.bin", "val"),
-        ("train_of_7b_val_000000.bin", "val"),
-        ("training_000000.bin", None),
-        ("model.bin", None),
+        ("y_train_000009.bin", encode_shard([1]), "is not in the list of shards of .*meta"),
+        ("x_train_000000.bin", encode_shard([1, 2, 3]), "is not the shard of 2 tokens that meta"),
+        ("x_train_000000.bin", None, "is not the shard of 2 tokens that meta"),
     ],
 )
-def test_the_last_whole_word_of_a_name_is_its_split(tmp_path, file, split):
-    (tmp_path / file).touch()
-    for part in PARTS:
-        names = [path.name for path in shards.find_shards(tmp_path, part)]
-        assert names == ([file] if part == split else [])
-
-
-@pytest.fixture
-def data_folder(tmp_path, monkeypatch) -> Path:
-    """Return a repository's folder data/ in which two corpora can be prepared."""
-    folder = tmp_path / "data"
-    for name in ("alpha", "beta"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "prepare.py").touch()
-    monkeypatch.setattr(shards, "__file__", str(folder / "shards.py"))
-    return folder
-
-
-def test_a_corpus_is_opened_by_its_path(data_folder, tmp_path):
-    elsewhere = write_shards(tmp_path / "elsewhere")
-    assert_corpus(shards.open_corpus(str(elsewhere)), elsewhere)
-
-
-def test_a_corpus_is_opened_by_its_name(data_folder):
-    write_shards(data_folder / "alpha")
-    assert_corpus(shards.open_corpus("alpha"), data_folder / "alpha")
-
-
-def test_an_incomplete_corpus_names_its_command(data_folder):
-    write_shards(data_folder / "beta", {"val": [[1]]})
-    assert_refused("beta", r"dataset=beta .*python data/beta/prepare\.py")
-
-
-def test_an_unknown_corpus_is_answered_with_the_known_ones(data_folder):
-    assert_refused("gamma", "dataset=gamma: .*one of alpha, beta")
-
-
-def test_an_incomplete_folder_is_answered_with_the_known_corpora(data_folder, tmp_path):
-    half = write_shards(tmp_path / "half", {"train": [[1]]})
-    assert_refused(half, f"dataset={half}: .*one of alpha, beta")
-
-
-# ---- meta.json ----
-
-
-def test_a_corpus_without_meta_has_tokens_of_gpt2(tmp_path):
-    corpus = shards.open_corpus(str(write_shards(tmp_path)))
-    assert corpus.meta == {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
-
-
-def test_a_corpus_without_meta_has_no_bytes_per_token(tmp_path):
-    corpus = shards.open_corpus(str(write_shards(tmp_path)))
-    assert corpus.bytes_per_token("train") is None
-
-
-COUNTS = {"train": {"tokens": 8, "bytes": 20}, "val": {"tokens": 8}}
-
-
-@pytest.fixture
-def counted_corpus(tmp_path) -> shards.Corpus:
-    """Return a corpus whose meta.json counts tokens, and bytes of the training split."""
-    write_shards(tmp_path)
-    (tmp_path / "meta.json").write_text(json.dumps({**META, **COUNTS}))
-    return shards.open_corpus(str(tmp_path))
-
-
-def test_meta_is_that_of_the_folder(counted_corpus):
-    assert counted_corpus.meta == {**META, **COUNTS}
-
-
-def test_bytes_per_token_follow_from_the_counts(counted_corpus):
-    assert counted_corpus.bytes_per_token("train") == 2.5
-    assert counted_corpus.bytes_per_token("val") is None
-
-
-def test_a_damaged_meta_is_refused(tmp_path):
-    (write_shards(tmp_path) / "meta.json").write_text("{}{")
-    assert_refused(tmp_path, r"meta\.json is damaged: .*; prepare the corpus again")
-
-
-def test_a_meta_without_a_key_is_refused(tmp_path):
-    (write_shards(tmp_path) / "meta.json").write_text('{"tokenizer": "gpt2"}')
-    assert_refused(tmp_path, r"meta\.json has no vocab_size; add it")
-
-
-def test_a_corpus_of_documents_of_one_length_is_of_an_earlier_version(tmp_path):
-    write_shards(tmp_path)
-    (tmp_path / "meta.json").write_text(json.dumps({**META, "window_tokens": 4}))
-    assert_refused(tmp_path, "holds a packed corpus or a synthetic task of an earlier version")
-
-
-def test_a_corpus_with_the_shards_of_its_meta_is_opened(tmp_path):
+def test_other_shards_than_meta_lists_are_refused(tmp_path, file, content, message):
     write_meta(write_shards(tmp_path))
     assert_corpus(shards.open_corpus(str(tmp_path)), tmp_path)
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{file} {message}"):
+        shards.open_corpus(str(tmp_path))
 
 
-def test_a_shard_that_meta_does_not_list_is_refused(tmp_path):
-    write_meta(write_shards(tmp_path))
-    (tmp_path / "y_train_000009.bin").write_bytes(encode_shard([1]))
-    assert_refused(tmp_path, r"y_train_000009\.bin is not in the list of shards of .*meta\.json")
-
-
-def test_a_shard_of_another_size_than_meta_lists_is_refused(tmp_path):
-    write_meta(write_shards(tmp_path))
-    shard = tmp_path / "x_train_000000.bin"
-    shard.write_bytes(encode_shard([1, 2, 3, 4, 5, 6, 7]))
-    assert_refused(tmp_path, f"{shard.name} is not the shard of 2 tokens that meta.json lists")
-
-
-def test_a_missing_shard_that_meta_lists_is_refused(tmp_path):
-    write_meta(write_shards(tmp_path))
-    shard = tmp_path / "x_train_000000.bin"
-    shard.unlink()
-    assert_refused(tmp_path, f"{shard.name} is not the shard of 2 tokens")
-
-
-def get_identity(folder: Path, digests: str) -> dict:
-    """Return the identity of a corpus whose shards have these digests."""
-    write_meta(folder, digests)
-    return shards.open_corpus(str(folder)).identity
-
-
-def test_the_identity_changes_with_any_shard(tmp_path):
+def test_the_identity_changes_with_the_digest_of_any_shard(tmp_path):
     write_shards(tmp_path)
-    first_identity = get_identity(tmp_path, "abcde")
-    assert get_identity(tmp_path, "abcde") == first_identity
-    assert get_identity(tmp_path, "abcdf") != first_identity
+    identities = []
+    for digests in ("abcde", "abcde", "abcdf"):
+        write_meta(tmp_path, digests)
+        identities.append(shards.open_corpus(str(tmp_path)).identity)
+    assert identities[0] == identities[1] != identities[2]
+    assert "shards" not in identities[0]
 
 
-def test_the_identity_has_no_list_of_shards(tmp_path):
-    write_shards(tmp_path)
-    assert "shards" not in get_identity(tmp_path, "abcde")
-
-
-def test_the_identity_without_meta_counts_tokens(tmp_path):
-    identity = shards.open_corpus(str(write_shards(tmp_path))).identity
-    assert identity["train"]["tokens"] == sum(map(len, PARTS["train"]))
-    assert "sha256" not in identity
-
-
-def test_the_identity_without_meta_changes_with_the_last_token(tmp_path):
-    folder = write_shards(tmp_path)
-    first_identity = shards.open_corpus(str(folder)).identity
-    last_shard = max(folder.glob("x_train_*.bin"))
-    tokens = shards.read_shard(last_shard).tolist()
-    last_shard.write_bytes(encode_shard([*tokens[:-1], tokens[-1] + 1]))
-    identity = shards.open_corpus(str(folder)).identity
-    assert identity != first_identity
+def test_the_identity_without_meta_changes_with_the_ends_of_a_shard(tmp_path):
+    tokens = list(range(10_000))
+    identities = []
+    for first, last in ((0, 9), (1, 9), (0, 8)):
+        write_shards(tmp_path, {**PARTS, "train": [[first, *tokens, last]]})
+        identities.append(shards.open_corpus(str(tmp_path)).identity)
+    assert identities[0]["train"]["tokens"] == 10_002
+    assert len({identity["sample_sha256"] for identity in identities}) == 3

@@ -1,11 +1,8 @@
 """Tokenizers round-trip texts, learn known merges, and encode the same after they are stored."""
 
 import json
-import math
-from itertools import pairwise
 
 import pytest
-import tiktoken
 from helpers import ODD_TEXTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,19 +29,13 @@ def byte_level() -> tokenizer.Tokenizer:
 # ---- bytes ----
 
 
-def test_the_byte_tokenizer_has_256_bytes_and_end_of_text(byte_level):
+def test_ids_of_the_byte_tokenizer_are_bytes_and_end_of_text(byte_level):
     assert byte_level.n_vocab == 257
     assert byte_level.eot_token == 256
     assert byte_level.special_tokens_set == {"<|endoftext|>"}
-
-
-@pytest.mark.parametrize("text", ODD_TEXTS)
-def test_byte_ids_are_bytes(byte_level, text):
-    assert byte_level.encode(text) == list(text.encode())
-    assert byte_level.decode(list(text.encode())) == text
-
-
-def test_every_byte_decodes_to_itself(byte_level):
+    for text in ODD_TEXTS:
+        assert byte_level.encode(text) == list(text.encode())
+        assert byte_level.decode(list(text.encode())) == text
     for value in range(256):
         assert byte_level.decode_single_token_bytes(value) == bytes([value])
 
@@ -56,7 +47,7 @@ def test_every_byte_decodes_to_itself(byte_level):
 MERGES = ["é\n" * 40, " _y;" * 10, "_y;" * 5]
 
 
-@pytest.mark.parametrize("vocab_size", [257, 258, 259, 260])
+@pytest.mark.parametrize("vocab_size", [257, 260])
 def test_training_merges_the_commonest_pairs_first(vocab_size):
     encoding = tokenizer.train_byte_pairs(MERGES, vocab_size)
     assert encoding.n_vocab == vocab_size
@@ -65,23 +56,6 @@ def test_training_merges_the_commonest_pairs_first(vocab_size):
     tokens += [merge.encode() for merge in ("é", "_y", " _y")]
     vocabulary = [encoding.decode_single_token_bytes(i) for i in range(vocab_size - 1)]
     assert vocabulary == tokens[: vocab_size - 1]
-
-
-def merge_by_rank(encoding: tokenizer.Tokenizer, piece: str) -> list[int]:
-    """Return the ids of one piece of the split text.
-
-    Neighbors that make the token of lowest rank are merged until no two make a token.
-    """
-    ranks = {encoding.decode_single_token_bytes(i): i for i in range(encoding.eot_token)}
-    parts = [bytes([value]) for value in piece.encode()]
-    while len(parts) > 1:
-        merge_ranks = [ranks.get(a + b, math.inf) for a, b in pairwise(parts)]
-        lowest = min(merge_ranks)
-        if lowest == math.inf:
-            break
-        index = merge_ranks.index(lowest)
-        parts[index : index + 2] = [parts[index] + parts[index + 1]]
-    return [ranks[part] for part in parts]
 
 
 def test_long_runs_are_cut_for_training():
@@ -100,9 +74,11 @@ PIECES = [
 
 
 @pytest.mark.parametrize("pieces", PIECES)
-def test_encoding_splits_source_code_and_merges_by_rank(bpe, pieces):
-    merged = [i for piece in pieces for i in merge_by_rank(bpe, piece)]
-    assert bpe.encode("".join(pieces)) == merged
+def test_no_token_crosses_the_border_of_a_piece_of_source_code(bpe, pieces):
+    """Within a piece, tests/test_tokenizer_json.py compares the tokens with another library's."""
+    assert bpe.encode("".join(pieces)) == [i for piece in pieces for i in bpe.encode(piece)]
+    assert bpe.encode(" größe") == bpe.encode(" größe(")[:-1]
+    assert len(bpe.encode(" größe")) == 1
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -116,38 +92,25 @@ def test_byte_pairs_round_trip(bpe, text):
 
 @pytest.fixture(scope="module")
 def other_pattern() -> tokenizer.Tokenizer:
-    """Return a tokenizer that splits every character, and so never merges a and b."""
-    return tokenizer.BytePairTokenizer("old", r"[\s\S]", [*tokenizer.SINGLE_BYTES, b"ab"])
+    """Return a tokenizer that splits every character, and so never merges a and b.
+
+    It has a beginning-of-text token, as packed corpora of earlier versions.
+    """
+    tokens = [*tokenizer.SINGLE_BYTES, b"ab"]
+    return tokenizer.BytePairTokenizer("old", r"[\s\S]", tokens, has_bos=True)
 
 
 @pytest.mark.parametrize("name", ["bpe", "byte_level", "other_pattern"])
 def test_stored_tokenizers_encode_the_same(request, tmp_path, name):
     encoding = request.getfixturevalue(name)
-    stored = json.loads(json.dumps(encoding.to_json()))
-    rebuilt = tokenizer.from_json(stored)
-    assert (rebuilt.name, rebuilt.n_vocab) == (encoding.name, encoding.n_vocab)
-    assert (rebuilt.eot_token, rebuilt.bos_token) == (encoding.eot_token, encoding.bos_token)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
-    assert tokenizer.read(tmp_path).to_json() == stored
+    (tmp_path / "tokenizer.json").write_text(json.dumps(encoding.to_json()))
+    rebuilt = tokenizer.read(tmp_path)
+    assert rebuilt.to_json() == encoding.to_json()
+    assert tokenizer.same_tokens(rebuilt, encoding)
+    assert rebuilt.bos_token == encoding.bos_token
     for text in [*ODD_TEXTS, *CORPUS[:5], "abab"]:
         ids = encoding.encode(text, allowed_special="all")
         assert rebuilt.encode(text, allowed_special="all") == ids
-    for i in range(encoding.eot_token):
-        assert rebuilt.decode_single_token_bytes(i) == encoding.decode_single_token_bytes(i)
-
-
-# ---- GPT-2 ----
-
-
-def test_gpt2_out_of_reach_is_one_clear_error(monkeypatch, tmp_path):
-    def fail(name):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", fail)
-    message = r"GPT-2's vocabulary .*\(ConnectionError.*TIKTOKEN_CACHE_DIR"
-    with pytest.raises(ValueError, match=message) as error:
-        tokenizer.read(tmp_path)
-    assert isinstance(error.value.__cause__, ConnectionError)
 
 
 def test_tokenizers_are_compared_by_their_tokens(byte_level, bpe):
@@ -162,20 +125,12 @@ def test_tokenizers_are_compared_by_their_tokens(byte_level, bpe):
 
 
 @pytest.mark.parametrize("text", ["", "hé", "a<|endoftext|>b", "a < | b |> <|"])
-def test_prompts_follow_end_of_text(byte_level, text):
+def test_prompts_follow_the_token_that_begins_a_document(byte_level, other_pattern, text):
     expected = []
     for part in text.split("<|endoftext|>"):
         expected += [256, *part.encode()]
     assert tokenizer.encode_prompt(byte_level, text) == expected
-
-
-def test_a_prompt_with_an_unknown_special_token_is_refused(byte_level):
-    message = (
-        r"<\|im_start\|>, which the tokenizer bytes does not know; its special tokens are "
-        r"<\|endoftext\|>"
-    )
-    with pytest.raises(ValueError, match=message):
-        tokenizer.encode_prompt(byte_level, "<|endoftext|>hello <|im_start|>user")
+    assert tokenizer.encode_prompt(other_pattern, text)[0] == 258
 
 
 # ---- ids ----
