@@ -326,6 +326,13 @@ def test_a_folder_has_every_file_that_its_code_imports(variant):
         assert "configurator" not in code, name
 
 
+def test_a_variant_that_imports_what_its_copy_lacks_is_refused(tmp_path):
+    variant_file = tmp_path / "own-gpt.py"
+    variant_file.write_text("from utils import units\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="own-gpt.py cannot be exported with `from utils import"):
+        collect_modeling_files(variant_file)
+
+
 def test_what_the_wrapper_would_lose_is_refused():
     """It copies no parameters and temporary buffers of its own, and does not call forward."""
     plain = build(CC, **TINY)
