@@ -145,9 +145,7 @@ class Generation:
             ids = torch.tensor([context[-1:] for context in self.contexts])
         else:
             for row, context in enumerate(self.contexts):
-                if self.ended[row]:
-                    self.contexts[row] = context[-1:]
-                elif len(context) > self.length:
+                if len(context) > self.length:
                     self.contexts[row] = context[-max(self.length // 2, 1) :]
             ids = pad_left(self.contexts)
             self.cache = self.model.new_cache(self.length)
