@@ -22,7 +22,6 @@ from research.benchmarks.timing import (
     compute_speed_ratios,
     format_spread,
     measure,
-    pop_used_launches,
     repeat_and_synchronize,
 )
 from research.storage import Figures
@@ -91,7 +90,6 @@ class Bench:
 
     def measure(self, model: str) -> dict[str, Any]:
         """Measure a model beside the baseline, and return its row."""
-        pop_used_launches()  # forget those of another model
         contender = self.baseline if model == BASELINE else self.make_contender(model)
         row = {
             "model": contender.name,
@@ -107,7 +105,7 @@ class Bench:
         if peak_flops:
             flops_per_token = compute_nominal_flops_per_token(contender.model)
             row["mfu"] = flops_per_token * row["tokens_per_second"] / peak_flops
-        return {**row, **pop_used_launches()}
+        return row
 
     def measure_speed(self, method: str, prefix: str, contender: Contender) -> dict[str, float]:
         """Return the speed of a method of Contender, "train" or "evaluate", beside the baseline.

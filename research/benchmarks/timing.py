@@ -1,6 +1,5 @@
 """Time functions in turns, and compute how they compare and how much that varies."""
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,19 +71,6 @@ def format_spread(row: dict[str, Any], key: str, number_format: str) -> str | No
         format(row[name], number_format) for name in (key, f"{key}_p10", f"{key}_p90")
     )
     return f"{median} ({low} to {high})"
-
-
-def pop_used_launches() -> dict[str, dict[str, str]]:
-    """Return "launched", the launches of the kernels that ran in this process since the last call.
-
-    The result is {} if no kernel ran. Call it before a measurement as well, to forget earlier kernels.
-    """
-    module = sys.modules.get("model.kernels.launch")
-    if module is None or not module.USED:
-        return {}
-    launches = {kernel: str(launch) for kernel, launch in sorted(module.USED.items())}
-    module.USED.clear()
-    return {"launched": launches}
 
 
 class Clock:
