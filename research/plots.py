@@ -368,40 +368,6 @@ def draw_line(axis: "Axes", line: Line, column: str) -> "Artist":
     return artist
 
 
-def plot_statistic(row: dict[str, Any], name: str, out: Path) -> None:
-    """Draw a statistic of the residual stream over training, with a curve for each block.
-
-    Args:
-        row: of a run that was trained with `statistics_interval`
-        name: as in metrics.jsonl, for example attn.beta_mean
-
-    Raises:
-        ValueError: the run has no such statistic
-    """
-    curves = read_curves(row)
-    names = [column for column in curves.columns if "." in column]
-    if name not in names:
-        raise ValueError(
-            f"--y={name}: {row['name']} has no such statistic"
-            f"{errors.suggest(name, names) or '; train with --statistics_interval'}"
-        )
-    curves = curves.drop_nulls(name)
-    values = np.array(curves[name].to_list())  # (records, blocks)
-    palette = errors.import_optional("matplotlib", "a figure").colormaps["viridis"]
-    with use_print_style():
-        labels = [f"block {block}" for block in range(values.shape[1])]
-        figure, axes = make_panels(1, 1, 3.0, labels)
-        axis = axes[0, 0]
-        # the last shades of the palette are too pale on white
-        colors = palette(np.linspace(0, 0.85, len(labels)))
-        artists = {}
-        for label, block_values, color in zip(labels, values.T, colors):
-            (artists[label],) = axis.plot(curves["step"], block_values, color=color)
-        axis.set(xlabel=X_LABELS["steps"], ylabel=name)
-        add_legend(figure, artists)
-        save(figure, out)
-
-
 # ---- a metric over settings ----
 
 

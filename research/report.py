@@ -2,7 +2,6 @@
 
     python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte]
     python research/report.py curves RUN RUN RUN ... --band     # mean and 95% interval over seeds
-    python research/report.py curves RUN --y=attn.beta_mean     # a statistic of each block
     python research/report.py table runs/demo_cpu [RUN ...]     # the last evaluation of each run
     python research/report.py table RUN RUN RUN ... --against=gpt-mha-rope     # and differences
     python research/report.py paper RUN RUN RUN ... --out=paper.md   # the paper's tables, and its results
@@ -85,18 +84,13 @@ def draw_curves(args: SimpleNamespace) -> None:
                 f"{row['name']}: a row of a runs.csv has no curves: give its run folder"
             )
     out.parent.mkdir(parents=True, exist_ok=True)
-    if args.y not in Y_LABELS:
-        if loaded.height > 1:
-            raise ValueError(f"--y={args.y}: give one run, whose blocks have a curve each")
-        plots.plot_statistic(loaded.row(0, named=True), args.y, out)
-    else:
-        plots.plot_losses(
-            make_lines(loaded, args),
-            x_axis=args.x,
-            y_label=Y_LABELS[args.y],
-            out=out,
-            title=compare.shorten(loaded["name"][0]) if loaded.height == 1 else "",
-        )
+    plots.plot_losses(
+        make_lines(loaded, args),
+        x_axis=args.x,
+        y_label=Y_LABELS[args.y],
+        out=out,
+        title=compare.shorten(loaded["name"][0]) if loaded.height == 1 else "",
+    )
     print(f"drew {out}")
 
 
@@ -277,10 +271,7 @@ class CurvesOptions(RunOptions):
         "steps",
         "x axis; seconds are device-seconds after the first step",
     )
-    y: str = option(
-        "loss",
-        "y axis: loss, bits_per_byte, or a statistic of one run, as in --y=attn.beta_mean",
-    )
+    y: Literal["loss", "bits_per_byte"] = option("loss", "y axis")
     band: bool = option(
         False,
         "draw the mean and 95% interval of runs that differ only in their seed",
@@ -325,7 +316,7 @@ class StoreOptions(RunOptions):
 
 
 COMMANDS = {
-    "curves": Command("draw loss curves, or a statistic of each block", CurvesOptions, draw_curves),
+    "curves": Command("draw loss curves", CurvesOptions, draw_curves),
     "table": Command(
         "print the last evaluation of each run as Markdown", TableOptions, print_table
     ),

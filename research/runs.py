@@ -436,8 +436,7 @@ def read_curves(row: Row) -> "pl.DataFrame":
     """Return the records of a run's metrics.jsonl: a row for each record, a column for each number.
 
     The column of an axis (AXES) is its position in a figure: seconds are multiplied by the
-    processes, and do not count the first step, which compiles. Statistics of the residual stream
-    are lists with a number for each block.
+    processes, and do not count the first step, which compiles.
     """
     pl = import_polars()
     records, _ = read_records(Path(row["path"]) / "metrics.jsonl")
@@ -447,7 +446,7 @@ def read_curves(row: Row) -> "pl.DataFrame":
         if "seconds" in numbers:
             numbers["seconds"] -= row.get("first_seconds") or 0
             numbers["seconds"] *= row["processes"]
-        rows.append({**numbers, **record.get("residual", {})})
+        rows.append(numbers)
     frame = pl.from_dicts(rows, infer_schema_length=None, strict=False)
     missing = [pl.lit(None, pl.Float64).alias(key) for key in AXES.values() if key not in frame]
     return frame.with_columns(missing)

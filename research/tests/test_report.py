@@ -268,21 +268,6 @@ def test_curves_are_files_beside_the_runs_or_where_they_were_asked_for(tmp_path,
         assert matplotlib.image.imread(out).std() > 0.05  # something is on the canvas
 
 
-def test_a_statistic_has_a_curve_for_each_block(tmp_path, monkeypatch):
-    run = write_run(tmp_path / "a", DDL)
-    with open(run / "metrics.jsonl", "a") as file:
-        for value in (0.5, 0.7):
-            record = {"step": 4, "residual": {"attn.beta_mean": [value, 1.0]}}
-            file.write(json.dumps(record) + "\n")
-    figures = []
-    monkeypatch.setattr(plots, "save", lambda figure, out: figures.append(figure))
-    assert call("research/report.py", "curves", run, "--y=attn.beta_mean").returncode == 0
-    first, second = figures[0].axes[0].lines
-    assert (list(first.get_ydata()), list(second.get_ydata())) == ([0.5, 0.7], [1.0, 1.0])
-    ended = call("research/report.py", "curves", run, "--y=attn.beta_man")
-    assert "did you mean attn.beta_mean" in ended.stderr.decode()
-
-
 def test_a_legend_of_many_runs_hides_no_curve(tmp_path, monkeypatch):
     folders = [write_run(tmp_path / f"{i}", name="n" * 40 + str(i)) for i in range(12)]
     figures = []
