@@ -9,13 +9,12 @@ import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from research.compare import (
     CONFIDENCE_LEVEL,
-    METRICS,
     Group,
     import_stats,
     shorten,
@@ -366,64 +365,3 @@ def draw_line(axis: "Axes", line: Line, column: str) -> "Artist":
         capsize=2,
     )
     return artist
-
-
-# ---- a metric over settings ----
-
-
-def plot_metric(
-    groups: list[Group], group_values: list[dict[str, Any]], metric: str, out: Path
-) -> None:
-    """Draw the metric against a swept key, with a line for each setting of the others.
-
-    The key is the first with numbers, otherwise the first.
-
-    Groups whose evaluations lack the metric are left out.
-
-    Raises:
-        ValueError: no group has the metric
-    """
-    estimates = [group.estimate(metric) for group in groups]
-    if not any(estimates):
-        raise ValueError(f"--metric={metric}: no final evaluation has it; omit it")
-    group_values = [values for values, estimate in zip(group_values, estimates) if estimate]
-    estimates = [estimate for estimate in estimates if estimate]
-
-    keys = [key for key in group_values[0] if key != "seed"]
-    numeric_keys = [
-        key for key in keys if all(type(values[key]) in (int, float) for values in group_values)
-    ]
-    x_key = None
-    if keys:
-        x_key = numeric_keys[0] if numeric_keys else keys[0]
-    points_by_name: dict[str, list[tuple]] = {}
-    for values, estimate in zip(group_values, estimates):
-        name = " ".join(f"{key}={values[key]}" for key in keys if key != x_key)
-        x = values[x_key] if numeric_keys else str(values.get(x_key, "all"))
-        half_width = math.nan if estimate.half_width is None else estimate.half_width
-        points_by_name.setdefault(name, []).append((x, estimate.mean, half_width))
-    with use_print_style():
-        figure, axes = make_panels(1, 1, 3.0, list(points_by_name))
-        axis = axes[0, 0]
-        artists = {}
-        for number, (name, points) in enumerate(points_by_name.items(), 1):
-            x, mean, half_width = zip(*(sorted(points) if numeric_keys else points))
-            artists[name or "mean over seeds"] = axis.errorbar(
-                x,
-                mean,
-                yerr=half_width,
-                marker="o",
-                capsize=3,
-                **get_line_style(number),
-            )
-        axis.set(
-            xlabel=x_key or "",
-            ylabel=METRICS[metric].label,
-            title="error bars: 95% interval of the mean over seeds",
-        )
-        if numeric_keys:
-            x_values = [values[x_key] for values in group_values]
-            if min(x_values) > 0 and max(x_values) / min(x_values) >= 20:
-                axis.set_xscale("log")  # for example of learning rates
-        add_legend(figure, artists)
-        save(figure, out)

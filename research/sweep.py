@@ -5,17 +5,16 @@
     python research/sweep.py config/demo_cpu.py --seed=0..4 --jobs=2         # two runs at a time
     python research/sweep.py config/demo_cpu.py --model=gpt-mha-rope,DDL-gpt-mha-rope \
         --tune=learning_rate,muon_learning_rate --tries=12
-    python research/sweep.py config/ddl_dv4_small.py ... --mode=table        # tabulate finished runs
 
 A key of train.py with several values, `a,b,c` or an inclusive range of integers `a..b`, is swept;
 every combination of values is a cell. A key with one value applies to all cells. A value that
 itself contains a comma is not supported. If you rerun the command, it skips finished cells and
 resumes the others. `<out>/<cell>/` is the run folder of a cell, and `<out>/<cell>.log` is the
-output of its train.py. The results are `<out>/table.md`, `table.json` and `plot.png`.
+output of its train.py. The results are in `<out>/table.md`.
 
 With `--tune`, every combination of the swept values gets a search for its best rates, which starts
 from those of the config file and makes at most `--tries` runs (research/tuning.py). The results are
-`<out>/tuning.md` and `tuning.json`.
+in `<out>/tuning.md`.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,8 +43,7 @@ import torch
 import configurator
 from configurator import Option, check_ranges, collect_options, option
 from model import MODEL_NAMES, model_class
-from research import compare, plots, runs, tables, tuning
-from research.storage import store_figures
+from research import compare, runs, tables, tuning
 from training import checkpoint, metrics, settings
 from training.config import TrainConfig
 from training.settings import Arguments
@@ -73,17 +71,9 @@ TUNING_SEED = "1000"  # no seed of the runs that are reported
 class SweepConfig:
     """Keys of the sweep."""
 
-    mode: Literal["local", "table"] = option(
-        "local",
-        "run all cells (local), or tabulate the finished ones (table)",
-    )
     out: str | None = option(
         None,
         "folder of the sweep (default: sweeps/<name of the config file>)",
-    )
-    metric: Literal[*compare.METRICS] = option(
-        "val_loss",
-        "score of the final evaluation that plot.png shows",
     )
     jobs: int = option(
         1,
@@ -643,7 +633,7 @@ def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> i
     print(f"{len(searches)} searches of at most {sweep.tries} tries in {sweep.out}", flush=True)
 
     def list_missing() -> list[Cell]:
-        if sweep.mode == "table" or runner.is_stopped or runner.error_by_log:
+        if runner.is_stopped or runner.error_by_log:
             return []
         return [search.make_cell(point) for search in searches for point in search.follow().missing]
 
@@ -662,13 +652,12 @@ def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> i
 
 
 def write_tuning(searches: list[RateSearch], sweep: SweepConfig) -> None:
-    """Write tuning.md and tuning.json: the loss of every try, and the best rates of each search.
+    """Write tuning.md: the loss of every try, and the best rates of each search.
 
     Raises:
         ValueError: all tries of a search diverged
     """
     rows = []
-    figures = []
     failures = []
     for search in searches:
         losses = search.follow().losses
@@ -679,15 +668,12 @@ def write_tuning(searches: list[RateSearch], sweep: SweepConfig) -> None:
                 is_best = point == tuning.find_best(losses)
                 text = f"**{loss:.4f}**" if is_best else f"{loss:.4f}"
             rows.append([search.name, *(f"{rate:g}" for rate in rates.values()), text])
-            stored_loss = loss if math.isfinite(loss) else None
-            figures.append({**search.swept_texts, **rates, "val_loss": stored_loss})
         if losses and not tuning.has_converged(losses):
             failures.append(search.describe())
     lines = [search.describe() for search in searches]
     grid = format_markdown(["settings", *sweep.tune.split(","), "validation loss"], rows)
     text = "\n".join([grid, "", *lines]) + "\n"
     print(text, end="")
-    store_figures(Path(sweep.out) / "tuning.json", {"rows": figures, "searches": lines})
     files.write_text(Path(sweep.out) / "tuning.md", text)
     if failures:
         raise ValueError("; ".join(failures))
@@ -696,9 +682,8 @@ def write_tuning(searches: list[RateSearch], sweep: SweepConfig) -> None:
 # ---- results ----
 
 
-def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
-    """Write table.md and table.json with a row for each setting, as report.py does, and plot.png."""
-    out = Path(sweep.out)
+def write_table(cells: list[Cell], out: Path) -> None:
+    """Write table.md with a row for each setting, as report.py does."""
     finished = []
     unfinished_lines = []
     for cell in cells:
@@ -717,15 +702,7 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     cautions = tables.list_cautions(groups)
     text = "\n".join([table.format(), "", *unfinished_lines, *cautions]).rstrip() + "\n"
     print(text, end="")
-    store_figures(
-        out / "table.json",
-        {"groups": table.numbers, "unfinished": unfinished_lines, "cautions": cautions},
-    )
     files.write_text(out / "table.md", text)
-    if groups:
-        values_by_folder = {cell.folder.resolve(): cell.values for cell in finished}
-        group_values = [values_by_folder[Path(group.runs["path"][0]).resolve()] for group in groups]
-        plots.plot_metric(groups, group_values, sweep.metric, out / "plot.png")
 
 
 def main() -> int:
@@ -733,18 +710,12 @@ def main() -> int:
     sweep, train, swept = read_arguments(sys.argv[1:])
     # torchrun will set this for train.py, and `resolve` divides the batch by it
     os.environ["WORLD_SIZE"] = str(sweep.nproc_per_node)
-    if sweep.mode == "table" and not Path(sweep.out).is_dir():
-        raise ValueError(f"out={sweep.out} does not exist: nothing has run")
     # a missing package must be reported before hours of training
     runs.import_polars()
     compare.import_stats()
-    plots.use_print_style()
     if sweep.tune:
         return tune(sweep, train, swept)
     cells = make_cells(sweep, train, swept)
-    if sweep.mode == "table":
-        write_table(cells, sweep)
-        return 0
     Path(sweep.out).mkdir(parents=True, exist_ok=True)
     num_finished = sum(read_final_evaluation(cell) is not None for cell in cells)
     sizes = " x ".join(f"{len(values)} {key}" for key, values in swept.items())
@@ -755,7 +726,7 @@ def main() -> int:
     )
     exit_code = run_cells(cells, sweep)
     if exit_code in (0, 1):
-        write_table(cells, sweep)
+        write_table(cells, Path(sweep.out))
     return exit_code
 
 
