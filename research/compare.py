@@ -238,11 +238,8 @@ def to_display_unit(estimate: Estimate, metric: str) -> Estimate:
     return estimate.scale(100) if METRICS[metric].is_fraction else estimate
 
 
-def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
-    """Return the column of a key that a user wrote: a setting, run, model, commit or tokenizer.
-
-    Args:
-        option: where the user wrote it
+def find_column(runs: "pl.DataFrame", key: str) -> str:
+    """Return the column of a key of `--by`: a setting, run, model, commit or tokenizer.
 
     Raises:
         ValueError: no run has the key
@@ -256,42 +253,8 @@ def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
         **{column: column for column in runs.columns if is_setting(column)},
     }
     if key not in columns:
-        raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, columns)}")
+        raise ValueError(f"--by: no run has a key {key!r}{errors.suggest(key, columns)}")
     return columns[key]
-
-
-def select_runs(runs: "pl.DataFrame", conditions: Sequence[str]) -> "pl.DataFrame":
-    """Return the runs that meet all conditions, each written as `key=value[,value]`.
-
-    Raises:
-        ValueError: a condition has no value, its key is unknown, or no run meets it
-    """
-    pl = import_polars()
-    for condition in conditions:
-        key, equals, texts = condition.partition("=")
-        if not equals:
-            raise ValueError(
-                f"--where={condition}: give key=value, or several values with commas between"
-            )
-        values = get_column(runs, find_column(runs, key, "--where"))
-        selected = [any(matches_text(value, text) for text in texts.split(",")) for value in values]
-        if not any(selected):
-            existing_values = ", ".join(sorted({str(value) for value in values}))
-            raise ValueError(
-                f"--where={condition}: no run matches; its values are {existing_values}"
-            )
-        runs = runs.filter(pl.Series(selected))
-    return runs
-
-
-def matches_text(setting: Any, text: str) -> bool:
-    """Return whether a setting has the value that a user wrote; 1e-3 equals 0.001."""
-    if isinstance(setting, int | float) and not isinstance(setting, bool):
-        try:
-            return float(text) == setting
-        except ValueError:
-            return False
-    return str(setting) == text
 
 
 def group_runs(
@@ -309,7 +272,7 @@ def group_runs(
         ValueError: no run has one of the keys
     """
     pl = import_polars()
-    columns = [find_column(runs, key, "--by") for key in keys]
+    columns = [find_column(runs, key) for key in keys]
     if not keys:
         settings = [column for column in runs.columns if is_setting(column)]
         columns = ["model", *settings, "corpus.sha256"]
@@ -359,7 +322,7 @@ def name_groups(runs: "pl.DataFrame", keys: Sequence[str] = ()) -> list[str]:
     of that model differ.
     """
     if keys:
-        columns = {key: find_column(runs, key, "--by") for key in keys}
+        columns = {key: find_column(runs, key) for key in keys}
         names = []
         for row in runs.iter_rows(named=True):
             values = {key: str(row[column]) for key, column in columns.items()}

@@ -42,19 +42,18 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def read_runs(args: SimpleNamespace) -> "pl.DataFrame":
-    """Read the runs of the command line, select those of `--where`, and print what was left out.
+    """Read the runs of the command line, and print what was left out.
 
     Raises:
-        ValueError: no run can be read, or `--where` selects none
+        ValueError: no run can be read
     """
     readable, notes = runs.load(args.runs)
     if not readable.height:
         raise ValueError(join_some(notes))
-    selected = compare.select_runs(readable, args.where)
-    for name, texts in zip(selected["name"], compare.get_column(selected, "notes")):
+    for name, texts in zip(readable["name"], compare.get_column(readable, "notes")):
         notes += [f"{name}: {text}" for text in json.loads(texts or "[]")]
     print_notes(notes)
-    return selected
+    return readable
 
 
 def join_some(notes: list[str]) -> str:
@@ -256,11 +255,6 @@ class RunOptions:
     """Which runs are read."""
 
     runs: tuple[str, ...] = argument("run folders, folders that contain run folders, or a runs.csv")
-    where: tuple[str, ...] = option(
-        (),
-        "KEY=VALUE or KEY=VALUE,VALUE: read only runs with this setting; repeat it to require "
-        "several settings",
-    )
 
 
 @dataclass(frozen=True)

@@ -292,14 +292,6 @@ def test_mistakes_end_in_one_line(tmp_path):
         ("ends with .png", "curves", run, f"--out={out}"),
         ("early has no evaluation yet", "table", early),
         ("text size is unknown", "curves", unknown, "--y=bits_per_byte"),
-        ("no run has a key 'sead', did you mean", "curves", run, "--where=sead=1"),
-        (
-            "--where=model=x: no run matches; its values are gpt-mha-rope",
-            "table",
-            run,
-            "--where=model=x",
-        ),
-        ("give key=value", "table", run, "--where=seed"),
         ("none of the rows", "table", run, "--against=nobody"),
         ("sead", "paper", run, f"--out={out}", "--by=sead"),
     ):
