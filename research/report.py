@@ -42,18 +42,16 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def read_runs(args: SimpleNamespace) -> "pl.DataFrame":
-    """Read the runs of the command line, and print what was left out.
+    """Read the runs of the command line, and name those that cannot be read.
 
     Raises:
         ValueError: no run can be read
     """
-    readable, notes = runs.load(args.runs)
-    if not readable.height:
-        raise ValueError(join_some(notes))
-    for name, texts in zip(readable["name"], compare.get_column(readable, "notes")):
-        notes += [f"{name}: {text}" for text in json.loads(texts or "[]")]
-    print_notes(notes)
-    return readable
+    loaded, error_lines = runs.load(args.runs)
+    if not loaded.height:
+        raise ValueError(join_some(error_lines))
+    print_notes(error_lines)
+    return loaded
 
 
 def join_some(notes: list[str]) -> str:
@@ -238,11 +236,12 @@ def write_paper(args: SimpleNamespace) -> None:
 
 
 def store_runs(args: SimpleNamespace) -> None:
-    """Add rows to the file of `report.py runs`."""
+    """Write the file of `report.py runs`."""
     if not args.out:
         raise ValueError("--out is missing: give a CSV file, as in --out=runs.csv")
-    num_added, num_replaced = runs.write_csv(read_runs(args), Path(args.out))
-    print(f"{args.out}: {num_added} runs added, {num_replaced} replaced")
+    loaded = read_runs(args)
+    runs.write_csv(loaded, Path(args.out))
+    print(f"wrote {args.out}: {loaded.height} runs")
 
 
 # ---- the commands ----
@@ -303,10 +302,7 @@ class PaperOptions(RunOptions):
 class StoreOptions(RunOptions):
     """Where the rows are stored."""
 
-    out: str | None = option(
-        None,
-        "CSV file (required); its rows with the names of these runs are replaced",
-    )
+    out: str | None = option(None, "CSV file to write (required)")
 
 
 COMMANDS = {
