@@ -60,29 +60,20 @@ class ModelChoice(NamedTuple):
 
 
 def parse_model(text: str) -> ModelChoice:
-    """Parse `model`, `model:d_v`, or either followed by settings.
+    """Parse a model, followed by settings.
 
-    A setting is a key of the model's config, for example `+state_dtype=float32`, or of the kernels:
+    A setting is a key of the model's config, for example `+ddl_value_channels=2`, or of the kernels:
     `+kernels=off` and `+state_checkpoint_interval=4`.
 
     Raises:
         ValueError: there is no such model or key, or a value is wrong
     """
-    model_text, *setting_texts = text.split("+")
-    model_name, colon, value_channels = model_text.partition(":")
-    config_class = model_class(model_name).Config
+    model_name, *setting_texts = text.split("+")
     texts = {}
     for setting_text in setting_texts:
         key, _, value = setting_text.partition("=")
         texts[key] = value
-    if colon:
-        if config_class.expansion_key is None:
-            raise ValueError(
-                f"--models: {text}: {model_name} has no value channels: omit the colon and the "
-                "number"
-            )
-        texts[config_class.expansion_key] = value_channels
-    options = collect_options(config_class, TrainConfig)
+    options = collect_options(model_class(model_name).Config, TrainConfig)
     configurator.check_names(texts, options, prefix=f"--models: {text}: +")
     settings = configurator.read_settings({}, texts, options)
     # as train.py's defaults
@@ -96,7 +87,7 @@ def parse_model(text: str) -> ModelChoice:
 
 def make_row_name(model: str) -> str:
     """Return the name of a model of `--models` in tables and files."""
-    return model.replace(":", " d_v=").replace("+", " ")
+    return model.replace("+", " ")
 
 
 def build_model(model: str, size: dict[str, Any], device: torch.device) -> torch.nn.Module:
@@ -154,11 +145,6 @@ class Contender:
         self.compute_loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def evaluate(self) -> None:
-        """Do a forward pass without gradients."""
-        with torch.no_grad():
-            self.compute_loss()
 
 
 # ---- memory ----
