@@ -13,7 +13,6 @@ from model import MODEL_NAMES, build
 from research import bench
 from research.benchmarks import kernels, models, step, timing
 from research.commands import read_command
-from research.storage import store_figures
 
 TINY = ["--size=tiny", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
 CPU = torch.device("cpu")
@@ -161,18 +160,6 @@ def test_a_model_is_freed_when_it_is_measured(monkeypatch):
     assert small_bench.measure(CC)["model"] == CC
     gc.collect()
     assert [reference() for reference in references] == [None]
-
-
-def test_figures_are_stored_with_their_origin_and_uncommitted_changes_are_reported_once(
-    tmp_path, capsys
-):
-    file = tmp_path / "figures.json"
-    origin = {"commit": "0123456789ab-dirty", "date": "2026-01-02"}
-    for value in (1, 2):  # the file is replaced
-        store_figures(file, {"rows": [value]}, origin)
-    assert json.loads(file.read_text()) == {**origin, "rows": [2]}
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: figures.json names commit 0123456789ab-dirty")
 
 
 # ---- kernels ----
