@@ -88,21 +88,16 @@ class Line:
     raw: "pl.DataFrame | None" = None
 
 
-def make_line(group: Group, style: dict[str, str], y: str, val_y: str) -> Line:
-    """Return the curves of a group of run folders.
-
-    Args:
-        y: the column of metrics.jsonl that is drawn as a line, smoothed
-        val_y: the column of evaluations, which are drawn as points
-    """
+def make_line(group: Group, style: dict[str, str]) -> Line:
+    """Return the curves of a group of run folders."""
     frames = [read_curves(row) for row in group.rows]
-    training = [select_curve(frame, y) for frame in frames]
+    training = [select_curve(frame, "loss") for frame in frames]
     return Line(
         name=group.name,
         style=style,
         num_runs=len(frames),
         training=average_over_runs([smooth(frame) for frame in training]),
-        evaluations=average_over_runs([select_curve(frame, val_y) for frame in frames]),
+        evaluations=average_over_runs([select_curve(frame, "val_loss") for frame in frames]),
         raw=training[0] if len(frames) == 1 else None,
     )
 
@@ -313,7 +308,7 @@ def make_legend_labels(lines: list[Line]) -> list[str]:
     return labels
 
 
-def plot_losses(lines: list[Line], x_axis: str, y_label: str, out: Path, title: str) -> None:
+def plot_losses(lines: list[Line], x_axis: str, out: Path, title: str) -> None:
     """Write losses as PNG, SVG or PDF: training as lines, validation as points of the same color."""
     column = AXES[x_axis]
     with use_print_style():
@@ -334,7 +329,11 @@ def plot_losses(lines: list[Line], x_axis: str, y_label: str, out: Path, title: 
         lowest = min(curve["value"].min() for curve in curves if curve.height)
         first = max(curve["value"][0] for curve in curves if curve.height)
         margin = 0.05 * (first - lowest) or 0.1
-        axis.set(xlabel=X_LABELS[x_axis], ylabel=y_label, ylim=(lowest - margin, first + margin))
+        axis.set(
+            xlabel=X_LABELS[x_axis],
+            ylabel="loss (nats per token; lower is better)",
+            ylim=(lowest - margin, first + margin),
+        )
         axis.set_title(title)
         (artists["training, smoothed"],) = axis.plot([], [], color="0.5")
         (artists["validation"],) = axis.plot([], [], "o", color="0.5")

@@ -1,6 +1,6 @@
 """Make figures and tables of finished or running runs.
 
-    python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte]
+    python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds]
     python research/report.py curves RUN RUN RUN ... --band     # mean and 95% interval over seeds
     python research/report.py table runs/demo_cpu [RUN ...]     # the last evaluation of each run
     python research/report.py table RUN RUN RUN ... --against=gpt-mha-rope     # and differences
@@ -12,7 +12,6 @@ only in their seed are one row of a table, with the mean, its 95% interval and t
 Runs that cannot be read are named and left out. See research/docs/report.md for more.
 """
 
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -27,17 +26,12 @@ from evaluation import published
 from research import compare, plots, runs, tables
 from research.commands import Command, run_command
 from research.storage import store_figures
-from training import metrics
 from utils import files
 
 if TYPE_CHECKING:
     import polars as pl
 
 MAX_ERRORS = 3  # unreadable runs that an error message names
-Y_LABELS = {
-    "loss": "loss (nats per token; lower is better)",
-    "bits_per_byte": "bits per byte (lower is better)",
-}
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -84,7 +78,6 @@ def draw_curves(args: SimpleNamespace) -> None:
     plots.plot_losses(
         make_lines(loaded, args),
         x_axis=args.x,
-        y_label=Y_LABELS[args.y],
         out=out,
         title=compare.shorten(loaded["name"][0]) if loaded.height == 1 else "",
     )
@@ -116,20 +109,18 @@ def make_lines(loaded: "pl.DataFrame", args: SimpleNamespace) -> list[plots.Line
     lines = []
     styles = plots.choose_styles([group.model_name for group in groups])
     for group, style in zip(groups, styles):
-        line = plots.make_line(group, style, y="loss", val_y=f"val_{args.y}")
-        if args.y == "bits_per_byte" and not convert_to_bits_per_byte(line, group):
-            notes.append(f"{line.name}: --y=bits_per_byte: its shards' text size is unknown")
-        elif not line.training.height and not line.evaluations.height:
-            notes.append(f"{line.name}: its runs have no common step with a loss")
-        else:
+        line = plots.make_line(group, style)
+        if line.training.height or line.evaluations.height:
             lines.append(line)
+        else:
+            notes.append(f"{line.name}: its runs have no common step with a loss")
     if not lines:
         raise ValueError("; ".join(notes) + ": nothing to draw")
     vocabularies = {compare.get_vocabulary(row) for row in loaded.to_dicts()}
-    if args.y == "loss" and len(vocabularies) > 1:
+    if len(vocabularies) > 1:
         notes.append(
-            "losses per token cannot be compared between different tokenizers or vocabularies; try "
-            f"--y=bits_per_byte: {' | '.join(group.name for group in groups)}"
+            "losses per token cannot be compared between different tokenizers or vocabularies: "
+            f"{' | '.join(group.name for group in groups)}"
         )
     print_notes(notes)
     return lines
@@ -141,25 +132,6 @@ def get_paper_position(group: compare.Group) -> tuple[bool, int]:
     if group.model_name in model_names:
         return (False, model_names.index(group.model_name))
     return (True, 0)
-
-
-def convert_to_bits_per_byte(line: plots.Line, group: compare.Group) -> bool:
-    """Convert the training losses of a line; return False if the size of the text is not known."""
-    factors = set()
-    for text in group.get_column("corpus.train"):
-        counts = json.loads(text or "{}")
-        if "bytes" not in counts or not counts.get("tokens"):
-            return False
-        bytes_per_token = counts["bytes"] / counts["tokens"]
-        factors.add(metrics.compute_bits_per_byte(1.0, bytes_per_token))
-    if len(factors) > 1:
-        return False
-    pl = runs.import_polars()
-    factor = factors.pop()
-    line.training = line.training.with_columns(pl.col("value", "half_width") * factor)
-    if line.raw is not None:
-        line.raw = line.raw.with_columns(pl.col("value") * factor)
-    return True
 
 
 # ---- tables ----
@@ -264,7 +236,6 @@ class CurvesOptions(RunOptions):
         "steps",
         "x axis; seconds are device-seconds after the first step",
     )
-    y: Literal["loss", "bits_per_byte"] = option("loss", "y axis")
     band: bool = option(
         False,
         "draw the mean and 95% interval of runs that differ only in their seed",

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 
 import matplotlib.image
 import numpy as np
@@ -171,7 +170,7 @@ def draw_lines(monkeypatch, *arguments):
     """Return the lines that report.py curves draws, and the axis, the output file and the title."""
     drawings = []
 
-    def record(lines, x_axis, y_label, out, title):
+    def record(lines, x_axis, out, title):
         drawings.append((lines, x_axis, out, title))
 
     monkeypatch.setattr(plots, "plot_losses", record)
@@ -200,10 +199,6 @@ def test_curves_of_every_axis(tmp_path, monkeypatch):
     edit_state(run, trained_on={"processes": 2})
     [line], *_ = draw_lines(monkeypatch, run, "--x=seconds")
     assert line.training["seconds"].to_list() == [0, 1, 2, 3]
-    [line], *_ = draw_lines(monkeypatch, run, "--y=bits_per_byte")
-    bits = 1 / math.log(2) / 4  # four bytes a token
-    assert line.training["value"].to_list() == pytest.approx([value * bits for value in smoothed])
-    assert line.evaluations["value"].to_list() == pytest.approx([2 * bits] * 2)
 
 
 def test_a_long_curve_is_smoothed_over_2_percent_and_thinned(tmp_path, monkeypatch):
@@ -286,12 +281,10 @@ def test_mistakes_end_in_one_line(tmp_path):
     out = tmp_path / "new"
     empty = write_lines(tmp_path / "empty", [])
     early = write_run(tmp_path / "early", steps=1)
-    unknown = write_run(tmp_path / "unknown", corpus={})
     for message, *words in (
         ("has no step yet", "curves", empty),
         ("ends with .png", "curves", run, f"--out={out}"),
         ("early has no evaluation yet", "table", early),
-        ("text size is unknown", "curves", unknown, "--y=bits_per_byte"),
         ("none of the rows", "table", run, "--against=nobody"),
         ("sead", "paper", run, f"--out={out}", "--by=sead"),
     ):
