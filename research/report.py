@@ -149,26 +149,8 @@ def print_table(args: SimpleNamespace) -> None:
     table = tables.make_loss_table(groups, comparisons)
     print_notes(tables.list_cautions(groups, comparisons))
     if args.json:
-        rows = [describe_evaluation(row) for row in evaluated.iter_rows(named=True)]
-        store_figures(Path(args.json), {"rows": rows, "groups": table.numbers})
+        store_figures(Path(args.json), {"groups": table.numbers})
     print(table.format())
-
-
-def describe_evaluation(row: runs.Row) -> dict[str, object]:
-    """Return what --json stores of a run: its name, model and seed, and its last evaluation."""
-    positions = {f"val_{axis}": axis for axis in runs.AXES.values()}
-    scores = {
-        key: value
-        for key, value in row.items()
-        if key.startswith(runs.SCORE_PREFIXES) and key not in positions and value is not None
-    }
-    return {
-        "run": row["name"],
-        "model": row["model"],
-        "seed": row["seed"],
-        **{axis: row.get(key) for key, axis in positions.items()},
-        **scores,
-    }
 
 
 def select_evaluated(loaded: "pl.DataFrame") -> "pl.DataFrame":

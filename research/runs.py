@@ -1,7 +1,7 @@
 """Read runs into one frame: run folders of train.py, folders that contain some, or a runs.csv.
 
 A row is a run. A column has the name of a setting (`max_steps`) or of a score of the last evaluation
-(`val_loss`). The columns of a nested field have its name as a prefix (`totals.tokens`, `corpus.val`).
+(`val_loss`). The columns of a nested field have its name as a prefix (`corpus.val`).
 Lists and dicts are JSON. A run folder is too large for git, so runs.csv stores the frame.
 """
 
@@ -10,7 +10,6 @@ import csv
 import hashlib
 import json
 import math
-import statistics
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -44,7 +43,6 @@ ACCURACY_KEYS = "settings shown weights dataset validation tokens commit date ma
 # which includes compilation. accuracy: the records of eval.py for the newest checkpoint. path: the
 # run folder, or the runs.csv; it is not stored.
 FIELDS = "name path model seed step parameters commit processes first_seconds accuracy".split()
-NESTED_FIELDS = ("totals", "machine", "corpus")
 MAX_INTEGER = 2**53  # FLOPs of large runs do not fit into the integers of polars
 OMITTED_KEYS = {"packages"}  # a long list of a corpus, which its sha256 stands for
 
@@ -179,7 +177,6 @@ def read_run(folder: Path) -> Row:
     if steps and steps[0]["step"] == 1:
         row["first_seconds"] = steps[0].get("seconds")
     nested = {
-        "totals": compute_totals(steps),
         "machine": trained_on,
         "corpus": state.get("corpus", {}),
     }
@@ -202,23 +199,6 @@ def read_last_evaluation(records: list[dict]) -> Row:
         }
         return {**scores, **{f"val_{key}": record.get(key) for key in AXES.values()}}
     return {}
-
-
-def compute_totals(steps: list[dict]) -> dict[str, float]:
-    """Return the last tokens, flops and seconds, the median speed and the maximum of memory."""
-    summaries = {
-        "tokens": lambda values: values[-1],
-        "flops": lambda values: values[-1],
-        "seconds": lambda values: values[-1],
-        "tokens_per_second": statistics.median,
-        "memory": max,
-    }
-    totals = {}
-    for name, summarize in summaries.items():
-        values = [record[name] for record in steps if is_finite(record.get(name))]
-        if values:
-            totals[name] = summarize(values)
-    return totals
 
 
 def read_settings(state: dict) -> dict[str, object]:

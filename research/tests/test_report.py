@@ -53,7 +53,6 @@ def test_the_table_has_means_intervals_and_paired_differences(tmp_path):
         assert (groups[DDL]["verdict"], groups[DDL]["n"]) == ("better", 3)
     assert tables_printed[0] == tables_printed[1]
     stored = json.loads(out.read_text())
-    assert stored["rows"][0].keys() >= {"run", "model", "seed", "step", "val_loss"}
     assert stored.keys() >= {"commit", "machine", "date", "torch"}
 
 
