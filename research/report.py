@@ -235,7 +235,7 @@ class TableOptions(RunOptions):
     by: tuple[str, ...] = option((), BY_HELP)
     against: str | None = option(
         None,
-        "baseline of the paired differences: the name of a row, or one of its runs",
+        "baseline of the differences: the name or the model of a row",
     )
     json: str | None = option(
         None,
