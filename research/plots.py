@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import polars as pl
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # The colors of Okabe and Ito can be told apart with any color vision. Black is the baseline's.
@@ -77,7 +76,7 @@ class Line:
     """The curves of a group of runs, which are drawn in one color.
 
     style: Matplotlib's color and linestyle. training and evaluations: frames of
-    `average_over_runs`. raw: the training loss of a single run without smoothing, or None.
+    `average_over_runs`.
     """
 
     name: str
@@ -85,20 +84,17 @@ class Line:
     num_runs: int
     training: "pl.DataFrame"
     evaluations: "pl.DataFrame"
-    raw: "pl.DataFrame | None" = None
 
 
 def make_line(group: Group, style: dict[str, str]) -> Line:
     """Return the curves of a group of run folders."""
     frames = [read_curves(row) for row in group.rows]
-    training = [select_curve(frame, "loss") for frame in frames]
     return Line(
         name=group.name,
         style=style,
         num_runs=len(frames),
-        training=average_over_runs([smooth(frame) for frame in training]),
+        training=average_over_runs([smooth(select_curve(frame, "loss")) for frame in frames]),
         evaluations=average_over_runs([select_curve(frame, "val_loss") for frame in frames]),
-        raw=training[0] if len(frames) == 1 else None,
     )
 
 
@@ -217,44 +213,20 @@ def add_legend(figure: "Figure", artists: dict[str, "Artist"]) -> None:
 
 
 def save(figure: "Figure", out: Path) -> None:
-    """Write a figure in the format of its suffix; at no time is an incomplete file at the path.
-
-    A PNG file has a palette of 256 colors, which makes it a third as large.
-    """
+    """Write a figure in the format of its suffix; at no time is an incomplete file at the path."""
     with files.atomic_path(out) as temporary:
         figure.savefig(temporary, dpi=200, format=out.suffix[1:])
-        if out.suffix == ".png":
-            image_module = errors.import_optional("PIL.Image", "a figure")
-            image = image_module.open(temporary).convert("RGB")
-            palette_image = image.quantize(256, dither=image_module.Dither.NONE)
-            palette_image.save(temporary, format="png", optimize=True)
-
-
-def use_plain_numbers(axis: "Axis") -> None:
-    """Label the ticks of a logarithmic axis by plain numbers: 0.01, 20, 3e-5.
-
-    2 and 5 are labeled too if the axis spans less than two decades.
-    """
-    ticker = errors.import_optional("matplotlib.ticker", "a figure")
-    is_logarithmic = axis.get_scale() == "log"
-    if is_logarithmic:
-        axis.set_major_locator(ticker.LogLocator(subs=(1.0,), numticks=8))
-        axis.set_minor_locator(ticker.LogLocator(subs=(2.0, 5.0), numticks=8))
-    low, high = axis.get_view_interval()
-    has_minor_labels = is_logarithmic and high < 100 * low
-    axis.set_major_formatter(lambda value, _: f"{value:.4g}")
-    axis.set_minor_formatter(lambda value, _: f"{value:.4g}" if has_minor_labels else "")
 
 
 def plot_over_depth(
-    rows: list[dict], quantities: dict[str, tuple[str, str]], x_label: str
+    rows: list[dict], quantities: dict[str, str], x_label: str
 ) -> tuple["Figure", np.ndarray]:
     """Draw a panel for each quantity and in it a line for each run; a model has one color.
 
     Args:
         rows: a dict for each run with its "label", its "model" and a list for each quantity; all
             lists end at the last depth
-        quantities: the title and the scale of the panel ("linear", "log"), by the key in a row
+        quantities: the title of the panel by the key in a row
 
     Returns:
         the figure and its axes, flat
@@ -273,16 +245,14 @@ def plot_over_depth(
     figure, axes = make_panels(num_rows, 2, 1.9, [row["label"] for row in rows])
     axes = axes.flatten()
     artists = {}
-    for axis, (key, (title, scale)) in zip(axes, quantities.items()):
+    for axis, (key, title) in zip(axes, quantities.items()):
         for style, row in zip(styles, rows):
             last_depth = max(len(row[quantity]) for quantity in quantities) - 1
             depths = range(last_depth + 1 - len(row[key]), last_depth + 1)
             (artists[row["label"]],) = axis.plot(depths, row[key], **style)
-        axis.set(xlabel=x_label, yscale=scale)
+        axis.set(xlabel=x_label)
         axis.set_title(title, loc="left")
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-        if scale != "linear":
-            use_plain_numbers(axis.yaxis)
     for axis in axes[len(quantities) :]:
         axis.axis("off")
     add_legend(figure, artists)
@@ -318,12 +288,6 @@ def plot_losses(lines: list[Line], x_axis: str, out: Path, title: str) -> None:
         axis = axes[0, 0]
         artists = {}
         for line, legend_label in zip(lines, legend_labels):
-            # more unsmoothed losses would hide the curves
-            if line.raw is not None and len(lines) <= len(PALETTE) + 1:
-                color = line.style["color"]
-                axis.plot(
-                    line.raw[column], line.raw["value"], color=color, alpha=0.2, linewidth=0.6
-                )
             artists[legend_label] = draw_line(axis, line, column)
         curves = [curve for line in lines for curve in (line.training, line.evaluations)]
         lowest = min(curve["value"].min() for curve in curves if curve.height)

@@ -210,7 +210,6 @@ def test_a_long_curve_is_smoothed_over_2_percent_and_thinned(tmp_path, monkeypat
     smoothed = smoothed_by_hand(losses)
     expected = [smoothed[int(step) - 1] for step in steps]
     assert line.training["value"].to_list() == pytest.approx(expected)
-    assert line.raw["value"].to_list() == losses
 
 
 def test_a_band_is_the_mean_of_seeds_as_far_as_all_of_them_are(tmp_path, monkeypatch):
