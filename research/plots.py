@@ -58,7 +58,6 @@ PRINT_STYLE = {
     "text.parse_math": False,
     "axes.formatter.limits": (-3, 4),
 }
-MAX_POINTS = 300  # per curve; a panel cannot show more
 SMOOTHED_FRACTION = 0.02  # of a run, over which its training loss is averaged
 X_LABELS = {
     "steps": "optimizer step",
@@ -117,8 +116,7 @@ def smooth(curve: "pl.DataFrame") -> "pl.DataFrame":
 def average_over_runs(curves: list["pl.DataFrame"]) -> "pl.DataFrame":
     """Return the means of the axes and values over runs, at the steps that all of them have.
 
-    `half_width` is half the 95% interval of Student's distribution; null for a single run. At most
-    MAX_POINTS steps are kept, spread evenly, the last one among them.
+    `half_width` is half the 95% interval of Student's distribution; null for a single run.
     """
     pl = import_polars()
     num_runs = len(curves)
@@ -126,7 +124,7 @@ def average_over_runs(curves: list["pl.DataFrame"]) -> "pl.DataFrame":
     if num_runs > 1:
         quantile = float(import_stats().t.ppf((1 + CONFIDENCE_LEVEL) / 2, num_runs - 1))
     standard_error = pl.col("value").std() / math.sqrt(num_runs)
-    mean = (
+    return (
         pl.concat(curves)
         .group_by("step", maintain_order=True)
         .agg(
@@ -138,9 +136,6 @@ def average_over_runs(curves: list["pl.DataFrame"]) -> "pl.DataFrame":
         .filter(pl.col("runs") == num_runs)
         .sort("step")
     )
-    if mean.height <= MAX_POINTS:
-        return mean
-    return mean[np.linspace(0, mean.height - 1, MAX_POINTS).round().astype(int).tolist()]
 
 
 # ---- elements that all figures share ----

@@ -31,7 +31,6 @@ from utils import files
 if TYPE_CHECKING:
     import polars as pl
 
-MAX_ERRORS = 3  # unreadable runs that an error message names
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -43,15 +42,9 @@ def read_runs(args: SimpleNamespace) -> "pl.DataFrame":
     """
     loaded, error_lines = runs.load(args.runs)
     if not loaded.height:
-        raise ValueError(join_some(error_lines))
+        raise ValueError("; ".join(error_lines))
     print_notes(error_lines)
     return loaded
-
-
-def join_some(notes: list[str]) -> str:
-    """Return the first notes in one line, and the number of the others."""
-    others = [f"and {len(notes) - MAX_ERRORS} more"] if len(notes) > MAX_ERRORS else []
-    return "; ".join([*notes[:MAX_ERRORS], *others])
 
 
 def print_notes(notes: list[str]) -> None:
@@ -165,7 +158,7 @@ def select_evaluated(loaded: "pl.DataFrame") -> "pl.DataFrame":
         f"{name} has no evaluation yet" for name, step in zip(loaded["name"], steps) if step is None
     ]
     if len(notes) == loaded.height:
-        raise ValueError(join_some(notes))
+        raise ValueError("; ".join(notes))
     print_notes(notes)
     return loaded.filter(pl.col("val_step").is_not_null())
 

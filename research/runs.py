@@ -10,6 +10,7 @@ import csv
 import hashlib
 import json
 import math
+import os
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -107,24 +108,17 @@ def find_run_folders(path: Path) -> list[Path]:
 
 
 def make_names_unique(rows: list[Row]) -> None:
-    """Prefix names that occur twice with as many of their parent folders as distinguish them."""
-    parents_by_run = []
-    for row in rows:
-        path = Path(row["path"]).resolve()
-        if path.is_file():
-            path = path.with_suffix("") / row["name"]
-        parents_by_run.append(list(path.parent.parts))
-    while True:
-        names = [row["name"] for row in rows]
-        repeated = [
-            index
-            for index, name in enumerate(names)
-            if names.count(name) > 1 and parents_by_run[index]
-        ]
-        if not repeated:
-            return
-        for index in repeated:
-            rows[index]["name"] = f"{parents_by_run[index].pop()}/{names[index]}"
+    """Name runs whose name occurs twice by their paths in the folder that contains all of these."""
+    names = [row["name"] for row in rows]
+    paths_by_index = {}
+    for index, row in enumerate(rows):
+        if names.count(row["name"]) > 1:
+            path = Path(row["path"]).resolve()
+            paths_by_index[index] = path.with_suffix("") / row["name"] if path.is_file() else path
+    if paths_by_index:
+        folder = os.path.commonpath([path.parent for path in paths_by_index.values()])
+        for index, path in paths_by_index.items():
+            rows[index]["name"] = str(path.relative_to(folder))
 
 
 def make_frame(rows: list[Row]) -> "pl.DataFrame":

@@ -393,17 +393,15 @@ class CellRunner:
     """Runs cells and prints their progress.
 
     signals: signals that were caught. exit_codes: those of the cells that were run. error_by_log: the
-    last line of each failed cell, by its log. durations: the seconds of cells that succeeded.
+    last line of each failed cell, by its log.
     """
 
-    def __init__(self, num_cells: int, num_unfinished: int, sweep: SweepConfig):
+    def __init__(self, num_cells: int, sweep: SweepConfig):
         self.num_cells = num_cells
-        self.num_unfinished = num_unfinished
         self.sweep = sweep
         self.signals = catch_signals()
         self.exit_codes: list[int] = []
         self.error_by_log: dict[Path, str] = {}
-        self.durations: list[float] = []
         self.free_gpus: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for gpus in divide_gpus(sweep.jobs, sweep.nproc_per_node):
             self.free_gpus.put(gpus)
@@ -434,20 +432,13 @@ class CellRunner:
         self.exit_codes.append(exit_code)
         if self.signals or exit_code == STOPPED:
             return
-        self.num_unfinished -= 1
-        duration = time.monotonic() - start
+        duration = units.format_duration(time.monotonic() - start)
         if exit_code:
             self.error_by_log[cell.log] = last_line
             result = f"FAILED (exit code {exit_code})"
         else:
-            self.durations.append(duration)
             result = f"val_loss {read_final_evaluation(cell)['val_loss']:.4f}"
-        line = f"{title}{result} | {units.format_duration(duration)}"
-        if self.durations:
-            mean_duration = sum(self.durations) / len(self.durations)
-            remaining = self.num_unfinished * mean_duration / self.sweep.jobs
-            line += f" | ETA {units.format_duration(remaining)}"
-        print(line, flush=True)
+        print(f"{title}{result} | {duration}", flush=True)
 
     def finish(self) -> int:
         """Report failures and the command that resumes a stopped sweep.
@@ -490,8 +481,7 @@ def run_missing(
 
 def run_cells(cells: list[Cell], sweep: SweepConfig) -> int:
     """Run every unfinished cell, `jobs` at the same time, and return the exit code."""
-    num_unfinished = sum(read_final_evaluation(cell) is None for cell in cells)
-    runner = CellRunner(len(cells), num_unfinished, sweep)
+    runner = CellRunner(len(cells), sweep)
     with ThreadPoolExecutor(sweep.jobs) as pool:
         list(pool.map(runner.run, cells))  # raises the first exception of a thread
     return runner.finish()
@@ -627,8 +617,7 @@ def read_loss(cell: Cell) -> float | None:
 def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> int:
     """Run the searches of `--tune`, `jobs` tries at the same time, and return the exit code."""
     searches = make_searches(sweep, train, swept)
-    max_tries = len(searches) * sweep.tries
-    runner = CellRunner(max_tries, max_tries, sweep)
+    runner = CellRunner(len(searches) * sweep.tries, sweep)
     Path(sweep.out).mkdir(parents=True, exist_ok=True)
     print(f"{len(searches)} searches of at most {sweep.tries} tries in {sweep.out}", flush=True)
 

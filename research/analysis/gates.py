@@ -222,23 +222,15 @@ class Group:
     def judge_effects(self, edit: str) -> dict[tuple[int | None, str], tuple]:
         """Return {(layer, site): (the change of the loss by an edit, its verdict)}.
 
-        The verdict on all sites at once is corrected for the number of edits, those on single sites
-        for the number of sites.
+        The verdicts are corrected for the number of sites.
         """
-        at_all_sites = {}
-        by_site = {}
-        for (layer, site, name), effect in self.estimate_effects().items():
-            if layer is None:
-                at_all_sites[name] = effect
-            elif name == edit:
-                by_site[layer, site] = effect
-        judged = {}
-        for name, verdict in zip(at_all_sites, judge_differences(list(at_all_sites.values()))):
-            if name == edit:
-                judged[edits.ALL_SITES] = (at_all_sites[name], verdict)
-        for key, verdict in zip(by_site, judge_differences(list(by_site.values()))):
-            judged[key] = (by_site[key], verdict)
-        return judged
+        effects = {
+            (layer, site): effect
+            for (layer, site, name), effect in self.estimate_effects().items()
+            if name == edit
+        }
+        verdicts = judge_differences(list(effects.values()))
+        return {key: (effects[key], verdict) for key, verdict in zip(effects, verdicts)}
 
     def estimate_effects(self) -> dict[tuple[int | None, str, str], Estimate]:
         """Return {(layer, site, edit): the change of the loss}."""
@@ -330,9 +322,8 @@ def format_page(groups: list[Group]) -> str:
             unit = f"{len(group.rows)} seeds" if len(group.rows) > 1 else "sequences"
             parts.append(
                 f"Change of the loss, in nats per token, with its 95% interval over {unit}; brackets "
-                "mark changes that do not differ from 0 after Holm's correction (at one site, for the "
-                "number of sites; at all sites at once, for the number of edits). An edit is not a "
-                "retrained model."
+                "mark changes that do not differ from 0 after Holm's correction for the number of "
+                "sites. An edit is not a retrained model."
             )
             parts.append(format_edit_table(group))
     return "\n\n".join(parts)

@@ -133,26 +133,17 @@ def compute_speed_figures(
     }
 
 
-def format_number(row: dict[str, Any], key: str, number_format: str, unit: float = 1) -> str | None:
-    """Format a figure of a row in multiples of `unit`, or return None if the row lacks it."""
-    return format(row[key] / unit, number_format) if key in row else None
-
-
 COLUMNS = {
     "model": lambda row: f"`{row['model']}`",
-    "parameters": lambda row: format_number(row, "parameters", ",.0f"),
+    "parameters": lambda row: f"{row['parameters']:,}",
     "training tokens/s": lambda row: format_spread(row, "tokens_per_second", ",.0f"),
-    "additive in the same rounds": lambda row: format_number(
-        row, "baseline_tokens_per_second", ",.0f"
-    ),
+    "additive in the same rounds": lambda row: f"{row['baseline_tokens_per_second']:,.0f}",
     "relative to additive (10th to 90th percentile)": lambda row: format_spread(
         row, "ratio", ".3f"
     ),
-    "MFU": lambda row: format_number(row, "mfu", ".1%"),
-    "activations per token, KiB": lambda row: format_number(
-        row, "activation_bytes_per_token", ",.0f", 2**10
-    ),
-    "activations relative to additive": lambda row: format_number(row, "activation_ratio", ".2f"),
+    "MFU": lambda row: f"{row['mfu']:.1%}" if "mfu" in row else None,
+    "activations per token, KiB": lambda row: f"{row['activation_bytes_per_token'] / 2**10:,.0f}",
+    "activations relative to additive": lambda row: f"{row['activation_ratio']:.2f}",
 }
 
 

@@ -60,13 +60,8 @@ def compute_percentiles(key: str, values: list[float]) -> dict[str, float]:
     return {key: median, f"{key}_p10": low, f"{key}_p90": high}
 
 
-def format_spread(row: dict[str, Any], key: str, number_format: str) -> str | None:
-    """Format what `compute_percentiles` returned as `median (10th to 90th percentile)`.
-
-    The result is None if the row does not have the key.
-    """
-    if key not in row:
-        return None
+def format_spread(row: dict[str, Any], key: str, number_format: str) -> str:
+    """Format what `compute_percentiles` returned as `median (10th to 90th percentile)`."""
     median, low, high = (
         format(row[name], number_format) for name in (key, f"{key}_p10", f"{key}_p90")
     )

@@ -224,7 +224,6 @@ def test_a_killed_sweep_is_resumed(corpus, tmp_path, run, capsys):
     printed = capsys.readouterr().out
     assert "2 cells (2 seed), 1 finished: 1 runs left" in printed
     assert "cell 1 of 2 | seed=0 | val_loss 2.0000 | finished before\n" in printed
-    assert printed.count("| ETA ") == 1
     assert not cells[0].log.exists()
     records = metrics.read(cells[1].folder / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 81))
