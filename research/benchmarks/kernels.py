@@ -289,18 +289,6 @@ class Options:
     copied: int = option(2**30, "size in bytes of the copy that kernels are compared with", low=1)
 
 
-def read_widths(text: str) -> list[int]:
-    """Return the hidden sizes of `--widths`.
-
-    Raises:
-        ValueError: one of them is no number
-    """
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--widths={text}: give numbers with commas between") from None
-
-
 def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py kernels`."""
     device = processes.pick_device(args.device)
@@ -310,7 +298,7 @@ def run(args: SimpleNamespace) -> None:
     if reason is not None:
         raise ValueError(f"no kernels to measure: {reason}")
     spec = InputSpec(args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
-    widths = read_widths(args.widths)
+    widths = [int(word) for word in args.widths.split(",")]
     settings = {
         "micro_batch_size": args.micro_batch_size,
         "block_size": args.block_size,

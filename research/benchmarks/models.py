@@ -1,6 +1,6 @@
 """The sizes and models that are measured, and a model that takes its turn in a measurement."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,57 +50,34 @@ SIZES = {
 MICRO_BATCH_SIZES = {"quick": 8, "small": 16, "medium": 16, "tiny": 1}
 
 
-class ModelChoice(NamedTuple):
-    """A model of `--models`: its name, the keys of its config, and how it uses the kernels."""
-
-    model_name: str
-    settings: dict[str, Any]
-    kernels: str
-    state_checkpoint_interval: int
-
-
-def parse_model(text: str) -> ModelChoice:
-    """Parse a model, followed by settings.
-
-    A setting is a key of the model's config, for example `+ddl_value_channels=2`, or of the kernels:
-    `+kernels=off` and `+state_checkpoint_interval=4`.
-
-    Raises:
-        ValueError: there is no such model or key, or a value is wrong
-    """
-    model_name, *setting_texts = text.split("+")
-    texts = {}
-    for setting_text in setting_texts:
-        key, _, value = setting_text.partition("=")
-        texts[key] = value
-    options = collect_options(model_class(model_name).Config, TrainConfig)
-    configurator.check_names(texts, options, prefix=f"--models: {text}: +")
-    settings = configurator.read_settings({}, texts, options)
-    # as train.py's defaults
-    return ModelChoice(
-        model_name,
-        settings,
-        kernels=settings.pop("kernels", "auto"),
-        state_checkpoint_interval=settings.pop("state_checkpoint_interval", 2),
-    )
-
-
 def make_row_name(model: str) -> str:
     """Return the name of a model of `--models` in tables and files."""
     return model.replace("+", " ")
 
 
 def build_model(model: str, size: dict[str, Any], device: torch.device) -> torch.nn.Module:
-    """Build a model of `--models` with seed 0 and the kernels that its text asks for."""
-    choice = parse_model(model)
+    """Build a model of `--models` with seed 0.
+
+    Settings follow its name: keys of its config, for example `+ddl_value_channels=2`, or of the
+    kernels, `+kernels=off` and `+state_checkpoint_interval=4`.
+
+    Raises:
+        ValueError: there is no such model or key, or a value is wrong
+    """
+    model_name, *setting_texts = model.split("+")
+    texts = {}
+    for setting_text in setting_texts:
+        key, _, value = setting_text.partition("=")
+        texts[key] = value
+    options = collect_options(model_class(model_name).Config, TrainConfig)
+    configurator.check_names(texts, options, prefix=f"--models: {model}: +")
+    settings = configurator.read_settings({}, texts, options)
+    # as train.py's defaults
+    kernel_mode = settings.pop("kernels", "auto")
+    state_checkpoint_interval = settings.pop("state_checkpoint_interval", 2)
     torch.manual_seed(0)
-    built = build(choice.model_name, **size, **choice.settings)
-    kernels.use(
-        built,
-        choice.kernels,
-        device,
-        state_checkpoint_interval=choice.state_checkpoint_interval,
-    )
+    built = build(model_name, **size, **settings)
+    kernels.use(built, kernel_mode, device, state_checkpoint_interval=state_checkpoint_interval)
     return built
 
 

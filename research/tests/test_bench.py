@@ -101,12 +101,6 @@ def test_the_papers_sizes(size, parameters):
         assert build("gpt-mha-rope", **models.SIZES[size]).num_parameters() == parameters
 
 
-def test_a_model_may_have_its_own_keys_and_kernels():
-    choice = models.parse_model(f"{CC}+kernels=off+ddl_beta_init=0.5")
-    settings = {"ddl_beta_init": 0.5}
-    assert choice == models.ModelChoice(CC, settings, "off", state_checkpoint_interval=2)
-
-
 class SquareModel(torch.nn.Module):
     """The loss is the mean of (x W)^2, with W (d, d) of ones."""
 
