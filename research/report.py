@@ -12,7 +12,6 @@ only in their seed are one row of a table, with the mean, its 95% interval and t
 Runs that cannot be read are named and left out. See research/docs/report.md for more.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +60,7 @@ def draw_curves(args: SimpleNamespace) -> None:
     if args.out and Path(args.out).suffix not in SUFFIXES:
         raise ValueError(f"--out={args.out}: give a name that ends with {', '.join(SUFFIXES)}")
     loaded = read_runs(args)
-    out = Path(args.out) if args.out else find_default_out(loaded)
+    out = Path(args.out or runs.find_common_folder(loaded["path"]) / "curves.png")
     for row in loaded.iter_rows(named=True):
         if Path(row["path"]).is_file():
             raise ValueError(
@@ -75,14 +74,6 @@ def draw_curves(args: SimpleNamespace) -> None:
         title=compare.shorten(loaded["name"][0]) if loaded.height == 1 else "",
     )
     print(f"drew {out}")
-
-
-def find_default_out(loaded: "pl.DataFrame") -> Path:
-    """Return curves.png in the folder of a single run, or in that of several runs."""
-    paths = [Path(path).resolve() for path in loaded["path"]]
-    if len(paths) == 1:
-        return paths[0] / "curves.png"
-    return Path(os.path.commonpath([path.parent for path in paths])) / "curves.png"
 
 
 def make_lines(loaded: "pl.DataFrame", args: SimpleNamespace) -> list[plots.Line]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,14 @@ def find_run_folders(path: Path) -> list[Path]:
     return run_folders
 
 
+def find_common_folder(paths: Iterable[str | Path]) -> Path:
+    """Return the folder of a single run, or the one that contains the folders of several runs."""
+    folders = {Path(path).resolve() for path in paths}
+    if len(folders) == 1:
+        return folders.pop()
+    return Path(os.path.commonpath([folder.parent for folder in folders]))
+
+
 def make_names_unique(rows: list[Row]) -> None:
     """Name runs whose name occurs twice by their paths in the folder that contains all of these."""
     names = [row["name"] for row in rows]
@@ -116,7 +125,7 @@ def make_names_unique(rows: list[Row]) -> None:
             path = Path(row["path"]).resolve()
             paths_by_index[index] = path.with_suffix("") / row["name"] if path.is_file() else path
     if paths_by_index:
-        folder = os.path.commonpath([path.parent for path in paths_by_index.values()])
+        folder = find_common_folder(paths_by_index.values())
         for index, path in paths_by_index.items():
             rows[index]["name"] = str(path.relative_to(folder))
 
