@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from helpers import ROOT, SMALL
 from in_process import call
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from report_helpers import (
     BASE,
     DDL,
@@ -244,29 +243,14 @@ def test_the_baseline_is_black_and_all_looks_differ(tmp_path, monkeypatch):
     assert len(set(looks)) == len(looks)
 
 
-@pytest.mark.parametrize("suffix", ["png", "pdf"])
-def test_curves_are_files_beside_the_runs_or_where_they_were_asked_for(tmp_path, suffix):
+def test_curves_are_files_beside_the_runs_or_where_they_were_asked_for(tmp_path):
     folders = [write_run(tmp_path / name) for name in ("a", "b")]
     ended = call("research/report.py", "curves", *folders, "--band")
     assert ended.stdout.decode() == f"drew {tmp_path / 'curves.png'}\n"
-    out = tmp_path / "figures" / f"loss.{suffix}"
+    assert matplotlib.image.imread(tmp_path / "curves.png").std() > 0.05  # something is drawn
+    out = tmp_path / "figures" / "loss.pdf"
     assert call("research/report.py", "curves", *folders, f"--out={out}").returncode == 0
     assert [path.name for path in out.parent.iterdir()] == [out.name]
-    if suffix == "png":
-        assert matplotlib.image.imread(out).std() > 0.05  # something is on the canvas
-
-
-def test_a_legend_of_many_runs_hides_no_curve(tmp_path, monkeypatch):
-    folders = [write_run(tmp_path / f"{i}", name="n" * 40 + str(i)) for i in range(12)]
-    figures = []
-    monkeypatch.setattr(plots, "save", lambda figure, out: figures.append(figure))
-    assert call("research/report.py", "curves", *folders).returncode == 0
-    renderer = FigureCanvasAgg(figures[0]).get_renderer()
-    figures[0].draw(renderer)
-    [legend] = figures[0].legends
-    [axis] = figures[0].axes
-    assert legend.get_window_extent().y1 < axis.xaxis.label.get_window_extent().y0
-    assert axis.get_window_extent().height > 0.4 * figures[0].bbox.height
 
 
 def test_mistakes_end_in_one_line(tmp_path):
