@@ -168,14 +168,13 @@ def choose_styles(model_names: list[str | None]) -> list[dict[str, str]]:
 
 
 def make_panels(
-    num_rows: int, num_columns: int, row_height: float, legend_labels: list[str], **options
+    num_rows: int, num_columns: int, row_height: float, legend_labels: list[str]
 ) -> tuple["Figure", np.ndarray]:
     """Return a figure and its axes (num_rows, num_columns), with space for a legend below.
 
     Args:
         row_height: in inches
         legend_labels: the labels of the legend, without which no space is reserved
-        options: options of Matplotlib's `subplots`, for example sharey="row"
     """
     matplotlib_figure = errors.import_optional("matplotlib.figure", "a figure")
     num_legend_lines = 0
@@ -183,7 +182,7 @@ def make_panels(
         num_legend_lines = math.ceil(len(legend_labels) / count_legend_columns(legend_labels))
     height = num_rows * row_height + num_legend_lines * LEGEND_LINE_HEIGHT + 0.1
     figure = matplotlib_figure.Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.subplots(num_rows, num_columns, squeeze=False, **options)
+    axes = figure.subplots(num_rows, num_columns, squeeze=False)
     for axis in axes.flat:
         axis.grid()
     return figure, axes
