@@ -1,7 +1,7 @@
 """Look inside models.
 
     python research/analyze.py rank RUN [RUN ...] [--windows=16]
-    python research/analyze.py gates RUN [RUN ...] [--windows=32] [--edits=all]
+    python research/analyze.py gates RUN [RUN ...] [--windows=32] [--edits=False]
     python research/analyze.py lens RUN [RUN ...] [--windows=16] [--text="a text"]
 
 The commands store their figures as JSON (--json=FILE) and draw them beside it. See

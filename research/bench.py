@@ -2,11 +2,11 @@
 
     python research/bench.py --device=cpu                 # training steps of every model, a size for two CPU cores
     python research/bench.py --size=small --device=cuda   # one of the paper's sizes
-    python research/bench.py --models=DDL-gpt-mha-rope-CC:2,DDL-gpt-mha-rope+state_dtype=float32
+    python research/bench.py --models=DDL-gpt-mha-rope-CC+ddl_value_channels=2,HC-gpt-mha-rope
     python research/bench.py kernels                      # bandwidth of the fused kernels against a copy
 
-`step`, which is the default command, measures training steps (forward, backward, AdamW) and forward passes
-without gradients. Each model takes turns with the baseline.
+`step`, which is the default command, measures training steps (forward, backward, AdamW). Each model takes turns
+with the baseline.
 """
 
 import sys
@@ -19,7 +19,7 @@ from research.commands import Command, run_command
 
 COMMANDS = {
     "step": Command(
-        "measure training steps and forward passes; the default command",
+        "measure training steps; the default command",
         step.Options,
         step.run,
     ),

@@ -6,19 +6,15 @@ a learning rate.
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from configurator import collect_options
 from research.runs import Row, has_finished, import_polars, is_setting
-from training.config import TrainConfig
 from utils import errors
 
 if TYPE_CHECKING:
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
 CONFIDENCE_LEVEL = 0.95  # of every interval
 SIGNIFICANCE_LEVEL = 1 - CONFIDENCE_LEVEL
 MAX_LABEL_LENGTH = 60  # characters
-FIRST_LABEL_KEYS = ("model", "hidden_size", "num_hidden_layers")
 
 
 class Metric(NamedTuple):
@@ -189,8 +184,7 @@ class Group:
     @property
     def mixed_keys(self) -> list[str]:
         """The settings besides the seed in which the runs differ, as `--by` may allow."""
-        settings = [column for column in self.runs.columns if is_setting(column)]
-        return sorted(key for key in settings if self.runs[key].n_unique() > 1)
+        return find_differing_keys(self.runs)
 
     @property
     def cautions(self) -> list[str]:
@@ -198,7 +192,6 @@ class Group:
         seeds = Counter(seed for seed in self.seeds if seed is not None)
         repeated_seeds = [str(seed) for seed, count in seeds.items() if count > 1]
         commits = sorted({commit or "unknown" for commit in self.get_column("commit")})
-        corpora = sorted({get_corpus_digest(row) or "unknown" for row in self.rows})
         cautions = []
         if self.mixed_keys:
             cautions.append(f"its runs also differ in {', '.join(self.mixed_keys)}")
@@ -209,8 +202,6 @@ class Group:
             )
         if len(commits) > 1:
             cautions.append(f"its runs were trained at several commits: {', '.join(commits)}")
-        if len(corpora) > 1:
-            cautions.append(f"its runs were trained on several corpora: {', '.join(corpora)}")
         return cautions
 
     def get_column(self, column: str) -> list:
@@ -238,11 +229,8 @@ def to_display_unit(estimate: Estimate, metric: str) -> Estimate:
     return estimate.scale(100) if METRICS[metric].is_fraction else estimate
 
 
-def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
-    """Return the column of a key that a user wrote: a setting, run, model, commit or tokenizer.
-
-    Args:
-        option: where the user wrote it
+def find_column(runs: "pl.DataFrame", key: str) -> str:
+    """Return the column of a key of `--by`: a setting, run, model, commit or tokenizer.
 
     Raises:
         ValueError: no run has the key
@@ -256,42 +244,8 @@ def find_column(runs: "pl.DataFrame", key: str, option: str) -> str:
         **{column: column for column in runs.columns if is_setting(column)},
     }
     if key not in columns:
-        raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, columns)}")
+        raise ValueError(f"--by: no run has a key {key!r}{errors.suggest(key, columns)}")
     return columns[key]
-
-
-def select_runs(runs: "pl.DataFrame", conditions: Sequence[str]) -> "pl.DataFrame":
-    """Return the runs that meet all conditions, each written as `key=value[,value]`.
-
-    Raises:
-        ValueError: a condition has no value, its key is unknown, or no run meets it
-    """
-    pl = import_polars()
-    for condition in conditions:
-        key, equals, texts = condition.partition("=")
-        if not equals:
-            raise ValueError(
-                f"--where={condition}: give key=value, or several values with commas between"
-            )
-        values = get_column(runs, find_column(runs, key, "--where"))
-        selected = [any(matches_text(value, text) for text in texts.split(",")) for value in values]
-        if not any(selected):
-            existing_values = ", ".join(sorted({str(value) for value in values}))
-            raise ValueError(
-                f"--where={condition}: no run matches; its values are {existing_values}"
-            )
-        runs = runs.filter(pl.Series(selected))
-    return runs
-
-
-def matches_text(setting: Any, text: str) -> bool:
-    """Return whether a setting has the value that a user wrote; 1e-3 equals 0.001."""
-    if isinstance(setting, int | float) and not isinstance(setting, bool):
-        try:
-            return float(text) == setting
-        except ValueError:
-            return False
-    return str(setting) == text
 
 
 def group_runs(
@@ -309,7 +263,7 @@ def group_runs(
         ValueError: no run has one of the keys
     """
     pl = import_polars()
-    columns = [find_column(runs, key, "--by") for key in keys]
+    columns = [find_column(runs, key) for key in keys]
     if not keys:
         settings = [column for column in runs.columns if is_setting(column)]
         columns = ["model", *settings, "corpus.sha256"]
@@ -330,21 +284,14 @@ def group_runs(
 
 
 def make_names_unique(groups: list[Group]) -> list[Group]:
-    """Add to equal names the seed, that the runs are not finished, their step, or a run's name."""
-    for describe in (
-        lambda group: "" if len(group.seeds) > 1 else f", seed={group.seeds[0]}",
-        lambda group: " (not finished)" if group.unfinished else "",
-        lambda group: f", step {group.step}",
-        lambda group: f", {group.runs['name'][0]}",
-    ):
-        names = [group.name for group in groups]
-        groups = [
-            replace(group, name=group.name + describe(group))
-            if names.count(group.name) > 1
-            else group
-            for group in groups
-        ]
-    return groups
+    """Add the name of its first run to each group whose name another group has, too."""
+    names = [group.name for group in groups]
+    return [
+        replace(group, name=f"{group.name}, {group.runs['name'][0]}")
+        if names.count(group.name) > 1
+        else group
+        for group in groups
+    ]
 
 
 def get_corpus_digest(row: Row) -> str:
@@ -359,7 +306,7 @@ def name_groups(runs: "pl.DataFrame", keys: Sequence[str] = ()) -> list[str]:
     of that model differ.
     """
     if keys:
-        columns = {key: find_column(runs, key, "--by") for key in keys}
+        columns = {key: find_column(runs, key) for key in keys}
         names = []
         for row in runs.iter_rows(named=True):
             values = {key: str(row[column]) for key, column in columns.items()}
@@ -383,20 +330,8 @@ def name_groups(runs: "pl.DataFrame", keys: Sequence[str] = ()) -> list[str]:
 
 
 def find_differing_keys(runs: "pl.DataFrame") -> list[str]:
-    """Return the settings in which runs differ, in the order of labels."""
-    keys = [key for key in runs.columns if is_setting(key) and runs[key].n_unique() > 1]
-    return sorted(keys, key=get_label_position)
-
-
-def get_label_position(key: str) -> int:
-    """Return the rank of a key in labels, where the model, its width and its depth come first."""
-    if key in FIRST_LABEL_KEYS:
-        return FIRST_LABEL_KEYS.index(key)
-    run_option = collect_options(TrainConfig).get(key)
-    if run_option is None:  # a key of the model
-        return len(FIRST_LABEL_KEYS)
-    # keys that may change when a run is resumed, such as compile and max_steps, come last
-    return len(FIRST_LABEL_KEYS) + (2 if run_option.changeable else 1)
+    """Return the settings in which runs differ."""
+    return [key for key in runs.columns if is_setting(key) and runs[key].n_unique() > 1]
 
 
 def shorten(name: str) -> str:
@@ -430,27 +365,16 @@ class Comparison:
 
 
 def find_baseline(groups: list[Group], against: str) -> Group:
-    """Return the group with this name or model, or with a run of this name or path.
+    """Return the group with this name or model.
 
     Raises:
         ValueError: there is no such group, or there are several
     """
-    path = Path(against)
-    candidates: list[Group] = []
-    for matches in (
-        lambda group: against in (group.name, group.model_name),
-        lambda group: any(
-            against == row["name"] or path.resolve() == Path(row["path"]).resolve()
-            for row in group.rows
-        ),
-        lambda group: any(path.name == Path(row["path"]).name for row in group.rows),
-    ):
-        candidates = candidates or [group for group in groups if matches(group)]
+    candidates = [group for group in groups if against in (group.name, group.model_name)]
     if len(candidates) != 1:
         names = ", ".join(group.name for group in candidates or groups)
         raise ValueError(
-            f"--against={against}: {len(candidates) or 'none'} of the rows match: give one of "
-            f"{names}, or the path of a run"
+            f"--against={against}: {len(candidates) or 'none'} of the rows match: give one of {names}"
         )
     return candidates[0]
 
@@ -523,32 +447,15 @@ def describe_validation_data(row: Row, metric: str = "val_loss") -> str:
     metrics per token, also the tokens.
     """
     counts = json.loads(row.get("corpus.val") or "{}")
-    data = [
-        row.get("corpus.source"),
-        row.get("corpus.name"),
-        counts.get("bytes"),
-        row.get("eval_part") or "all",
-        *describe_evaluated_sequences(row, counts.get("tokens")),
-    ]
+    tokens = [*get_vocabulary(row), counts.get("tokens")]
+    part = row.get("eval_part") or "all"
+    data = [row.get("corpus.source"), row.get("corpus.name"), counts.get("bytes"), part]
+    # all of a text is the same text for every tokenizer and block size
+    if part != "all" or not row.get("eval_full"):
+        data += [row.get("val_sequences"), row.get("block_size"), *tokens]
     if metric != "val_bits_per_byte" or not counts.get("bytes"):
-        data += [*get_vocabulary(row), counts.get("tokens")]
+        data += tokens
     return json.dumps(data)
-
-
-def describe_evaluated_sequences(row: Row, num_tokens: int | None) -> list:
-    """Return what tells the text of the last evaluation from other parts of the validation text.
-
-    All of a text is the same text for every tokenizer and block size. The same number of sequences
-    is not.
-    """
-    num_sequences = row.get("val_sequences")
-    block_size = row.get("block_size")
-    if num_sequences is None:
-        return []
-    is_whole = (row.get("eval_part") or "all") == "all" and block_size and num_tokens
-    if is_whole and num_sequences == math.ceil((num_tokens - 1) / block_size):
-        return ["all"]
-    return [num_sequences, block_size, *get_vocabulary(row), num_tokens]
 
 
 def get_vocabulary(row: Row) -> tuple[str | None, int | None]:

@@ -9,13 +9,12 @@ import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from research.compare import (
     CONFIDENCE_LEVEL,
-    METRICS,
     Group,
     import_stats,
     shorten,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import polars as pl
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # The colors of Okabe and Ito can be told apart with any color vision. Black is the baseline's.
@@ -60,7 +58,6 @@ PRINT_STYLE = {
     "text.parse_math": False,
     "axes.formatter.limits": (-3, 4),
 }
-MAX_POINTS = 300  # per curve; a panel cannot show more
 SMOOTHED_FRACTION = 0.02  # of a run, over which its training loss is averaged
 X_LABELS = {
     "steps": "optimizer step",
@@ -78,7 +75,7 @@ class Line:
     """The curves of a group of runs, which are drawn in one color.
 
     style: Matplotlib's color and linestyle. training and evaluations: frames of
-    `average_over_runs`. raw: the training loss of a single run without smoothing, or None.
+    `average_over_runs`.
     """
 
     name: str
@@ -86,25 +83,17 @@ class Line:
     num_runs: int
     training: "pl.DataFrame"
     evaluations: "pl.DataFrame"
-    raw: "pl.DataFrame | None" = None
 
 
-def make_line(group: Group, style: dict[str, str], y: str, val_y: str) -> Line:
-    """Return the curves of a group of run folders.
-
-    Args:
-        y: the column of metrics.jsonl that is drawn as a line, smoothed
-        val_y: the column of evaluations, which are drawn as points
-    """
+def make_line(group: Group, style: dict[str, str]) -> Line:
+    """Return the curves of a group of run folders."""
     frames = [read_curves(row) for row in group.rows]
-    training = [select_curve(frame, y) for frame in frames]
     return Line(
         name=group.name,
         style=style,
         num_runs=len(frames),
-        training=average_over_runs([smooth(frame) for frame in training]),
-        evaluations=average_over_runs([select_curve(frame, val_y) for frame in frames]),
-        raw=training[0] if len(frames) == 1 else None,
+        training=average_over_runs([smooth(select_curve(frame, "loss")) for frame in frames]),
+        evaluations=average_over_runs([select_curve(frame, "val_loss") for frame in frames]),
     )
 
 
@@ -127,8 +116,7 @@ def smooth(curve: "pl.DataFrame") -> "pl.DataFrame":
 def average_over_runs(curves: list["pl.DataFrame"]) -> "pl.DataFrame":
     """Return the means of the axes and values over runs, at the steps that all of them have.
 
-    `half_width` is half the 95% interval of Student's distribution; null for a single run. At most
-    MAX_POINTS steps are kept, spread evenly, the last one among them.
+    `half_width` is half the 95% interval of Student's distribution; null for a single run.
     """
     pl = import_polars()
     num_runs = len(curves)
@@ -136,7 +124,7 @@ def average_over_runs(curves: list["pl.DataFrame"]) -> "pl.DataFrame":
     if num_runs > 1:
         quantile = float(import_stats().t.ppf((1 + CONFIDENCE_LEVEL) / 2, num_runs - 1))
     standard_error = pl.col("value").std() / math.sqrt(num_runs)
-    mean = (
+    return (
         pl.concat(curves)
         .group_by("step", maintain_order=True)
         .agg(
@@ -148,9 +136,6 @@ def average_over_runs(curves: list["pl.DataFrame"]) -> "pl.DataFrame":
         .filter(pl.col("runs") == num_runs)
         .sort("step")
     )
-    if mean.height <= MAX_POINTS:
-        return mean
-    return mean[np.linspace(0, mean.height - 1, MAX_POINTS).round().astype(int).tolist()]
 
 
 # ---- elements that all figures share ----
@@ -183,14 +168,13 @@ def choose_styles(model_names: list[str | None]) -> list[dict[str, str]]:
 
 
 def make_panels(
-    num_rows: int, num_columns: int, row_height: float, legend_labels: list[str], **options
+    num_rows: int, num_columns: int, row_height: float, legend_labels: list[str]
 ) -> tuple["Figure", np.ndarray]:
     """Return a figure and its axes (num_rows, num_columns), with space for a legend below.
 
     Args:
         row_height: in inches
         legend_labels: the labels of the legend, without which no space is reserved
-        options: options of Matplotlib's `subplots`, for example sharey="row"
     """
     matplotlib_figure = errors.import_optional("matplotlib.figure", "a figure")
     num_legend_lines = 0
@@ -198,7 +182,7 @@ def make_panels(
         num_legend_lines = math.ceil(len(legend_labels) / count_legend_columns(legend_labels))
     height = num_rows * row_height + num_legend_lines * LEGEND_LINE_HEIGHT + 0.1
     figure = matplotlib_figure.Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.subplots(num_rows, num_columns, squeeze=False, **options)
+    axes = figure.subplots(num_rows, num_columns, squeeze=False)
     for axis in axes.flat:
         axis.grid()
     return figure, axes
@@ -223,44 +207,20 @@ def add_legend(figure: "Figure", artists: dict[str, "Artist"]) -> None:
 
 
 def save(figure: "Figure", out: Path) -> None:
-    """Write a figure in the format of its suffix; at no time is an incomplete file at the path.
-
-    A PNG file has a palette of 256 colors, which makes it a third as large.
-    """
+    """Write a figure in the format of its suffix; at no time is an incomplete file at the path."""
     with files.atomic_path(out) as temporary:
         figure.savefig(temporary, dpi=200, format=out.suffix[1:])
-        if out.suffix == ".png":
-            image_module = errors.import_optional("PIL.Image", "a figure")
-            image = image_module.open(temporary).convert("RGB")
-            palette_image = image.quantize(256, dither=image_module.Dither.NONE)
-            palette_image.save(temporary, format="png", optimize=True)
-
-
-def use_plain_numbers(axis: "Axis") -> None:
-    """Label the ticks of a logarithmic axis by plain numbers: 0.01, 20, 3e-5.
-
-    2 and 5 are labeled too if the axis spans less than two decades.
-    """
-    ticker = errors.import_optional("matplotlib.ticker", "a figure")
-    is_logarithmic = axis.get_scale() == "log"
-    if is_logarithmic:
-        axis.set_major_locator(ticker.LogLocator(subs=(1.0,), numticks=8))
-        axis.set_minor_locator(ticker.LogLocator(subs=(2.0, 5.0), numticks=8))
-    low, high = axis.get_view_interval()
-    has_minor_labels = is_logarithmic and high < 100 * low
-    axis.set_major_formatter(lambda value, _: f"{value:.4g}")
-    axis.set_minor_formatter(lambda value, _: f"{value:.4g}" if has_minor_labels else "")
 
 
 def plot_over_depth(
-    rows: list[dict], quantities: dict[str, tuple[str, str]], x_label: str
+    rows: list[dict], quantities: dict[str, str], x_label: str
 ) -> tuple["Figure", np.ndarray]:
     """Draw a panel for each quantity and in it a line for each run; a model has one color.
 
     Args:
         rows: a dict for each run with its "label", its "model" and a list for each quantity; all
             lists end at the last depth
-        quantities: the title and the scale of the panel ("linear", "log"), by the key in a row
+        quantities: the title of the panel by the key in a row
 
     Returns:
         the figure and its axes, flat
@@ -279,16 +239,14 @@ def plot_over_depth(
     figure, axes = make_panels(num_rows, 2, 1.9, [row["label"] for row in rows])
     axes = axes.flatten()
     artists = {}
-    for axis, (key, (title, scale)) in zip(axes, quantities.items()):
+    for axis, (key, title) in zip(axes, quantities.items()):
         for style, row in zip(styles, rows):
             last_depth = max(len(row[quantity]) for quantity in quantities) - 1
             depths = range(last_depth + 1 - len(row[key]), last_depth + 1)
             (artists[row["label"]],) = axis.plot(depths, row[key], **style)
-        axis.set(xlabel=x_label, yscale=scale)
+        axis.set(xlabel=x_label)
         axis.set_title(title, loc="left")
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-        if scale != "linear":
-            use_plain_numbers(axis.yaxis)
     for axis in axes[len(quantities) :]:
         axis.axis("off")
     add_legend(figure, artists)
@@ -314,7 +272,7 @@ def make_legend_labels(lines: list[Line]) -> list[str]:
     return labels
 
 
-def plot_losses(lines: list[Line], x_axis: str, y_label: str, out: Path, title: str) -> None:
+def plot_losses(lines: list[Line], x_axis: str, out: Path, title: str) -> None:
     """Write losses as PNG, SVG or PDF: training as lines, validation as points of the same color."""
     column = AXES[x_axis]
     with use_print_style():
@@ -324,18 +282,16 @@ def plot_losses(lines: list[Line], x_axis: str, y_label: str, out: Path, title: 
         axis = axes[0, 0]
         artists = {}
         for line, legend_label in zip(lines, legend_labels):
-            # more unsmoothed losses would hide the curves
-            if line.raw is not None and len(lines) <= len(PALETTE) + 1:
-                color = line.style["color"]
-                axis.plot(
-                    line.raw[column], line.raw["value"], color=color, alpha=0.2, linewidth=0.6
-                )
             artists[legend_label] = draw_line(axis, line, column)
         curves = [curve for line in lines for curve in (line.training, line.evaluations)]
         lowest = min(curve["value"].min() for curve in curves if curve.height)
         first = max(curve["value"][0] for curve in curves if curve.height)
         margin = 0.05 * (first - lowest) or 0.1
-        axis.set(xlabel=X_LABELS[x_axis], ylabel=y_label, ylim=(lowest - margin, first + margin))
+        axis.set(
+            xlabel=X_LABELS[x_axis],
+            ylabel="loss (nats per token; lower is better)",
+            ylim=(lowest - margin, first + margin),
+        )
         axis.set_title(title)
         (artists["training, smoothed"],) = axis.plot([], [], color="0.5")
         (artists["validation"],) = axis.plot([], [], "o", color="0.5")
@@ -366,98 +322,3 @@ def draw_line(axis: "Axes", line: Line, column: str) -> "Artist":
         capsize=2,
     )
     return artist
-
-
-def plot_statistic(row: dict[str, Any], name: str, out: Path) -> None:
-    """Draw a statistic of the residual stream over training, with a curve for each block.
-
-    Args:
-        row: of a run that was trained with `statistics_interval`
-        name: as in metrics.jsonl, for example attn.beta_mean
-
-    Raises:
-        ValueError: the run has no such statistic
-    """
-    curves = read_curves(row)
-    names = [column for column in curves.columns if "." in column]
-    if name not in names:
-        raise ValueError(
-            f"--y={name}: {row['name']} has no such statistic"
-            f"{errors.suggest(name, names) or '; train with --statistics_interval'}"
-        )
-    curves = curves.drop_nulls(name)
-    values = np.array(curves[name].to_list())  # (records, blocks)
-    palette = errors.import_optional("matplotlib", "a figure").colormaps["viridis"]
-    with use_print_style():
-        labels = [f"block {block}" for block in range(values.shape[1])]
-        figure, axes = make_panels(1, 1, 3.0, labels)
-        axis = axes[0, 0]
-        # the last shades of the palette are too pale on white
-        colors = palette(np.linspace(0, 0.85, len(labels)))
-        artists = {}
-        for label, block_values, color in zip(labels, values.T, colors):
-            (artists[label],) = axis.plot(curves["step"], block_values, color=color)
-        axis.set(xlabel=X_LABELS["steps"], ylabel=name)
-        add_legend(figure, artists)
-        save(figure, out)
-
-
-# ---- a metric over settings ----
-
-
-def plot_metric(
-    groups: list[Group], group_values: list[dict[str, Any]], metric: str, out: Path
-) -> None:
-    """Draw the metric against a swept key, with a line for each setting of the others.
-
-    The key is the first with numbers, otherwise the first.
-
-    Groups whose evaluations lack the metric are left out.
-
-    Raises:
-        ValueError: no group has the metric
-    """
-    estimates = [group.estimate(metric) for group in groups]
-    if not any(estimates):
-        raise ValueError(f"--metric={metric}: no final evaluation has it; omit it")
-    group_values = [values for values, estimate in zip(group_values, estimates) if estimate]
-    estimates = [estimate for estimate in estimates if estimate]
-
-    keys = [key for key in group_values[0] if key != "seed"]
-    numeric_keys = [
-        key for key in keys if all(type(values[key]) in (int, float) for values in group_values)
-    ]
-    x_key = None
-    if keys:
-        x_key = numeric_keys[0] if numeric_keys else keys[0]
-    points_by_name: dict[str, list[tuple]] = {}
-    for values, estimate in zip(group_values, estimates):
-        name = " ".join(f"{key}={values[key]}" for key in keys if key != x_key)
-        x = values[x_key] if numeric_keys else str(values.get(x_key, "all"))
-        half_width = math.nan if estimate.half_width is None else estimate.half_width
-        points_by_name.setdefault(name, []).append((x, estimate.mean, half_width))
-    with use_print_style():
-        figure, axes = make_panels(1, 1, 3.0, list(points_by_name))
-        axis = axes[0, 0]
-        artists = {}
-        for number, (name, points) in enumerate(points_by_name.items(), 1):
-            x, mean, half_width = zip(*(sorted(points) if numeric_keys else points))
-            artists[name or "mean over seeds"] = axis.errorbar(
-                x,
-                mean,
-                yerr=half_width,
-                marker="o",
-                capsize=3,
-                **get_line_style(number),
-            )
-        axis.set(
-            xlabel=x_key or "",
-            ylabel=METRICS[metric].label,
-            title="error bars: 95% interval of the mean over seeds",
-        )
-        if numeric_keys:
-            x_values = [values[x_key] for values in group_values]
-            if min(x_values) > 0 and max(x_values) / min(x_values) >= 20:
-                axis.set_xscale("log")  # for example of learning rates
-        add_legend(figure, artists)
-        save(figure, out)

@@ -1,8 +1,7 @@
 """Make figures and tables of finished or running runs.
 
-    python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte]
+    python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds]
     python research/report.py curves RUN RUN RUN ... --band     # mean and 95% interval over seeds
-    python research/report.py curves RUN --y=attn.beta_mean     # a statistic of each block
     python research/report.py table runs/demo_cpu [RUN ...]     # the last evaluation of each run
     python research/report.py table RUN RUN RUN ... --against=gpt-mha-rope     # and differences
     python research/report.py paper RUN RUN RUN ... --out=paper.md   # the paper's tables, and its results
@@ -13,8 +12,6 @@ only in their seed are one row of a table, with the mean, its 95% interval and t
 Runs that cannot be read are named and left out. See research/docs/report.md for more.
 """
 
-import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,40 +25,25 @@ from evaluation import published
 from research import compare, plots, runs, tables
 from research.commands import Command, run_command
 from research.storage import store_figures
-from training import metrics
 from utils import files
 
 if TYPE_CHECKING:
     import polars as pl
 
-MAX_ERRORS = 3  # unreadable runs that an error message names
-Y_LABELS = {
-    "loss": "loss (nats per token; lower is better)",
-    "bits_per_byte": "bits per byte (lower is better)",
-}
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def read_runs(args: SimpleNamespace) -> "pl.DataFrame":
-    """Read the runs of the command line, select those of `--where`, and print what was left out.
+    """Read the runs of the command line, and name those that cannot be read.
 
     Raises:
-        ValueError: no run can be read, or `--where` selects none
+        ValueError: no run can be read
     """
-    readable, notes = runs.load(args.runs)
-    if not readable.height:
-        raise ValueError(join_some(notes))
-    selected = compare.select_runs(readable, args.where)
-    for name, texts in zip(selected["name"], compare.get_column(selected, "notes")):
-        notes += [f"{name}: {text}" for text in json.loads(texts or "[]")]
-    print_notes(notes)
-    return selected
-
-
-def join_some(notes: list[str]) -> str:
-    """Return the first notes in one line, and the number of the others."""
-    others = [f"and {len(notes) - MAX_ERRORS} more"] if len(notes) > MAX_ERRORS else []
-    return "; ".join([*notes[:MAX_ERRORS], *others])
+    loaded, error_lines = runs.load(args.runs)
+    if not loaded.height:
+        raise ValueError("; ".join(error_lines))
+    print_notes(error_lines)
+    return loaded
 
 
 def print_notes(notes: list[str]) -> None:
@@ -78,34 +60,20 @@ def draw_curves(args: SimpleNamespace) -> None:
     if args.out and Path(args.out).suffix not in SUFFIXES:
         raise ValueError(f"--out={args.out}: give a name that ends with {', '.join(SUFFIXES)}")
     loaded = read_runs(args)
-    out = Path(args.out) if args.out else find_default_out(loaded)
+    out = Path(args.out or runs.find_common_folder(loaded["path"]) / "curves.png")
     for row in loaded.iter_rows(named=True):
         if Path(row["path"]).is_file():
             raise ValueError(
                 f"{row['name']}: a row of a runs.csv has no curves: give its run folder"
             )
     out.parent.mkdir(parents=True, exist_ok=True)
-    if args.y not in Y_LABELS:
-        if loaded.height > 1:
-            raise ValueError(f"--y={args.y}: give one run, whose blocks have a curve each")
-        plots.plot_statistic(loaded.row(0, named=True), args.y, out)
-    else:
-        plots.plot_losses(
-            make_lines(loaded, args),
-            x_axis=args.x,
-            y_label=Y_LABELS[args.y],
-            out=out,
-            title=compare.shorten(loaded["name"][0]) if loaded.height == 1 else "",
-        )
+    plots.plot_losses(
+        make_lines(loaded, args),
+        x_axis=args.x,
+        out=out,
+        title=compare.shorten(loaded["name"][0]) if loaded.height == 1 else "",
+    )
     print(f"drew {out}")
-
-
-def find_default_out(loaded: "pl.DataFrame") -> Path:
-    """Return curves.png in the folder of a single run, or in that of several runs."""
-    paths = [Path(path).resolve() for path in loaded["path"]]
-    if len(paths) == 1:
-        return paths[0] / "curves.png"
-    return Path(os.path.commonpath([path.parent for path in paths])) / "curves.png"
 
 
 def make_lines(loaded: "pl.DataFrame", args: SimpleNamespace) -> list[plots.Line]:
@@ -125,20 +93,18 @@ def make_lines(loaded: "pl.DataFrame", args: SimpleNamespace) -> list[plots.Line
     lines = []
     styles = plots.choose_styles([group.model_name for group in groups])
     for group, style in zip(groups, styles):
-        line = plots.make_line(group, style, y="loss", val_y=f"val_{args.y}")
-        if args.y == "bits_per_byte" and not convert_to_bits_per_byte(line, group):
-            notes.append(f"{line.name}: --y=bits_per_byte: its shards' text size is unknown")
-        elif not line.training.height and not line.evaluations.height:
-            notes.append(f"{line.name}: its runs have no common step with a loss")
-        else:
+        line = plots.make_line(group, style)
+        if line.training.height or line.evaluations.height:
             lines.append(line)
+        else:
+            notes.append(f"{line.name}: its runs have no common step with a loss")
     if not lines:
         raise ValueError("; ".join(notes) + ": nothing to draw")
     vocabularies = {compare.get_vocabulary(row) for row in loaded.to_dicts()}
-    if args.y == "loss" and len(vocabularies) > 1:
+    if len(vocabularies) > 1:
         notes.append(
-            "losses per token cannot be compared between different tokenizers or vocabularies; try "
-            f"--y=bits_per_byte: {' | '.join(group.name for group in groups)}"
+            "losses per token cannot be compared between different tokenizers or vocabularies: "
+            f"{' | '.join(group.name for group in groups)}"
         )
     print_notes(notes)
     return lines
@@ -150,25 +116,6 @@ def get_paper_position(group: compare.Group) -> tuple[bool, int]:
     if group.model_name in model_names:
         return (False, model_names.index(group.model_name))
     return (True, 0)
-
-
-def convert_to_bits_per_byte(line: plots.Line, group: compare.Group) -> bool:
-    """Convert the training losses of a line; return False if the size of the text is not known."""
-    factors = set()
-    for text in group.get_column("corpus.train"):
-        counts = json.loads(text or "{}")
-        if "bytes" not in counts or not counts.get("tokens"):
-            return False
-        bytes_per_token = counts["bytes"] / counts["tokens"]
-        factors.add(metrics.compute_bits_per_byte(1.0, bytes_per_token))
-    if len(factors) > 1:
-        return False
-    pl = runs.import_polars()
-    factor = factors.pop()
-    line.training = line.training.with_columns(pl.col("value", "half_width") * factor)
-    if line.raw is not None:
-        line.raw = line.raw.with_columns(pl.col("value") * factor)
-    return True
 
 
 # ---- tables ----
@@ -186,26 +133,8 @@ def print_table(args: SimpleNamespace) -> None:
     table = tables.make_loss_table(groups, comparisons)
     print_notes(tables.list_cautions(groups, comparisons))
     if args.json:
-        rows = [describe_evaluation(row) for row in evaluated.iter_rows(named=True)]
-        store_figures(Path(args.json), {"rows": rows, "groups": table.numbers})
+        store_figures(Path(args.json), {"groups": table.numbers})
     print(table.format())
-
-
-def describe_evaluation(row: runs.Row) -> dict[str, object]:
-    """Return what --json stores of a run: its name, model and seed, and its last evaluation."""
-    positions = {f"val_{axis}": axis for axis in runs.AXES.values()}
-    scores = {
-        key: value
-        for key, value in row.items()
-        if key.startswith(runs.SCORE_PREFIXES) and key not in positions and value is not None
-    }
-    return {
-        "run": row["name"],
-        "model": row["model"],
-        "seed": row["seed"],
-        **{axis: row.get(key) for key, axis in positions.items()},
-        **scores,
-    }
 
 
 def select_evaluated(loaded: "pl.DataFrame") -> "pl.DataFrame":
@@ -220,7 +149,7 @@ def select_evaluated(loaded: "pl.DataFrame") -> "pl.DataFrame":
         f"{name} has no evaluation yet" for name, step in zip(loaded["name"], steps) if step is None
     ]
     if len(notes) == loaded.height:
-        raise ValueError(join_some(notes))
+        raise ValueError("; ".join(notes))
     print_notes(notes)
     return loaded.filter(pl.col("val_step").is_not_null())
 
@@ -245,11 +174,12 @@ def write_paper(args: SimpleNamespace) -> None:
 
 
 def store_runs(args: SimpleNamespace) -> None:
-    """Add rows to the file of `report.py runs`."""
+    """Write the file of `report.py runs`."""
     if not args.out:
         raise ValueError("--out is missing: give a CSV file, as in --out=runs.csv")
-    num_added, num_replaced = runs.write_csv(read_runs(args), Path(args.out))
-    print(f"{args.out}: {num_added} runs added, {num_replaced} replaced")
+    loaded = read_runs(args)
+    runs.write_csv(loaded, Path(args.out))
+    print(f"wrote {args.out}: {loaded.height} runs")
 
 
 # ---- the commands ----
@@ -262,11 +192,6 @@ class RunOptions:
     """Which runs are read."""
 
     runs: tuple[str, ...] = argument("run folders, folders that contain run folders, or a runs.csv")
-    where: tuple[str, ...] = option(
-        (),
-        "KEY=VALUE or KEY=VALUE,VALUE: read only runs with this setting; repeat it to require "
-        "several settings",
-    )
 
 
 @dataclass(frozen=True)
@@ -276,10 +201,6 @@ class CurvesOptions(RunOptions):
     x: Literal["steps", "tokens", "flops", "seconds"] = option(
         "steps",
         "x axis; seconds are device-seconds after the first step",
-    )
-    y: str = option(
-        "loss",
-        "y axis: loss, bits_per_byte, or a statistic of one run, as in --y=attn.beta_mean",
     )
     band: bool = option(
         False,
@@ -298,7 +219,7 @@ class TableOptions(RunOptions):
     by: tuple[str, ...] = option((), BY_HELP)
     against: str | None = option(
         None,
-        "baseline of the paired differences: the name of a row, or one of its runs",
+        "baseline of the differences: the name or the model of a row",
     )
     json: str | None = option(
         None,
@@ -318,14 +239,11 @@ class PaperOptions(RunOptions):
 class StoreOptions(RunOptions):
     """Where the rows are stored."""
 
-    out: str | None = option(
-        None,
-        "CSV file (required); its rows with the names of these runs are replaced",
-    )
+    out: str | None = option(None, "CSV file to write (required)")
 
 
 COMMANDS = {
-    "curves": Command("draw loss curves, or a statistic of each block", CurvesOptions, draw_curves),
+    "curves": Command("draw loss curves", CurvesOptions, draw_curves),
     "table": Command(
         "print the last evaluation of each run as Markdown", TableOptions, print_table
     ),

@@ -1,7 +1,7 @@
 """Read runs into one frame: run folders of train.py, folders that contain some, or a runs.csv.
 
 A row is a run. A column has the name of a setting (`max_steps`) or of a score of the last evaluation
-(`val_loss`). The columns of a nested field have its name as a prefix (`totals.tokens`, `corpus.val`).
+(`val_loss`). The columns of a nested field have its name as a prefix (`corpus.val`).
 Lists and dicts are JSON. A run folder is too large for git, so runs.csv stores the frame.
 """
 
@@ -10,10 +10,10 @@ import csv
 import hashlib
 import json
 import math
-import statistics
-from collections.abc import Callable
+import os
+from collections.abc import Iterable
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,10 +44,7 @@ ACCURACY_KEYS = "settings shown weights dataset validation tokens commit date ma
 # Columns that are no settings. step: the last one. first_seconds: the duration of the first step,
 # which includes compilation. accuracy: the records of eval.py for the newest checkpoint. path: the
 # run folder, or the runs.csv; it is not stored.
-FIELDS = (
-    "name path model seed step parameters commit processes first_seconds notes accuracy".split()
-)
-NESTED_FIELDS = ("totals", "machine", "corpus")
+FIELDS = "name path model seed step parameters commit processes first_seconds accuracy".split()
 MAX_INTEGER = 2**53  # FLOPs of large runs do not fit into the integers of polars
 OMITTED_KEYS = {"packages"}  # a long list of a corpus, which its sha256 stands for
 
@@ -74,49 +71,30 @@ def load(paths: list[str | Path]) -> tuple["pl.DataFrame", list[str]]:
         the frame of the runs that can be read, and an error line for each run that cannot
     """
     import_polars()  # otherwise a missing package would be reported as an error of every run
-    row_by_source: dict[tuple[Path, str | None], Row] = {}
+    row_by_source: dict[tuple[Path, str], Row] = {}
     error_lines = []
     for path in map(Path, paths):
-        # `runs/*` also names the figures of earlier reports
-        if path.suffix == ".png" and len(paths) > 1:
+        if path.is_file():
+            try:
+                for row in read_csv(path):
+                    row_by_source.setdefault((path.resolve(), row["name"]), row)
+            except ValueError as error:
+                error_lines.append(str(error))
             continue
-        try:
-            readers = make_readers(path)
-        except ValueError as error:
-            error_lines.append(str(error))
-            continue
-        for source, read in readers.items():
+        folders = find_run_folders(path) if path.is_dir() else []
+        if not folders:
+            error_lines.append(f"{path} has no metrics.jsonl: give a run folder made by train.py")
+        for folder in folders:
+            source = (folder.resolve(), "")
             if source in row_by_source:
                 continue
             try:
-                row_by_source[source] = read()
+                row_by_source[source] = read_run(folder)
             except ValueError as error:
-                file, row_name = source
-                error_lines.append(f"{row_name or file.name}: {error}")
+                error_lines.append(f"{folder.name}: {error}")
     rows = list(row_by_source.values())
     make_names_unique(rows)
     return make_frame(rows), error_lines
-
-
-def make_readers(path: Path) -> dict[tuple[Path, str | None], Callable[[], Row]]:
-    """Return a function that reads a run, for each run at a path.
-
-    The keys are a run's folder and None, or a runs.csv and the name of a row in it.
-
-    Raises:
-        ValueError: there is no run at the path
-    """
-    if path.is_file():
-        return {
-            (path.resolve(), row["name"]): partial(complete_row, row, path)
-            for row in read_csv_rows(path)
-        }
-    if not path.is_dir():
-        raise ValueError(f"{path} does not exist: give a run folder made by train.py")
-    folders = find_run_folders(path)
-    if not folders:
-        raise ValueError(f"{path} holds no metrics.jsonl: give a run folder made by train.py")
-    return {(folder.resolve(), None): partial(read_run, folder) for folder in folders}
 
 
 def find_run_folders(path: Path) -> list[Path]:
@@ -130,25 +108,26 @@ def find_run_folders(path: Path) -> list[Path]:
     return run_folders
 
 
+def find_common_folder(paths: Iterable[str | Path]) -> Path:
+    """Return the folder of a single run, or the one that contains the folders of several runs."""
+    folders = {Path(path).resolve() for path in paths}
+    if len(folders) == 1:
+        return folders.pop()
+    return Path(os.path.commonpath([folder.parent for folder in folders]))
+
+
 def make_names_unique(rows: list[Row]) -> None:
-    """Prefix names that occur twice with as many of their parent folders as distinguish them."""
-    parents_by_run = []
-    for row in rows:
-        path = Path(row["path"]).resolve()
-        if path.is_file():
-            path = path.with_suffix("") / row["name"]
-        parents_by_run.append(list(path.parent.parts))
-    while True:
-        names = [row["name"] for row in rows]
-        repeated = [
-            index
-            for index, name in enumerate(names)
-            if names.count(name) > 1 and parents_by_run[index]
-        ]
-        if not repeated:
-            return
-        for index in repeated:
-            rows[index]["name"] = f"{parents_by_run[index].pop()}/{names[index]}"
+    """Name runs whose name occurs twice by their paths in the folder that contains all of these."""
+    names = [row["name"] for row in rows]
+    paths_by_index = {}
+    for index, row in enumerate(rows):
+        if names.count(row["name"]) > 1:
+            path = Path(row["path"]).resolve()
+            paths_by_index[index] = path.with_suffix("") / row["name"] if path.is_file() else path
+    if paths_by_index:
+        folder = find_common_folder(paths_by_index.values())
+        for index, path in paths_by_index.items():
+            rows[index]["name"] = str(path.relative_to(folder))
 
 
 def make_frame(rows: list[Row]) -> "pl.DataFrame":
@@ -179,11 +158,11 @@ def read_run(folder: Path) -> Row:
     """Read the row of a run folder.
 
     Raises:
-        ValueError: its metrics.jsonl is missing or has no step
+        ValueError: its metrics.jsonl is missing or has no step, or results of eval.py are damaged
     """
-    records, notes = read_records(folder / "metrics.jsonl")
+    records = read_records(folder)
     steps = [record for record in records if is_finite(record.get("loss"))]
-    checkpoint_folder, state = read_newest_state(folder, notes)
+    checkpoint_folder, state = read_newest_state(folder)
     settings = read_settings(state)
     trained_on = state.get("trained_on") or {}
     row = {
@@ -192,16 +171,15 @@ def read_run(folder: Path) -> Row:
         "model": state.get("model"),
         **settings,
         "step": records[-1]["step"],
-        "parameters": count_parameters(state, notes) if state else None,
+        "parameters": count_parameters(state),
         "commit": state.get("commit"),
         "processes": trained_on.get("processes", 1),
-        "accuracy": read_accuracy(folder, checkpoint_folder, notes) if checkpoint_folder else [],
+        "accuracy": read_accuracy(folder, checkpoint_folder) if checkpoint_folder else [],
         **read_last_evaluation(records),
     }
     if steps and steps[0]["step"] == 1:
         row["first_seconds"] = steps[0].get("seconds")
     nested = {
-        "totals": compute_totals(steps),
         "machine": trained_on,
         "corpus": state.get("corpus", {}),
     }
@@ -209,7 +187,7 @@ def read_run(folder: Path) -> Row:
         for key, value in values.items():
             if key not in OMITTED_KEYS:
                 row[f"{name}.{key}"] = value
-    return {**row, "notes": notes}
+    return row
 
 
 def read_last_evaluation(records: list[dict]) -> Row:
@@ -224,23 +202,6 @@ def read_last_evaluation(records: list[dict]) -> Row:
         }
         return {**scores, **{f"val_{key}": record.get(key) for key in AXES.values()}}
     return {}
-
-
-def compute_totals(steps: list[dict]) -> dict[str, float]:
-    """Return the last tokens, flops and seconds, the median speed and the maximum of memory."""
-    summaries = {
-        "tokens": lambda values: values[-1],
-        "flops": lambda values: values[-1],
-        "seconds": lambda values: values[-1],
-        "tokens_per_second": statistics.median,
-        "memory": max,
-    }
-    totals = {}
-    for name, summarize in summaries.items():
-        values = [record[name] for record in steps if is_finite(record.get(name))]
-        if values:
-            totals[name] = summarize(values)
-    return totals
 
 
 def read_settings(state: dict) -> dict[str, object]:
@@ -263,64 +224,19 @@ def read_settings(state: dict) -> dict[str, object]:
     return {key: value for key, value in settings.items() if key not in HIDDEN_SETTINGS}
 
 
-def read_records(path: Path) -> tuple[list[dict], list[str]]:
-    """Read the valid lines of metrics.jsonl.
-
-    A kill can cut the last line, and a run that resumed from an earlier step repeats steps: of a
-    step that occurs twice, the later line is valid.
-
-    Returns:
-        the valid records, and notes on the other lines
+def read_records(folder: Path) -> list[dict]:
+    """Read the metrics.jsonl of a run folder.
 
     Raises:
-        ValueError: the file cannot be read, or has no valid line
+        ValueError: the file cannot be read, or has no step
     """
     try:
-        lines = path.read_bytes().splitlines()
+        records = metrics.read(folder / "metrics.jsonl")
     except OSError as error:
         raise ValueError(f"metrics.jsonl is missing or unreadable ({error.strerror})") from error
-    notes = []
-    records = []
-    num_damaged = 0
-    for line in lines:
-        try:
-            record = metrics.parse_record(line)
-            record["step"] + 0  # is a TypeError unless it is a number
-            records.append(record)
-        except (ValueError, TypeError, KeyError):
-            num_damaged += 1
-    if num_damaged:
-        notes.append(f"{num_damaged} lines of metrics.jsonl are not records of a step")
-    valid_records = drop_repeated_steps(records)
-    if len(valid_records) < len(records):
-        notes.append(
-            f"{len(records) - len(valid_records)} lines of metrics.jsonl are of steps that were "
-            "repeated later"
-        )
-    for record in valid_records:
-        if not all(is_finite(record.get(key, 0.0)) for key in ("val_loss", "loss")):
-            notes.append(f"no finite loss at step {record['step']}")
-            break
-    if not valid_records:
-        raise ValueError("; ".join(["metrics.jsonl has no step yet", *notes]))
-    return valid_records, notes
-
-
-def drop_repeated_steps(records: list[dict]) -> list[dict]:
-    """Return the records without those that a later record of the same or a lower step replaces."""
-    valid_records = []
-    lowest_step = math.inf
-    lowest_training_step = math.inf
-    for record in reversed(records):
-        # a step has one training record and can have several others
-        is_training = "loss" in record
-        is_repeated = is_training and record["step"] >= lowest_training_step
-        if record["step"] <= lowest_step and not is_repeated:
-            valid_records.append(record)
-            lowest_step = record["step"]
-            if is_training:
-                lowest_training_step = record["step"]
-    return valid_records[::-1]
+    if not records:
+        raise ValueError("metrics.jsonl has no step yet")
+    return records
 
 
 def is_finite(value: Any) -> bool:
@@ -328,26 +244,19 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def read_newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict[str, Any]]:
-    """Return the newest checkpoint that can be read and its state.json, or (None, {}).
-
-    A note is appended for each checkpoint that cannot be read.
-    """
+def read_newest_state(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """Return the newest checkpoint that can be read and its state.json, or (None, {})."""
     for path in reversed(checkpoint.list_checkpoints(folder)):
-        try:
+        with contextlib.suppress(ValueError):
             return path, checkpoint.read_state(path)
-        except ValueError as error:
-            notes.append(str(error).removesuffix("; use another checkpoint"))
-    notes.append("no checkpoint can be read, so its settings are not known")
     return None, {}
 
 
-def count_parameters(state: dict[str, Any], notes: list[str]) -> int | None:
-    """Return the number of parameters of a state's model; if it cannot be built, append a note."""
+def count_parameters(state: dict[str, Any]) -> int | None:
+    """Return the number of parameters of a state's model, or None if it cannot be built."""
     try:
         return count_model_parameters(state["model"], json.dumps(state["model_config"]))
-    except (ValueError, TypeError) as error:
-        notes.append(f"its model cannot be built: {error}")
+    except (ValueError, TypeError, KeyError):
         return None
 
 
@@ -358,11 +267,11 @@ def count_model_parameters(model_name: str, model_config: str) -> int:
         return build(model_name, make_config(model_name, json.loads(model_config))).num_parameters()
 
 
-def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> list[dict]:
+def read_accuracy(folder: Path, checkpoint_folder: Path) -> list[dict]:
     """Return the records of eval.py for a checkpoint, newer ones later.
 
     They are in eval/ in the folder of the run, and in the folders beside the run in which it was
-    evaluated with others, eval_*/. A note is appended for each results file that cannot be read.
+    evaluated with others, eval_*/.
     """
     checksums_file = checkpoint_folder / checkpoint.CHECKSUMS
     weights = None
@@ -375,12 +284,7 @@ def read_accuracy(folder: Path, checkpoint_folder: Path, notes: list[str]) -> li
         *sorted(folder.resolve().parent.parent.glob("eval_*/results_*.json")),
     ]
     accuracy = []
-    for path in results_files:
-        try:
-            record = files.read_json(path)
-        except ValueError as error:
-            notes.append(f"{path} is left out: {error}")
-            continue
+    for record in map(files.read_json, results_files):
         if record.get("weights") == weights:
             accuracy.append({key: record[key] for key in ACCURACY_KEYS if key in record})
     # a task that was evaluated twice has the newer result in a report
@@ -436,18 +340,16 @@ def read_curves(row: Row) -> "pl.DataFrame":
     """Return the records of a run's metrics.jsonl: a row for each record, a column for each number.
 
     The column of an axis (AXES) is its position in a figure: seconds are multiplied by the
-    processes, and do not count the first step, which compiles. Statistics of the residual stream
-    are lists with a number for each block.
+    processes, and do not count the first step, which compiles.
     """
     pl = import_polars()
-    records, _ = read_records(Path(row["path"]) / "metrics.jsonl")
     rows = []
-    for record in records:
+    for record in read_records(Path(row["path"])):
         numbers = {key: float(value) for key, value in record.items() if is_finite(value)}
         if "seconds" in numbers:
             numbers["seconds"] -= row.get("first_seconds") or 0
             numbers["seconds"] *= row["processes"]
-        rows.append({**numbers, **record.get("residual", {})})
+        rows.append(numbers)
     frame = pl.from_dicts(rows, infer_schema_length=None, strict=False)
     missing = [pl.lit(None, pl.Float64).alias(key) for key in AXES.values() if key not in frame]
     return frame.with_columns(missing)
@@ -456,50 +358,15 @@ def read_curves(row: Row) -> "pl.DataFrame":
 # ---- runs.csv ----
 
 
-def write_csv(frame: "pl.DataFrame", path: Path) -> tuple[int, int]:
-    """Add the rows of a frame to a runs.csv; they replace rows with the same names.
-
-    Returns:
-        the number of rows added and of rows replaced
-
-    Raises:
-        ValueError: the existing file is no runs.csv, or has another run of the same name
-    """
+def write_csv(frame: "pl.DataFrame", path: Path) -> None:
+    """Write the rows of a frame to a runs.csv."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    old_rows = {}
-    if path.exists():
-        old_rows = {parse_cell(row["name"]): row for row in read_csv_rows(path)}
-    new_rows = {row["name"]: make_csv_row(row) for row in frame.iter_rows(named=True)}
-    # a run that goes on may have other values of changeable keys
-    options = collect_options(TrainConfig)
-    fixed_keys = ["model", *(key for key in options if not options[key].changeable)]
-    for name in new_rows.keys() & old_rows.keys():
-        old_row = old_rows[name]
-        new_row = new_rows[name]
-        for key in fixed_keys:
-            # a run without a checkpoint has no settings
-            if old_row.get(key) != new_row.get(key) and (key == "model" or key in old_row):
-                raise ValueError(
-                    f"{path} has a run {name} with {key}={old_row.get(key)}, and this run {name} has "
-                    f"{new_row.get(key)}; give another --out, or all runs in one command"
-                )
-    rows = list({**old_rows, **new_rows}.values())
-    columns = sorted({key for row in rows for key in row}, key=make_column_sort_key)
+    rows = [make_csv_row(row) for row in frame.iter_rows(named=True)]
+    columns = sorted(
+        {key for row in rows for key in row}, key=lambda column: (column != "name", column)
+    )
     stored = import_polars().from_dicts(rows, schema=dict.fromkeys(columns, str))
     files.write_text(path, stored.write_csv())
-    num_replaced = len(new_rows.keys() & old_rows.keys())
-    return len(new_rows) - num_replaced, num_replaced
-
-
-def make_column_sort_key(column: str) -> tuple:
-    """Sort the name first, then scores, fields of the run, settings and nested fields, by name."""
-    return (
-        column != "name",
-        not column.startswith(SCORE_PREFIXES),
-        column not in FIELDS,
-        "." in column,
-        column,
-    )
 
 
 def make_csv_row(row: Row) -> dict[str, str]:
@@ -530,50 +397,38 @@ def parse_cell(text: str) -> Any:
         return text
 
 
-def read_csv_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a runs.csv without their empty cells.
+def read_csv(path: Path) -> list[Row]:
+    """Read the rows of a runs.csv, with the settings in the names of today.
 
     Raises:
         ValueError: the file is no runs.csv, or has two rows with the same name
     """
-    with open(path, encoding="utf-8", newline="") as file:
-        try:
-            rows = [
-                {column: text for column, text in row.items() if text}
-                for row in csv.DictReader(file)
-            ]
-        except (UnicodeDecodeError, csv.Error):
-            rows = []
-    names = [row.get("name") for row in rows]
-    if not rows or None in names:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = [complete_row(cells, path) for cells in csv.DictReader(file)]
+    except (UnicodeDecodeError, csv.Error, TypeError, KeyError, AttributeError):
+        rows = []
+    if not rows:
         raise ValueError(
             f"{path} was not written by report.py runs: give a run folder, or a runs.csv"
         )
-    repeated_names = [name for name in names if names.count(name) > 1]
-    if repeated_names:
-        raise ValueError(f"{path} has two rows named {repeated_names[0]!r}: remove one of them")
+    if len({row["name"] for row in rows}) < len(rows):
+        raise ValueError(f"{path} has two rows with the same name: remove one of them")
     return rows
 
 
 def complete_row(cells: dict[str, str], path: Path) -> Row:
-    """Return the row of a run in the runs.csv at `path`, with the settings in the names of today.
-
-    Raises:
-        ValueError: the row is damaged
-    """
-    row = {column: parse_cell(text) for column, text in cells.items()}
+    """Return the row of a run in the runs.csv at `path`; it has no empty cells."""
+    row = {column: parse_cell(text) for column, text in cells.items() if text}
     row["path"] = str(path)
+    row["name"] = str(row["name"])
     row.setdefault("processes", 1)
     if row.get("model") is None:
         return row
-    try:
-        settings = {
-            column: value
-            for column, value in row.items()
-            if is_setting(column) or column in ("model", "seed")
-        }
-        settings = read_settings(make_state(settings, row["step"]))
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"damaged: write its row again with report.py runs ({error})") from error
+    settings = {
+        column: value
+        for column, value in row.items()
+        if is_setting(column) or column in ("model", "seed")
+    }
     others = {column: value for column, value in row.items() if not is_setting(column)}
-    return {**others, **settings}
+    return {**others, **read_settings(make_state(settings, row["step"]))}

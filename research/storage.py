@@ -1,7 +1,5 @@
 """Store measured figures with their provenance."""
 
-import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +10,11 @@ from utils.provenance import collect_provenance
 def store_figures(path: Path, figures: dict, origin: dict | None = None) -> None:
     """Write figures and their provenance to a JSON file, which is complete or absent.
 
-    If the code had uncommitted changes, a note says so, because nobody else can reproduce the
-    figures.
-
     Args:
         origin: the provenance of the figures, if they were not measured by this process
     """
     # the provenance comes first, where a reader of the file looks for it
-    origin = origin or collect_provenance()
-    files.write_json(path, {**origin, **figures})
-    if origin["commit"].endswith("-dirty"):
-        report_uncommitted(path, origin["commit"])
-
-
-@functools.cache  # a benchmark writes its file after every figure, and one note is enough
-def report_uncommitted(path: Path, commit: str) -> None:
-    """Print once per file that its figures were measured with uncommitted changes."""
-    # on stderr, because the output may be a table that is written to a file
-    print(
-        f"note: {path.name} names commit {commit}, because the code has uncommitted changes, such as a "
-        "new variant; commit them before you measure figures that others should reproduce",
-        file=sys.stderr,
-        flush=True,
-    )
+    files.write_json(path, {**(origin or collect_provenance()), **figures})
 
 
 class Figures:

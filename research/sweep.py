@@ -5,17 +5,16 @@
     python research/sweep.py config/demo_cpu.py --seed=0..4 --jobs=2         # two runs at a time
     python research/sweep.py config/demo_cpu.py --model=gpt-mha-rope,DDL-gpt-mha-rope \
         --tune=learning_rate,muon_learning_rate --tries=12
-    python research/sweep.py config/ddl_dv4_small.py ... --mode=table        # tabulate finished runs
 
 A key of train.py with several values, `a,b,c` or an inclusive range of integers `a..b`, is swept;
 every combination of values is a cell. A key with one value applies to all cells. A value that
 itself contains a comma is not supported. If you rerun the command, it skips finished cells and
 resumes the others. `<out>/<cell>/` is the run folder of a cell, and `<out>/<cell>.log` is the
-output of its train.py. The results are `<out>/table.md`, `table.json` and `plot.png`.
+output of its train.py. The results are in `<out>/table.md`.
 
 With `--tune`, every combination of the swept values gets a search for its best rates, which starts
 from those of the config file and makes at most `--tries` runs (research/tuning.py). The results are
-`<out>/tuning.md` and `tuning.json`.
+in `<out>/tuning.md`.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,8 +43,7 @@ import torch
 import configurator
 from configurator import Option, check_ranges, collect_options, option
 from model import MODEL_NAMES, model_class
-from research import compare, plots, runs, tables, tuning
-from research.storage import store_figures
+from research import compare, runs, tables, tuning
 from training import checkpoint, metrics, settings
 from training.config import TrainConfig
 from training.settings import Arguments
@@ -73,17 +71,9 @@ TUNING_SEED = "1000"  # no seed of the runs that are reported
 class SweepConfig:
     """Keys of the sweep."""
 
-    mode: Literal["local", "table"] = option(
-        "local",
-        "run all cells (local), or tabulate the finished ones (table)",
-    )
     out: str | None = option(
         None,
         "folder of the sweep (default: sweeps/<name of the config file>)",
-    )
-    metric: Literal[*compare.METRICS] = option(
-        "val_loss",
-        "score of the final evaluation that plot.png shows",
     )
     jobs: int = option(
         1,
@@ -403,17 +393,15 @@ class CellRunner:
     """Runs cells and prints their progress.
 
     signals: signals that were caught. exit_codes: those of the cells that were run. error_by_log: the
-    last line of each failed cell, by its log. durations: the seconds of cells that succeeded.
+    last line of each failed cell, by its log.
     """
 
-    def __init__(self, num_cells: int, num_unfinished: int, sweep: SweepConfig):
+    def __init__(self, num_cells: int, sweep: SweepConfig):
         self.num_cells = num_cells
-        self.num_unfinished = num_unfinished
         self.sweep = sweep
         self.signals = catch_signals()
         self.exit_codes: list[int] = []
         self.error_by_log: dict[Path, str] = {}
-        self.durations: list[float] = []
         self.free_gpus: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for gpus in divide_gpus(sweep.jobs, sweep.nproc_per_node):
             self.free_gpus.put(gpus)
@@ -444,20 +432,13 @@ class CellRunner:
         self.exit_codes.append(exit_code)
         if self.signals or exit_code == STOPPED:
             return
-        self.num_unfinished -= 1
-        duration = time.monotonic() - start
+        duration = units.format_duration(time.monotonic() - start)
         if exit_code:
             self.error_by_log[cell.log] = last_line
             result = f"FAILED (exit code {exit_code})"
         else:
-            self.durations.append(duration)
             result = f"val_loss {read_final_evaluation(cell)['val_loss']:.4f}"
-        line = f"{title}{result} | {units.format_duration(duration)}"
-        if self.durations:
-            mean_duration = sum(self.durations) / len(self.durations)
-            remaining = self.num_unfinished * mean_duration / self.sweep.jobs
-            line += f" | ETA {units.format_duration(remaining)}"
-        print(line, flush=True)
+        print(f"{title}{result} | {duration}", flush=True)
 
     def finish(self) -> int:
         """Report failures and the command that resumes a stopped sweep.
@@ -500,8 +481,7 @@ def run_missing(
 
 def run_cells(cells: list[Cell], sweep: SweepConfig) -> int:
     """Run every unfinished cell, `jobs` at the same time, and return the exit code."""
-    num_unfinished = sum(read_final_evaluation(cell) is None for cell in cells)
-    runner = CellRunner(len(cells), num_unfinished, sweep)
+    runner = CellRunner(len(cells), sweep)
     with ThreadPoolExecutor(sweep.jobs) as pool:
         list(pool.map(runner.run, cells))  # raises the first exception of a thread
     return runner.finish()
@@ -637,13 +617,12 @@ def read_loss(cell: Cell) -> float | None:
 def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> int:
     """Run the searches of `--tune`, `jobs` tries at the same time, and return the exit code."""
     searches = make_searches(sweep, train, swept)
-    max_tries = len(searches) * sweep.tries
-    runner = CellRunner(max_tries, max_tries, sweep)
+    runner = CellRunner(len(searches) * sweep.tries, sweep)
     Path(sweep.out).mkdir(parents=True, exist_ok=True)
     print(f"{len(searches)} searches of at most {sweep.tries} tries in {sweep.out}", flush=True)
 
     def list_missing() -> list[Cell]:
-        if sweep.mode == "table" or runner.is_stopped or runner.error_by_log:
+        if runner.is_stopped or runner.error_by_log:
             return []
         return [search.make_cell(point) for search in searches for point in search.follow().missing]
 
@@ -662,13 +641,12 @@ def tune(sweep: SweepConfig, train: Arguments, swept: dict[str, list[str]]) -> i
 
 
 def write_tuning(searches: list[RateSearch], sweep: SweepConfig) -> None:
-    """Write tuning.md and tuning.json: the loss of every try, and the best rates of each search.
+    """Write tuning.md: the loss of every try, and the best rates of each search.
 
     Raises:
         ValueError: all tries of a search diverged
     """
     rows = []
-    figures = []
     failures = []
     for search in searches:
         losses = search.follow().losses
@@ -679,15 +657,12 @@ def write_tuning(searches: list[RateSearch], sweep: SweepConfig) -> None:
                 is_best = point == tuning.find_best(losses)
                 text = f"**{loss:.4f}**" if is_best else f"{loss:.4f}"
             rows.append([search.name, *(f"{rate:g}" for rate in rates.values()), text])
-            stored_loss = loss if math.isfinite(loss) else None
-            figures.append({**search.swept_texts, **rates, "val_loss": stored_loss})
         if losses and not tuning.has_converged(losses):
             failures.append(search.describe())
     lines = [search.describe() for search in searches]
     grid = format_markdown(["settings", *sweep.tune.split(","), "validation loss"], rows)
     text = "\n".join([grid, "", *lines]) + "\n"
     print(text, end="")
-    store_figures(Path(sweep.out) / "tuning.json", {"rows": figures, "searches": lines})
     files.write_text(Path(sweep.out) / "tuning.md", text)
     if failures:
         raise ValueError("; ".join(failures))
@@ -696,9 +671,8 @@ def write_tuning(searches: list[RateSearch], sweep: SweepConfig) -> None:
 # ---- results ----
 
 
-def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
-    """Write table.md and table.json with a row for each setting, as report.py does, and plot.png."""
-    out = Path(sweep.out)
+def write_table(cells: list[Cell], out: Path) -> None:
+    """Write table.md with a row for each setting, as report.py does."""
     finished = []
     unfinished_lines = []
     for cell in cells:
@@ -717,15 +691,7 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     cautions = tables.list_cautions(groups)
     text = "\n".join([table.format(), "", *unfinished_lines, *cautions]).rstrip() + "\n"
     print(text, end="")
-    store_figures(
-        out / "table.json",
-        {"groups": table.numbers, "unfinished": unfinished_lines, "cautions": cautions},
-    )
     files.write_text(out / "table.md", text)
-    if groups:
-        values_by_folder = {cell.folder.resolve(): cell.values for cell in finished}
-        group_values = [values_by_folder[Path(group.runs["path"][0]).resolve()] for group in groups]
-        plots.plot_metric(groups, group_values, sweep.metric, out / "plot.png")
 
 
 def main() -> int:
@@ -733,18 +699,12 @@ def main() -> int:
     sweep, train, swept = read_arguments(sys.argv[1:])
     # torchrun will set this for train.py, and `resolve` divides the batch by it
     os.environ["WORLD_SIZE"] = str(sweep.nproc_per_node)
-    if sweep.mode == "table" and not Path(sweep.out).is_dir():
-        raise ValueError(f"out={sweep.out} does not exist: nothing has run")
     # a missing package must be reported before hours of training
     runs.import_polars()
     compare.import_stats()
-    plots.use_print_style()
     if sweep.tune:
         return tune(sweep, train, swept)
     cells = make_cells(sweep, train, swept)
-    if sweep.mode == "table":
-        write_table(cells, sweep)
-        return 0
     Path(sweep.out).mkdir(parents=True, exist_ok=True)
     num_finished = sum(read_final_evaluation(cell) is not None for cell in cells)
     sizes = " x ".join(f"{len(values)} {key}" for key, values in swept.items())
@@ -755,7 +715,7 @@ def main() -> int:
     )
     exit_code = run_cells(cells, sweep)
     if exit_code in (0, 1):
-        write_table(cells, sweep)
+        write_table(cells, Path(sweep.out))
     return exit_code
 
 

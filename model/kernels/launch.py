@@ -1,8 +1,7 @@
 """How kernels are launched: warps of a program, prefetching of its loads, and number of programs.
 
 Launches come from a table, not from Triton's autotuner: another launch sums in another order, and a
-resumed run must continue with the bits of an uninterrupted one. `bench.py kernels --tune` measures
-others.
+resumed run must continue with the bits of an uninterrupted one.
 """
 
 import functools
@@ -19,12 +18,6 @@ from .tiles import choose_block
 # With TRITON_INTERPRET=1, set before triton is first imported, kernels run on a CPU, slowly, for
 # tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-# Launches that `bench.py kernels --tune` times in place of those of the table, by the table's keys.
-FORCED: dict[str, Launch] = {}
-
-# Launches of this process, by the table's key and width, which are stored beside measured figures.
-USED: dict[str, Launch] = {}
 
 # Narrower and wider vectors have entries of their own in the table.
 NARROW_WIDTH = 768
@@ -53,18 +46,9 @@ def launch_key(kernel: str, num_value_channels: int = 1, kernel_size: int = 1) -
 def choose_launch(
     kernel: str, width: int, num_value_channels: int = 1, kernel_size: int = 1
 ) -> Launch:
-    """Return the launch of a kernel for vectors of some width, and note it in `USED`."""
-    key = launch_key(kernel, num_value_channels, kernel_size)
-    used_key = f"{key} d={width}"
-    USED[used_key] = FORCED.get(key) or get_table_launch(used_key)
-    return USED[used_key]
-
-
-def get_table_launch(used_key: str) -> Launch:
-    """Return the launch that the table has today for a key of `USED`."""
-    key, _, width = used_key.rpartition(" d=")
-    narrow, wide = KERNELS[key]
-    return scale_to_width(narrow if int(width) <= NARROW_WIDTH else wide, int(width))
+    """Return the launch of a kernel for vectors of some width."""
+    narrow, wide = KERNELS[launch_key(kernel, num_value_channels, kernel_size)]
+    return scale_to_width(narrow if width <= NARROW_WIDTH else wide, width)
 
 
 def launch_options(launch: Launch, x: torch.Tensor) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """What the analyses of trained models share: options, validation sequences, storing."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from data.loader import ValidationBatches
 from data.tokenizer import Tokenizer
 from model.gpt import GPT
 from model_folder import ModelFolder, describe, find_run_folder
-from research import plots
-from research.runs import HIDDEN_SETTINGS
+from research import plots, runs
 from research.storage import Figures
 from utils import processes
 
@@ -100,13 +98,8 @@ def select_sequences(batches: ValidationBatches, count: int) -> list[int]:
 
 def prepare_output_file(args: SimpleNamespace, name: str) -> Path:
     """Return the path of a command's JSON file, and create its folder."""
-    run_folders = {find_run_folder(Path(path)) for path in args.runs}
-    if args.json:
-        out = Path(args.json)
-    elif len(run_folders) == 1:
-        out = run_folders.pop() / f"{name}.json"
-    else:
-        out = Path(os.path.commonpath([run.parent for run in run_folders])) / f"{name}.json"
+    run_folders = [find_run_folder(Path(path)) for path in args.runs]
+    out = Path(args.json or runs.find_common_folder(run_folders) / f"{name}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -124,7 +117,7 @@ def describe_run(folder: ModelFolder, model: GPT) -> dict:
         "settings": {
             key: value
             for key, value in settings.items()
-            if key not in {*HIDDEN_SETTINGS, "model", "seed"}
+            if key not in {*runs.HIDDEN_SETTINGS, "model", "seed"}
         },
     }
 

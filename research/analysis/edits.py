@@ -74,29 +74,14 @@ class EditedStream(Stream):
         return super().write(edited, state, *args)
 
 
-def choose_edits(model: GPT, names: list[str] | None) -> dict[str, dict[SiteKey, Write]]:
-    """Return, for each edit by name, the edited write of each site that has it.
-
-    Args:
-        names: only these edits; None for all
-
-    Raises:
-        ValueError: no site has one of the names
-    """
+def collect_edits(model: GPT) -> dict[str, dict[SiteKey, Write]]:
+    """Return, for each edit by name, the edited write of each site that has it."""
     writes_by_edit: dict[str, dict[SiteKey, Write]] = {}
     for block in model.transformer.h:
         for site in block.sites:
             for name, write in list_edits(site).items():
                 writes_by_edit.setdefault(name, {})[site.layer, site.name] = write
-    unknown_names = sorted(set(names or []) - writes_by_edit.keys())
-    if unknown_names:
-        raise ValueError(
-            f"--edits={','.join(unknown_names)}: the edits of this model are "
-            f"{', '.join(writes_by_edit)}"
-        )
-    if names is None:
-        return writes_by_edit
-    return {name: writes for name, writes in writes_by_edit.items() if name in names}
+    return writes_by_edit
 
 
 # ---- losses ----
@@ -129,32 +114,28 @@ def measure_losses(
     return torch.stack(losses)
 
 
-def measure_effects(run: common.LoadedRun, batch_size: int, names: list[str] | None) -> list[dict]:
-    """Return how much each edit changes the mean loss per target, at each site and at all at once.
+def measure_effects(run: common.LoadedRun, batch_size: int) -> list[dict]:
+    """Return how much each edit changes the mean loss of a sequence, at each site and at all at once.
 
-    names: of the edits; None for all
+    The interval is over sequences. Those without targets do not count.
     """
-    edits = choose_edits(run.model, names)
     writes_by_key: dict[tuple, dict[SiteKey, Write]] = {}
-    for name, writes in edits.items():
+    for name, writes in collect_edits(run.model).items():
         if len(writes) > 1:
             writes_by_key[*ALL_SITES, name] = writes
         for site_key, write in writes.items():
             writes_by_key[*site_key, name] = {site_key: write}
-    num_targets: list[torch.Tensor] = []
-    unedited: list[torch.Tensor] = []
-    losses: dict[tuple, list[torch.Tensor]] = {key: [] for key in writes_by_key}
+    differences: dict[tuple, list[float]] = {key: [] for key in writes_by_key}
     for ids, targets in run.iterate_batches(batch_size):
-        # in some tasks, documents have different numbers of labels
-        num_targets.append((targets != IGNORED_TARGET).sum(1).cpu())
-        unedited.append(measure_losses(run.model, ids, targets, writes={}))
+        # a task scores only the tokens of answers
+        has_targets = (targets != IGNORED_TARGET).any(1)
+        unedited = measure_losses(run.model, ids, targets, writes={})
         for key, writes in writes_by_key.items():
-            losses[key].append(measure_losses(run.model, ids, targets, writes))
+            edited = measure_losses(run.model, ids, targets, writes)
+            differences[key] += (edited - unedited)[has_targets].tolist()
     effects = []
-    for (layer, site_name, name), edited in losses.items():
-        difference = estimate_difference(
-            torch.cat(edited), torch.cat(unedited), torch.cat(num_targets)
-        )
+    for (layer, site_name, name), values in differences.items():
+        difference = compare.estimate_mean(values)
         effects.append(
             {
                 "layer": layer,
@@ -167,23 +148,3 @@ def measure_effects(run: common.LoadedRun, batch_size: int, names: list[str] | N
             }
         )
     return effects
-
-
-def estimate_difference(
-    edited: torch.Tensor, unedited: torch.Tensor, num_targets: torch.Tensor
-) -> compare.Estimate:
-    """Estimate the difference of the mean losses per target, with its 95% interval over sequences.
-
-    If sequences have different numbers of targets, the mean is a ratio of two sums, and the interval
-    is that of the linearized ratio. Sequences without targets do not count.
-
-    Args:
-        edited, unedited: nats per target of each sequence, (count,)
-        num_targets: of each sequence, (count,)
-    """
-    has_targets = num_targets > 0
-    counts = num_targets[has_targets].double()
-    weights = counts / counts.mean()
-    differences = (edited - unedited).cpu()[has_targets]
-    mean = (weights * differences).mean()
-    return compare.estimate_mean((mean + weights * (differences - mean)).tolist())

@@ -26,14 +26,13 @@ from model.ddl import DeltaRewrite, project_onto_k
 from research import plots
 from research.analysis import common, edits
 from research.compare import Estimate, estimate_mean, judge_differences
-from utils import files, tables
+from utils import tables
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-QUANTILES = {"low": 0.05, "high": 0.95}  # between which 90% of the tokens lie
 MAX_COLUMNS = 3  # panels side by side
 
 
@@ -148,17 +147,16 @@ def measure_turns(
     return turns
 
 
-def summarize_numbers(numbers: torch.Tensor) -> dict[str, float]:
-    """Return the mean, standard deviation and QUANTILES of numbers of tokens.
+def compute_mean(numbers: torch.Tensor) -> float:
+    """Return the mean of numbers of tokens.
 
     Raises:
-        ValueError: one of them is not finite
+        ValueError: it is not finite
     """
-    values = numbers.double().numpy()
-    if not np.isfinite(values).all():
+    mean = numbers.double().mean().item()
+    if not math.isfinite(mean):
         raise ValueError("a statistic is not finite: the model has diverged")
-    quantiles = {name: float(np.quantile(values, level)) for name, level in QUANTILES.items()}
-    return {"mean": float(values.mean()), "std": float(values.std()), **quantiles}
+    return mean
 
 
 # ---- a run ----
@@ -168,12 +166,8 @@ def measure_run(run: common.LoadedRun, args: SimpleNamespace) -> dict:
     """Return the statistics of each site over the sequences, and the effects of edits.
 
     Raises:
-        ValueError: a number is not finite, or args.edits names an edit that the model does not have
+        ValueError: a number is not finite
     """
-    names = None if args.edits == "all" else args.edits.split(",")
-    if args.edits != "none":
-        # a wrong name should be noticed before anything is measured
-        edits.choose_edits(run.model, names)
     values: dict[tuple[int, str], dict[str, list[torch.Tensor]]] = {}
     with torch.no_grad():
         for ids, _ in run.iterate_batches(args.rows):
@@ -181,13 +175,9 @@ def measure_run(run: common.LoadedRun, args: SimpleNamespace) -> dict:
                 run.model.hidden(ids)
     sites = []
     for (layer, site_name), by_name in values.items():
-        statistics = {
-            name: summarize_numbers(torch.cat(numbers)) for name, numbers in by_name.items()
-        }
+        statistics = {name: compute_mean(torch.cat(numbers)) for name, numbers in by_name.items()}
         sites.append({"layer": layer, "site": site_name, "statistics": statistics})
-    effects = []
-    if args.edits != "none":
-        effects = edits.measure_effects(run, args.rows, names)
+    effects = edits.measure_effects(run, args.rows) if args.edits else []
     return {"sites": sites, "effects": effects}
 
 
@@ -219,36 +209,28 @@ class Group:
     def edit_names(self) -> list[str]:
         return list(dict.fromkeys(effect["edit"] for effect in self.rows[0]["effects"]))
 
-    def collect(self, name: str) -> dict[tuple[int, str], list[dict]]:
-        """Return {(layer, site): the summary of a statistic in each run}."""
-        by_site: dict[tuple[int, str], list[dict]] = {}
+    def collect(self, name: str) -> dict[tuple[int, str], list[float]]:
+        """Return {(layer, site): the mean of a statistic in each run}."""
+        by_site: dict[tuple[int, str], list[float]] = {}
         for row in self.rows:
             for site in row["sites"]:
                 if name in site["statistics"]:
-                    summaries = by_site.setdefault((site["layer"], site["site"]), [])
-                    summaries.append(site["statistics"][name])
+                    means = by_site.setdefault((site["layer"], site["site"]), [])
+                    means.append(site["statistics"][name])
         return by_site
 
     def judge_effects(self, edit: str) -> dict[tuple[int | None, str], tuple]:
         """Return {(layer, site): (the change of the loss by an edit, its verdict)}.
 
-        The verdict on all sites at once is corrected for the number of edits, those on single sites
-        for the number of sites.
+        The verdicts are corrected for the number of sites.
         """
-        at_all_sites = {}
-        by_site = {}
-        for (layer, site, name), effect in self.estimate_effects().items():
-            if layer is None:
-                at_all_sites[name] = effect
-            elif name == edit:
-                by_site[layer, site] = effect
-        judged = {}
-        for name, verdict in zip(at_all_sites, judge_differences(list(at_all_sites.values()))):
-            if name == edit:
-                judged[edits.ALL_SITES] = (at_all_sites[name], verdict)
-        for key, verdict in zip(by_site, judge_differences(list(by_site.values()))):
-            judged[key] = (by_site[key], verdict)
-        return judged
+        effects = {
+            (layer, site): effect
+            for (layer, site, name), effect in self.estimate_effects().items()
+            if name == edit
+        }
+        verdicts = judge_differences(list(effects.values()))
+        return {key: (effects[key], verdict) for key, verdict in zip(effects, verdicts)}
 
     def estimate_effects(self) -> dict[tuple[int | None, str, str], Estimate]:
         """Return {(layer, site, edit): the change of the loss}."""
@@ -299,10 +281,9 @@ def format_statistics_table(group: Group) -> str:
     for name in group.statistics:
         by_site = group.collect(name)
         means = {
-            f"block {layer} {site}": np.mean([run["mean"] for run in runs])
-            for (layer, site), runs in by_site.items()
+            f"block {layer} {site}": np.mean(by_run) for (layer, site), by_run in by_site.items()
         }
-        by_run = np.mean([[run["mean"] for run in runs] for runs in by_site.values()], axis=0)
+        by_run = np.mean(list(by_site.values()), axis=0)
         low = min(means, key=means.get)
         high = max(means, key=means.get)
         extremes = f"{means[low]:.4g} ({low}) to {means[high]:.4g} ({high})"
@@ -329,8 +310,8 @@ def format_edit_table(group: Group) -> str:
     return tables.format_markdown(["site", *judged_by_edit], rows)
 
 
-def format_page(groups: list[Group], pictures: list[Path]) -> str:
-    """Return the page in Markdown: statistics and edits of each group, then the pictures."""
+def format_page(groups: list[Group]) -> str:
+    """Return the statistics and edits of each group in Markdown."""
     parts = ["# Gates and writes of trained models"]
     for group in groups:
         labels = "; ".join(row["label"] for row in group.rows)
@@ -341,28 +322,21 @@ def format_page(groups: list[Group], pictures: list[Path]) -> str:
             unit = f"{len(group.rows)} seeds" if len(group.rows) > 1 else "sequences"
             parts.append(
                 f"Change of the loss, in nats per token, with its 95% interval over {unit}; brackets "
-                "mark changes that do not differ from 0 after Holm's correction (at one site, for the "
-                "number of sites; at all sites at once, for the number of edits). An edit is not a "
-                "retrained model."
+                "mark changes that do not differ from 0 after Holm's correction for the number of "
+                "sites. An edit is not a retrained model."
             )
             parts.append(format_edit_table(group))
-    parts += [f"![{picture.stem}]({picture.name})" for picture in pictures]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 # ---- figures ----
 
 
-def draw_group(group: Group, out: Path) -> list[Path]:
-    """Draw the figures of a group as <out>_course.png and <out>_edits.png, and return their files."""
-    figures = {"course": draw_course(group)}
+def draw_group(group: Group, out: Path) -> None:
+    """Draw the figures of a group as <out>_course.png and <out>_edits.png."""
+    plots.save(draw_course(group), out.with_name(f"{out.name}_course.png"))
     if group.edit_names:
-        figures["edits"] = draw_edits(group)
-    pictures = []
-    for kind, figure in figures.items():
-        pictures.append(out.with_name(f"{out.name}_{kind}.png"))
-        plots.save(figure, pictures[-1])
-    return pictures
+        plots.save(draw_edits(group), out.with_name(f"{out.name}_edits.png"))
 
 
 def draw_panels(
@@ -398,29 +372,25 @@ def draw_panels(
 def draw_course(group: Group) -> "Figure":
     """Draw the mean of every statistic over blocks.
 
-    For one run, a band shows between which values 90% of its tokens lie. For several runs, each is
-    drawn thin beside the mean, because runs may differ so much that none is like the mean.
+    Each of several runs is drawn thin beside their mean, because none may be like it.
     """
 
     def draw_panel(panel: "Axes", name: str) -> dict[str, "Artist"]:
         artists = {}
         by_site = group.collect(name)
         for index, site_name in enumerate(group.site_names):
-            by_layer = {layer: runs for (layer, site), runs in by_site.items() if site == site_name}
+            by_layer = {
+                layer: means for (layer, site), means in by_site.items() if site == site_name
+            }
             if not by_layer:
                 continue
             layers = list(by_layer)
             color = plots.COLORS[index]
-            means = np.array([[run["mean"] for run in runs] for runs in by_layer.values()])
+            means = np.array(list(by_layer.values()))  # (blocks, runs)
             (artists[site_name],) = panel.plot(
                 layers, means.mean(1), marker=plots.MARKERS[index], color=color
             )
-            if means.shape[1] > 1:
-                panel.plot(layers, means, linewidth=0.6, alpha=0.6, color=color)
-            else:
-                low = [runs[0]["low"] for runs in by_layer.values()]
-                high = [runs[0]["high"] for runs in by_layer.values()]
-                panel.fill_between(layers, low, high, color=color, alpha=0.1)
+            panel.plot(layers, means, linewidth=0.6, alpha=0.6, color=color)
         panel.set_title(name.replace("_", " "), loc="left")
         return artists
 
@@ -467,7 +437,7 @@ class Options(common.RunOptions):
     """Edits of the model."""
 
     windows: int = option(32, "number of validation sequences", low=1)
-    edits: str = option("all", "edits to measure: all, none, or names separated by commas")
+    edits: bool = option(True, "measure the loss with edited writes, too, which takes longest")
 
 
 def summarize(row: dict) -> str:
@@ -476,12 +446,9 @@ def summarize(row: dict) -> str:
 
 
 def finish(rows: list[dict], out: Path) -> None:
-    """Draw all groups, and write and print the page beside the JSON file `out`."""
+    """Print the page, and draw all groups beside the JSON file `out`."""
     groups = group_rows(rows)
-    pictures = []
     for group in groups:
         suffix = "" if len(groups) == 1 else f"_{group.label.replace('/', '_').replace(' ', '_')}"
-        pictures += draw_group(group, out.with_name(out.stem + suffix))
-    page = format_page(groups, pictures)
-    files.write_text(out.with_suffix(".md"), page)
-    print(page)
+        draw_group(group, out.with_name(out.stem + suffix))
+    print(format_page(groups))

@@ -231,13 +231,13 @@ def format_table(rows: list[dict]) -> str:
     return tables.format_markdown(header, cells)
 
 
-# quantity -> label and scale of its panel
+# quantity -> label of its panel
 PANELS = {
-    "loss": ("loss (nats)", "log"),
-    "kl": ("KL(final ‖ this depth) (nats)", "symlog"),
-    "agrees": ("fraction that agrees with the final prediction", "linear"),
-    "overwritten": ("fraction that the site changes", "linear"),
-    "settled": ("fraction that no longer changes", "linear"),
+    "loss": "loss (nats)",
+    "kl": "KL(final ‖ this depth) (nats)",
+    "agrees": "fraction that agrees with the final prediction",
+    "overwritten": "fraction that the site changes",
+    "settled": "fraction that no longer changes",
 }
 
 

@@ -88,7 +88,7 @@ def finish(rows: list[dict], out: Path) -> None:
         ranks = [f"{row['rank'][0]:.3f}", f"{row['rank'][-1]:.3f}"]
         cells.append([row["label"], row["layers"], *ranks])
     print(tables.format_markdown(["run", "blocks", "rank at 0", "at the end"], cells))
-    quantities = {"rank": ("effective rank of the hidden states", "linear")}
+    quantities = {"rank": "effective rank of the hidden states"}
     figure, axes = plots.plot_over_depth(rows, quantities, "depth (blocks)")
     axes[0].set_ylim(0, 1)
     plots.save(figure, out.with_suffix(".png"))

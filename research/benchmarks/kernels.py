@@ -3,41 +3,26 @@
 A kernel must read each of its inputs once and write each of its results once. Its bandwidth is the number
 of those bytes over its time, and is compared with the bandwidth of a large copy (bytes read and written
 over time) that is measured between the kernels. Partial sums and their reduction are part of the time of a
-kernel and not of its bytes. `--tune` times some kernels with other launches.
+kernel and not of its bytes.
 """
 
-import dataclasses
 import itertools
-import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from configurator import option
-from research.benchmarks.timing import (
-    Clock,
-    compute_speed_ratios,
-    format_spread,
-    pop_used_launches,
-)
+from research.benchmarks.timing import Clock, compute_speed_ratios, format_spread
 from research.storage import Figures
 from utils import processes, tables
 from utils.units import format_bytes
 
-if TYPE_CHECKING:
-    from model.kernels.launch import Launch
-
 HEAD_DIM = 128  # of the paper's sizes
-# The launches that --tune tries beside the table's: warps of a program, stages and prefetch (which make
-# loads run ahead), and warps of a multiprocessor.
-WARPS = (1, 2, 4, 8, 16)
-STAGES_AND_PREFETCH = ((2, 0), (3, 0), (4, 0), (1, 2))
-RESIDENT_WARPS = (8, 16)
 
 
 class InputSpec(NamedTuple):
@@ -54,17 +39,6 @@ class KernelCall(NamedTuple):
 
     function: Callable[[], object]
     tensors: list[torch.Tensor]
-
-
-class KernelFamily(NamedTuple):
-    """The forward and the backward kernel of an operation at hidden size d.
-
-    make_calls: makes their inputs and returns their calls by name.
-    """
-
-    name: str
-    d: int
-    make_calls: Callable[[], dict[str, KernelCall]]
 
 
 def make_random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -217,19 +191,13 @@ def make_rope_norm_calls(spec: InputSpec, d: int) -> dict[str, KernelCall]:
     }
 
 
-def list_families(spec: InputSpec, widths: list[int]) -> Iterator[KernelFamily]:
-    """Yield all kernels at each hidden size."""
-    for d in widths:
-        yield KernelFamily("rope_norm", d, partial(make_rope_norm_calls, spec, d))
-        for value_channels, kernel_size, stored in itertools.product(
-            (1, 2, 4, 8), (1, 4), (False, True)
-        ):
-            stored_text = "stored" if stored else "not stored"
-            yield KernelFamily(
-                f"step K={kernel_size} v={value_channels} {stored_text}",
-                d,
-                partial(make_step_calls, spec, d, value_channels, kernel_size, stored),
-            )
+def list_operations(spec: InputSpec, d: int) -> Iterator[dict[str, KernelCall]]:
+    """Yield the forward and the backward call of each operation at hidden size d."""
+    yield make_rope_norm_calls(spec, d)
+    for value_channels, kernel_size, stored in itertools.product(
+        (1, 2, 4, 8), (1, 4), (False, True)
+    ):
+        yield make_step_calls(spec, d, value_channels, kernel_size, stored)
 
 
 class Meter:
@@ -276,66 +244,14 @@ def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def measure_kernels(families: list[KernelFamily], meter: Meter, figures: Figures) -> None:
-    """Store a row for every kernel."""
-    for number, family in enumerate(families, 1):
-        calls = family.make_calls()
-        pop_used_launches()  # forget those of earlier kernels
-        speeds = meter.measure(calls)
-        launches = pop_used_launches()
-        for kernel, call in calls.items():
-            num_bytes = count_bytes(call.tensors)
-            row = {"kernel": kernel, "d": family.d, "bytes": num_bytes}
-            figures.add({**row, **speeds[kernel], **launches})
-        print(f"{number}/{len(families)} {family.name} d={family.d}", flush=True)
-
-
-def list_launches_to_try(args: SimpleNamespace, d: int, kernel: str) -> tuple[str, list["Launch"]]:
-    """Return the kernel's key in the table of launches, and the launches that --tune tries.
-
-    The first is the table's own.
-    """
-    from model.kernels.launch import Launch, get_table_launch, launch_key
-
-    sizes = {key: int(value) for key, value in re.findall(r"([Kv])=(\d)", kernel)}
-    value_channels = sizes.get("v", 1)
-    kernel_size = sizes.get("K", 1)
-    name = " ".join(kernel.split()[:2])
-    key = launch_key(name, value_channels, kernel_size)
-    launches = [get_table_launch(f"{key} d={d}")]
-    for warps, (stages, prefetch), resident in itertools.product(
-        WARPS, STAGES_AND_PREFETCH, RESIDENT_WARPS
-    ):
-        if resident >= warps:
-            launches.append(Launch(warps, stages, resident // warps, prefetch, launches[0].reload))
-    distinct_launches = list(dict.fromkeys(launches))
-    return key, distinct_launches[: args.launches]
-
-
-def tune_kernels(
-    families: list[KernelFamily], args: SimpleNamespace, meter: Meter, figures: Figures
-) -> None:
-    """Measure each kernel with every launch worth trying, and store a row, the fastest launch first."""
-    from model.kernels.launch import FORCED
-
-    for family in families:
-        for kernel, call in family.make_calls().items():
-            key, launches = list_launches_to_try(args, family.d, kernel)
-            measured = []
-            for launch in launches:
-                FORCED[key] = launch
-                try:
-                    speed = meter.measure({kernel: call})[kernel]
-                except Exception as error:  # it may need more registers or shared memory than exist
-                    first_line = str(error).partition("\n")[0]
-                    speed = {"error": f"{type(error).__name__}: {first_line}"}
-                finally:
-                    del FORCED[key]
-                measured.append({**dataclasses.asdict(launch), **speed})
-            measured.sort(key=lambda row: row.get("microseconds", float("inf")))
-            num_bytes = count_bytes(call.tensors)
-            figures.add({"kernel": kernel, "d": family.d, "bytes": num_bytes, "launches": measured})
-            print(f"{kernel} d={family.d}: fastest {measured[0]}", flush=True)
+def measure_kernels(spec: InputSpec, widths: list[int], meter: Meter, figures: Figures) -> None:
+    """Store a row for every kernel at every hidden size."""
+    for d in widths:
+        for calls in list_operations(spec, d):
+            for kernel, speeds in meter.measure(calls).items():
+                num_bytes = count_bytes(calls[kernel].tensors)
+                figures.add({"kernel": kernel, "d": d, "bytes": num_bytes, **speeds})
+                print(f"{kernel} d={d}", flush=True)
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
@@ -366,37 +282,11 @@ class Options:
     )
     json: str | None = option(None, "file to store the results in, after each of them")
     widths: str = option("768,1024", "hidden sizes d, separated by commas")
-    match: str = option("", "only kernels with this in their name, as in --match='step K=1 v=4'")
     micro_batch_size: int = option(16, "number of sequences per call", low=1)
     block_size: int = option(1024, "number of tokens per sequence", low=1)
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "dtype of the state")
     rounds: int = option(20, "number of measured calls of each kernel", low=1)
     copied: int = option(2**30, "size in bytes of the copy that kernels are compared with", low=1)
-    tune: bool = option(
-        False,
-        "instead, time other launches (model/kernels/launch.py) of the kernels that --match selects",
-    )
-    launches: int | None = option(None, "largest number of launches to try per kernel", low=1)
-
-
-def choose_families(args: SimpleNamespace, spec: InputSpec) -> list[KernelFamily]:
-    """Return the kernels that `--match` selects.
-
-    Raises:
-        ValueError: there is none
-    """
-    try:
-        widths = [int(word) for word in args.widths.split(",")]
-    except ValueError:
-        raise ValueError(f"--widths={args.widths}: give numbers with commas between") from None
-    families = [family for family in list_families(spec, widths) if args.match in family.name]
-    if args.tune:
-        # rope_norm has a single launch, which is in no table
-        families = [family for family in families if family.name != "rope_norm"]
-    if not families:
-        kernels = "step" if args.tune else "step or rope_norm"
-        raise ValueError(f"--match={args.match}: no such kernel; try {kernels}")
-    return families
 
 
 def run(args: SimpleNamespace) -> None:
@@ -407,12 +297,8 @@ def run(args: SimpleNamespace) -> None:
     reason = kernels.reason_unavailable(device)
     if reason is not None:
         raise ValueError(f"no kernels to measure: {reason}")
-    if args.tune and not args.match:
-        raise ValueError(
-            "--tune takes minutes per kernel: select kernels with --match, as in --match='K=1 v=4'"
-        )
     spec = InputSpec(args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
-    families = choose_families(args, spec)
+    widths = [int(word) for word in args.widths.split(",")]
     settings = {
         "micro_batch_size": args.micro_batch_size,
         "block_size": args.block_size,
@@ -421,11 +307,6 @@ def run(args: SimpleNamespace) -> None:
         "copied": args.copied,
     }
     figures = Figures(args.json, settings)
-    meter = Meter(args, device)
-    if args.tune:
-        tune_kernels(families, args, meter, figures)
-    else:
-        measure_kernels(families, meter, figures)
+    measure_kernels(spec, widths, Meter(args, device), figures)
     print(f"on {figures.origin['machine']}")
-    if not args.tune:
-        print(format_table(figures.rows))
+    print(format_table(figures.rows))

@@ -1,6 +1,6 @@
 """The sizes and models that are measured, and a model that takes its turn in a measurement."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,66 +50,34 @@ SIZES = {
 MICRO_BATCH_SIZES = {"quick": 8, "small": 16, "medium": 16, "tiny": 1}
 
 
-class ModelChoice(NamedTuple):
-    """A model of `--models`: its name, the keys of its config, and how it uses the kernels."""
-
-    model_name: str
-    settings: dict[str, Any]
-    kernels: str
-    state_checkpoint_interval: int
+def make_row_name(model: str) -> str:
+    """Return the name of a model of `--models` in tables and files."""
+    return model.replace("+", " ")
 
 
-def parse_model(text: str) -> ModelChoice:
-    """Parse `model`, `model:d_v`, or either followed by settings.
+def build_model(model: str, size: dict[str, Any], device: torch.device) -> torch.nn.Module:
+    """Build a model of `--models` with seed 0.
 
-    A setting is a key of the model's config, for example `+state_dtype=float32`, or of the kernels:
-    `+kernels=off` and `+state_checkpoint_interval=4`.
+    Settings follow its name: keys of its config, for example `+ddl_value_channels=2`, or of the
+    kernels, `+kernels=off` and `+state_checkpoint_interval=4`.
 
     Raises:
         ValueError: there is no such model or key, or a value is wrong
     """
-    model_text, *setting_texts = text.split("+")
-    model_name, colon, value_channels = model_text.partition(":")
-    config_class = model_class(model_name).Config
+    model_name, *setting_texts = model.split("+")
     texts = {}
     for setting_text in setting_texts:
         key, _, value = setting_text.partition("=")
         texts[key] = value
-    if colon:
-        if config_class.expansion_key is None:
-            raise ValueError(
-                f"--models: {text}: {model_name} has no value channels: omit the colon and the "
-                "number"
-            )
-        texts[config_class.expansion_key] = value_channels
-    options = collect_options(config_class, TrainConfig)
-    configurator.check_names(texts, options, prefix=f"--models: {text}: +")
+    options = collect_options(model_class(model_name).Config, TrainConfig)
+    configurator.check_names(texts, options, prefix=f"--models: {model}: +")
     settings = configurator.read_settings({}, texts, options)
     # as train.py's defaults
-    return ModelChoice(
-        model_name,
-        settings,
-        kernels=settings.pop("kernels", "auto"),
-        state_checkpoint_interval=settings.pop("state_checkpoint_interval", 2),
-    )
-
-
-def make_row_name(model: str) -> str:
-    """Return the name of a model of `--models` in tables and files."""
-    return model.replace(":", " d_v=").replace("+", " ")
-
-
-def build_model(model: str, size: dict[str, Any], device: torch.device) -> torch.nn.Module:
-    """Build a model of `--models` with seed 0 and the kernels that its text asks for."""
-    choice = parse_model(model)
+    kernel_mode = settings.pop("kernels", "auto")
+    state_checkpoint_interval = settings.pop("state_checkpoint_interval", 2)
     torch.manual_seed(0)
-    built = build(choice.model_name, **size, **choice.settings)
-    kernels.use(
-        built,
-        choice.kernels,
-        device,
-        state_checkpoint_interval=choice.state_checkpoint_interval,
-    )
+    built = build(model_name, **size, **settings)
+    kernels.use(built, kernel_mode, device, state_checkpoint_interval=state_checkpoint_interval)
     return built
 
 
@@ -154,11 +122,6 @@ class Contender:
         self.compute_loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def evaluate(self) -> None:
-        """Do a forward pass without gradients."""
-        with torch.no_grad():
-            self.compute_loss()
 
 
 # ---- memory ----

@@ -1,4 +1,4 @@
-"""Measure the speed and memory of training steps and forward passes relative to the baseline.
+"""Measure the speed and memory of training steps relative to the baseline.
 
 Each model takes turns with the baseline, so that other load on the machine affects both alike, and each
 comparison comes from rounds in which both models ran. A ratio is the baseline's time over
@@ -22,7 +22,6 @@ from research.benchmarks.timing import (
     compute_speed_ratios,
     format_spread,
     measure,
-    pop_used_launches,
     repeat_and_synchronize,
 )
 from research.storage import Figures
@@ -40,8 +39,8 @@ class Options:
     )
     models: str | None = option(
         None,
-        "models separated by commas, each as MODEL or MODEL:d_v, optionally followed by "
-        "+kernels=off, +state_checkpoint_interval=4 or +KEY=VALUE (default: all)",
+        "models separated by commas, each optionally followed by +kernels=off, "
+        "+state_checkpoint_interval=4 or +KEY=VALUE (default: all)",
     )
     micro_batch_size: int | None = option(
         None,
@@ -91,13 +90,11 @@ class Bench:
 
     def measure(self, model: str) -> dict[str, Any]:
         """Measure a model beside the baseline, and return its row."""
-        pop_used_launches()  # forget those of another model
         contender = self.baseline if model == BASELINE else self.make_contender(model)
         row = {
             "model": contender.name,
             "parameters": contender.model.num_parameters(),
-            **self.measure_speed("train", "", contender),
-            **self.measure_speed("evaluate", "forward_", contender),
+            **self.measure_speed(contender),
         }
         activations = models.measure_activations(contender, self.num_tokens)
         baseline_activations = models.measure_activations(self.baseline, self.num_tokens)
@@ -107,64 +104,46 @@ class Bench:
         if peak_flops:
             flops_per_token = compute_nominal_flops_per_token(contender.model)
             row["mfu"] = flops_per_token * row["tokens_per_second"] / peak_flops
-        return {**row, **pop_used_launches()}
+        return row
 
-    def measure_speed(self, method: str, prefix: str, contender: Contender) -> dict[str, float]:
-        """Return the speed of a method of Contender, "train" or "evaluate", beside the baseline.
-
-        Args:
-            prefix: of the names of the figures
-        """
+    def measure_speed(self, contender: Contender) -> dict[str, float]:
+        """Return the speed of training steps beside the baseline."""
         args = self.args
         turns = {
-            member.name: repeat_and_synchronize(getattr(member, method), args.steps, self.device)
+            member.name: repeat_and_synchronize(member.train, args.steps, self.device)
             for member in (self.baseline, contender)  # once if it is the baseline itself
         }
-        seconds_per_turn = measure(turns, args.warmup, args.rounds)
         seconds = {}
-        for name, turn_seconds in seconds_per_turn.items():
+        for name, turn_seconds in measure(turns, args.warmup, args.rounds).items():
             seconds[name] = [turn / args.steps for turn in turn_seconds]
         return compute_speed_figures(
-            seconds[contender.name], seconds[self.baseline.name], prefix, self.num_tokens
+            seconds[contender.name], seconds[self.baseline.name], self.num_tokens
         )
 
 
 def compute_speed_figures(
-    seconds: list[float], baseline_seconds: list[float], prefix: str, num_tokens: int
+    seconds: list[float], baseline_seconds: list[float], num_tokens: int
 ) -> dict[str, float]:
     """Return tokens per second of a model and of the baseline in the same rounds, and their ratio."""
     tokens_per_second = [num_tokens / round_seconds for round_seconds in seconds]
-    baseline_speed = statistics.median(
-        num_tokens / round_seconds for round_seconds in baseline_seconds
-    )
     return {
-        **compute_percentiles(f"{prefix}tokens_per_second", tokens_per_second),
-        f"{prefix}baseline_tokens_per_second": baseline_speed,
-        **compute_speed_ratios(f"{prefix}ratio", baseline_seconds, seconds),
+        **compute_percentiles("tokens_per_second", tokens_per_second),
+        "baseline_tokens_per_second": num_tokens / statistics.median(baseline_seconds),
+        **compute_speed_ratios("ratio", baseline_seconds, seconds),
     }
-
-
-def format_number(row: dict[str, Any], key: str, number_format: str, unit: float = 1) -> str | None:
-    """Format a figure of a row in multiples of `unit`, or return None if the row lacks it."""
-    return format(row[key] / unit, number_format) if key in row else None
 
 
 COLUMNS = {
     "model": lambda row: f"`{row['model']}`",
-    "parameters": lambda row: format_number(row, "parameters", ",.0f"),
+    "parameters": lambda row: f"{row['parameters']:,}",
     "training tokens/s": lambda row: format_spread(row, "tokens_per_second", ",.0f"),
-    "additive in the same rounds": lambda row: format_number(
-        row, "baseline_tokens_per_second", ",.0f"
-    ),
+    "additive in the same rounds": lambda row: f"{row['baseline_tokens_per_second']:,.0f}",
     "relative to additive (10th to 90th percentile)": lambda row: format_spread(
         row, "ratio", ".3f"
     ),
-    "forward relative to additive": lambda row: format_spread(row, "forward_ratio", ".3f"),
-    "MFU": lambda row: format_number(row, "mfu", ".1%"),
-    "activations per token, KiB": lambda row: format_number(
-        row, "activation_bytes_per_token", ",.0f", 2**10
-    ),
-    "activations relative to additive": lambda row: format_number(row, "activation_ratio", ".2f"),
+    "MFU": lambda row: f"{row['mfu']:.1%}" if "mfu" in row else None,
+    "activations per token, KiB": lambda row: f"{row['activation_bytes_per_token'] / 2**10:,.0f}",
+    "activations relative to additive": lambda row: f"{row['activation_ratio']:.2f}",
 }
 
 

@@ -1,6 +1,5 @@
 """Time functions in turns, and compute how they compare and how much that varies."""
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -61,30 +60,12 @@ def compute_percentiles(key: str, values: list[float]) -> dict[str, float]:
     return {key: median, f"{key}_p10": low, f"{key}_p90": high}
 
 
-def format_spread(row: dict[str, Any], key: str, number_format: str) -> str | None:
-    """Format what `compute_percentiles` returned as `median (10th to 90th percentile)`.
-
-    The result is None if the row does not have the key.
-    """
-    if key not in row:
-        return None
+def format_spread(row: dict[str, Any], key: str, number_format: str) -> str:
+    """Format what `compute_percentiles` returned as `median (10th to 90th percentile)`."""
     median, low, high = (
         format(row[name], number_format) for name in (key, f"{key}_p10", f"{key}_p90")
     )
     return f"{median} ({low} to {high})"
-
-
-def pop_used_launches() -> dict[str, dict[str, str]]:
-    """Return "launched", the launches of the kernels that ran in this process since the last call.
-
-    The result is {} if no kernel ran. Call it before a measurement as well, to forget earlier kernels.
-    """
-    module = sys.modules.get("model.kernels.launch")
-    if module is None or not module.USED:
-        return {}
-    launches = {kernel: str(launch) for kernel, launch in sorted(module.USED.items())}
-    module.USED.clear()
-    return {"launched": launches}
 
 
 class Clock:

@@ -1,6 +1,5 @@
 """bench.py: what it computes from its timings, and that it runs. Timings themselves are not asserted."""
 
-import dataclasses
 import gc
 import json
 import sys
@@ -11,11 +10,9 @@ import torch
 from helpers import run_script
 
 from model import MODEL_NAMES, build
-from model.kernels.launch import choose_launch
 from research import bench
-from research.benchmarks import models, step, timing
+from research.benchmarks import kernels, models, step, timing
 from research.commands import read_command
-from research.storage import store_figures
 
 TINY = ["--size=tiny", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
 CPU = torch.device("cpu")
@@ -25,16 +22,15 @@ CC = "DDL-gpt-mha-rope-CC"
 def test_figures_are_medians_of_ratios_of_one_round():
     baseline = [1.0, 2.0, 4.0]
     seconds = [2.0, 2.0, 16.0]
-    same = step.compute_speed_figures(baseline, baseline, "", num_tokens=8)
+    same = step.compute_speed_figures(baseline, baseline, num_tokens=8)
     assert (same["tokens_per_second"], same["baseline_tokens_per_second"]) == (4, 4)
     assert (same["ratio"], same["ratio_p10"], same["ratio_p90"]) == (1, 1, 1)
-    other = step.compute_speed_figures(seconds, baseline, "forward_", num_tokens=8)
-    assert other["forward_tokens_per_second"] == 4
-    assert other["forward_baseline_tokens_per_second"] == 4
+    other = step.compute_speed_figures(seconds, baseline, num_tokens=8)
+    assert (other["tokens_per_second"], other["baseline_tokens_per_second"]) == (4, 4)
     # the percentiles lie a fifth of the way from 0.25 to 0.5, and from 1 to 0.5
-    assert other["forward_ratio"] == pytest.approx(0.5)
-    assert other["forward_ratio_p10"] == pytest.approx(0.3)
-    assert other["forward_ratio_p90"] == pytest.approx(0.9)
+    assert other["ratio"] == pytest.approx(0.5)
+    assert other["ratio_p10"] == pytest.approx(0.3)
+    assert other["ratio_p90"] == pytest.approx(0.9)
 
 
 def test_models_take_turns():
@@ -58,7 +54,7 @@ def test_every_model_is_measured(tmp_path, monkeypatch, capsys):
     names = [row["model"] for row in stored["rows"]]
     assert sorted(names) == sorted(MODEL_NAMES)
     assert names[0] == "gpt-mha-rope"
-    assert stored["rows"][0]["ratio"] == stored["rows"][0]["forward_ratio"] == 1
+    assert stored["rows"][0]["ratio"] == 1
     for row in stored["rows"]:
         assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
         assert row["activation_bytes_per_token"] > 0
@@ -67,22 +63,22 @@ def test_every_model_is_measured(tmp_path, monkeypatch, capsys):
 
 def test_models_by_choice(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
-    main(monkeypatch, "step", *TINY, f"--models={CC}:2,{CC}+kernels=on", f"--json={out}")
+    main(
+        monkeypatch,
+        "step",
+        *TINY,
+        f"--models={CC}+ddl_value_channels=2,{CC}+kernels=on",
+        f"--json={out}",
+    )
     base, two, fused = json.loads(out.read_text())["rows"]
-    assert [two["model"], fused["model"]] == [f"{CC} d_v=2", f"{CC} kernels=on"]
+    assert [two["model"], fused["model"]] == [f"{CC} ddl_value_channels=2", f"{CC} kernels=on"]
     assert base["parameters"] < two["parameters"] < fused["parameters"]
-    # the additive model has no kernel whose launch is in the table
-    assert "launched" not in base
-    chosen = str(choose_launch("step forward", 32, 4))
-    assert fused["launched"]["step forward v=4 d=32"] == chosen
 
 
 MISTAKES = [
-    (["--models=DDL-gpt-mha-rope:four"], "ddl_value_channels=four: give a whole number"),
-    (["--models=gpt-mha-rope:2"], "has no value channels"),
+    (["--models=gpt-mha-rope+ddl_value_channels=2"], "unknown key"),
     (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels='maybe': give 'auto'"),
     (["--compile=True"], "--compile=False"),  # there is no compiler
-    (["kernels", "--tune"], "select kernels with --match"),
 ]
 
 
@@ -92,9 +88,8 @@ def test_mistakes_end_in_one_line_before_anything_is_measured(
 ):
     monkeypatch.setattr(step, "Bench", None)
     monkeypatch.setenv("CXX", "none")
-    command = arguments if arguments[0] == "kernels" else ["step", "--compile=False", *arguments]
     with pytest.raises(SystemExit) as stopped:
-        main(monkeypatch, *command, "--device=cpu")
+        main(monkeypatch, "step", "--compile=False", *arguments, "--device=cpu")
     assert stopped.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
@@ -104,12 +99,6 @@ def test_mistakes_end_in_one_line_before_anything_is_measured(
 def test_the_papers_sizes(size, parameters):
     with torch.device("meta"):
         assert build("gpt-mha-rope", **models.SIZES[size]).num_parameters() == parameters
-
-
-def test_a_model_may_have_its_own_value_channels_keys_and_kernels():
-    choice = models.parse_model(f"{CC}:2+kernels=off+ddl_beta_init=0.5")
-    settings = {"ddl_value_channels": 2, "ddl_beta_init": 0.5}
-    assert choice == models.ModelChoice(CC, settings, "off", state_checkpoint_interval=2)
 
 
 class SquareModel(torch.nn.Module):
@@ -142,10 +131,8 @@ def test_saved_bytes_are_those_that_backward_needs(square):
     assert models.measure_saved_bytes(square) == 2 * 3 * 5 * 4
 
 
-def test_a_turn_is_a_training_step_or_changes_nothing(square):
+def test_a_turn_is_a_training_step(square):
     initial_weight = square.model.weight.detach().clone()
-    square.evaluate()
-    assert torch.equal(square.model.weight, initial_weight)
     square.train()
     assert (square.model.weight < initial_weight).all()
     assert square.model.weight.grad is None
@@ -169,43 +156,18 @@ def test_a_model_is_freed_when_it_is_measured(monkeypatch):
     assert [reference() for reference in references] == [None]
 
 
-def test_figures_are_stored_with_their_origin_and_uncommitted_changes_are_reported_once(
-    tmp_path, capsys
-):
-    file = tmp_path / "figures.json"
-    origin = {"commit": "0123456789ab-dirty", "date": "2026-01-02"}
-    for value in (1, 2):  # the file is replaced
-        store_figures(file, {"rows": [value]}, origin)
-    assert json.loads(file.read_text()) == {**origin, "rows": [2]}
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("note: figures.json names commit 0123456789ab-dirty")
-
-
 # ---- kernels ----
 
-KERNELS = [
-    "kernels",
-    "--device=cpu",
-    "--widths=8",
-    "--micro_batch_size=1",
-    "--rounds=1",
-    "--copied=4096",
-]
+SPEC = kernels.InputSpec(1, 2, CPU, torch.bfloat16)
 
 
-def measure_kernels(file, *arguments) -> dict[str, dict]:
-    """Return the rows of `bench.py kernels` by kernel."""
+def count_bytes(calls: dict[str, kernels.KernelCall]) -> dict[str, int]:
+    """Return the bytes that each kernel must move."""
+    return {name: kernels.count_bytes(call.tensors) for name, call in calls.items()}
+
+
+def test_a_step_moves_the_bytes_of_its_inputs_and_results():
     pytest.importorskip("triton")
-    args = read_command("", bench.COMMANDS, argv=[*KERNELS, *arguments, f"--json={file}"])
-    bench.COMMANDS["kernels"].run(args)
-    return {row["kernel"]: row for row in json.loads(file.read_text())["rows"]}
-
-
-def test_kernels_are_measured_against_a_copy(tmp_path):
-    rows = measure_kernels(tmp_path / "kernels.json", "--block_size=2", "--match=K=1 v=4")
-    assert len(rows) == 4
-    for row in rows.values():  # of a single round
-        assert row["share"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"])
     # bytes of two tokens: a state of 4 value channels of 8 features in bf16, a vector of 8 features in
     # bf16, a number in fp32
     state = 2 * 4 * 8 * 2
@@ -213,39 +175,31 @@ def test_kernels_are_measured_against_a_copy(tmp_path):
     number = 2 * 4
     # reads X, h, y, z; writes c, the next y and z, n, delta, u, rho
     not_stored = state + 2 * vector + number * (4 + 4 * 4)
-    assert rows["step forward K=1 v=4 not stored"]["bytes"] == not_stored
+    calls = kernels.make_step_calls(SPEC, 8, value_channels=4, kernel_size=1, stored=False)
+    assert count_bytes(calls)["step forward K=1 v=4 not stored"] == not_stored
     # also reads the write to replay, and writes X'
-    replayed_and_written = state + vector + 4 * number
-    assert rows["step forward K=1 v=4 stored"]["bytes"] == not_stored + replayed_and_written
+    calls = kernels.make_step_calls(SPEC, 8, value_channels=4, kernel_size=1, stored=True)
+    stored = not_stored + state + vector + 4 * number
+    assert count_bytes(calls)["step forward K=1 v=4 stored"] == stored
 
 
-def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
-    file = tmp_path / "kernels.json"
-    rows = measure_kernels(file, "--block_size=6", "--match=rope")
+def test_kernels_are_measured_against_a_copy(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    spec = SPEC._replace(sequence_length=6)
+    rotation = kernels.make_rope_norm_calls(spec, 8)
+    monkeypatch.setattr(kernels, "list_operations", lambda spec, d: [rotation])
+    out = tmp_path / "kernels.json"
+    words = ["kernels", "--device=cpu", "--widths=8", "--rounds=1", "--copied=4096"]
+    main(monkeypatch, *words, f"--json={out}")
+    rows = {row["kernel"]: row for row in json.loads(out.read_text())["rows"]}
     vector = 6 * 8 * 2  # six tokens in bf16
     tables = 2 * 6 * 8 // 2 * 4  # cos and sin of six positions in fp32
     # reads and writes queries and keys
     assert rows["rope_norm forward"]["bytes"] == 4 * vector + tables
     # reads three gradients, queries and keys, and writes the gradient of all three
     assert rows["rope_norm backward"]["bytes"] == 8 * vector + tables
-    with pytest.raises(ValueError, match="no such kernel; try step"):
-        measure_kernels(file, "--match=rope", "--tune")
-
-
-def test_launches_are_timed_one_by_one_and_the_table_is_kept(tmp_path):
-    match = "step K=1 v=1 not stored"
-    rows = measure_kernels(
-        tmp_path / "tuned.json", "--block_size=1", f"--match={match}", "--tune", "--launches=3"
-    )
-    from model.kernels.launch import FORCED
-
-    launches = rows["step forward K=1 v=1 not stored"]["launches"]
-    times = [launch["microseconds"] for launch in launches]
-    assert times == sorted(times)
-    own = dataclasses.asdict(choose_launch("step forward", 8)).items()
-    assert sum(own <= launch.items() for launch in launches) == 1
-    assert len(launches) == 3
-    assert not FORCED
+    for row in rows.values():  # of a single round
+        assert row["share"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"])
 
 
 # ---- on a GPU ----

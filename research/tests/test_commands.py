@@ -1,16 +1,12 @@
-"""Scripts with commands: reading a command line, and the commands that pages show."""
+"""Scripts with commands: reading a command line; and every stored result is named on a page."""
 
 import re
-import shlex
-import sys
 from dataclasses import dataclass
 
 import pytest
 from helpers import ROOT
-from in_process import call
 
-from configurator import argument, option, read_command_line
-from research import analyze, bench, gpu, report
+from configurator import argument, option
 from research.commands import Command, read_command
 
 # ---- reading a command line ----
@@ -82,19 +78,7 @@ def test_help_lists_the_commands(capsys):
     assert lines[-4:] == ["  draw", "        draw curves", "  count", "        count runs"]
 
 
-def test_help_of_a_command_lists_its_options(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["research/script.py"])
-    with pytest.raises(SystemExit) as ended:
-        read_command("Usage.", COMMANDS, argv=["draw", "--help"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("script.py draw: draw curves.\n\nThey show the loss.\n")
-    assert "  --band=False" in printed
-    assert "--rounds" not in printed
-
-
-# ---- the scripts of research/ ----
-
+# ---- the results of research/ ----
 
 PAGES = [
     *ROOT.glob("*.md"),
@@ -102,40 +86,6 @@ PAGES = [
     *(ROOT / "research").rglob("*.md"),
     *(ROOT / "results").rglob("*.md"),
 ]
-
-
-def list_commands() -> list[str]:
-    """Return the commands of research/ in the code blocks and the code spans of all pages."""
-    commands = set()
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.S | re.M)
-        lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
-        text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
-        spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
-        for command in [*lines, *spans]:
-            found = re.search(r"python (research/(analyze|bench|gpu|report)\.py.*)", command)
-            if found:
-                commands.add(found[1].strip())
-    return sorted(commands)
-
-
-@pytest.mark.parametrize("command", list_commands())
-def test_a_command_of_a_page_is_understood(command, monkeypatch, tmp_path):
-    script, *words = shlex.split(command)
-    if script == "research/gpu.py":
-        args = read_command_line("", gpu.Options, argv=words)
-        assert set(args.packs) <= gpu.SECONDS.keys()
-        return
-    module = {"analyze": analyze, "bench": bench, "report": report}[script[9:-3]]
-    runs = []
-    commands = {
-        name: command._replace(run=runs.append) for name, command in module.COMMANDS.items()
-    }
-    monkeypatch.setattr(module, "COMMANDS", commands)
-    result = call(script, *words)
-    assert result.returncode == 0, result.stderr.decode()
-    assert len(runs) == 1
 
 
 def test_every_stored_result_is_named_on_a_page_and_what_pages_name_exists():

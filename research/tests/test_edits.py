@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ def compute_losses(model, ids, targets) -> torch.Tensor:
 
 def compute_edited_losses(model, ids, targets, name: str, sites=ALL_SITES) -> torch.Tensor:
     """Return the losses with an edit at some sites."""
-    writes = edits.choose_edits(model, [name])[name]
+    writes = edits.collect_edits(model)[name]
     return edits.measure_losses(model, ids, targets, {site: writes[site] for site in sites})
 
 
@@ -101,7 +100,7 @@ def test_every_stream_has_edits_that_change_its_loss_and_leave_the_model(model_n
     expected = compute_losses(model, ids, targets)
     unedited = edits.measure_losses(model, ids, targets, writes={})
     torch.testing.assert_close(unedited, expected, **EXACT)
-    for writes in edits.choose_edits(model, None).values():
+    for writes in edits.collect_edits(model).values():
         for site, write in writes.items():
             losses = edits.measure_losses(model, ids, targets, {site: write})
             assert losses.isfinite().all()
@@ -119,8 +118,8 @@ def model():
 
 def test_effects_are_differences_paired_over_sequences(model, corpus):
     run = open_run(model, corpus, num_sequences=5)
-    effects = edits.measure_effects(run, batch_size=2, names=["beta=0", "no erase"])
-    assert len(effects) == 2 * (1 + 4)  # edits, at all sites and at each
+    effects = edits.measure_effects(run, batch_size=2)
+    assert len(effects) == 4 * (1 + 4)  # edits, at all sites and at each
     ids, targets = run.batches.get(run.sequences, 5)
     unedited_losses = compute_losses(model, ids, targets).numpy()
     for effect in effects:
@@ -134,41 +133,14 @@ def test_effects_are_differences_paired_over_sequences(model, corpus):
         assert effect["ci95"] == pytest.approx(T_4 * standard_error, rel=1e-6)
 
 
-def test_effects_are_over_targets_if_documents_have_different_numbers_of_labels(model):
-    """Sequences have 2, 10, 0 and 5 labels; the interval is that of a ratio of sums."""
-    generator = np.random.default_rng(0)
-    documents = generator.integers(1, 200, (4, 20))
-    num_labels = [2, 10, 0, 5]
-    for document, number in zip(documents, num_labels):
-        document[10 + number :] = 0
-    run = LoadedRun("", model, None, LabeledDocuments(documents), [0, 1, 2, 3])
-    effects = edits.measure_effects(run, batch_size=3, names=["beta=1"])
-    [effect] = [row for row in effects if (row["layer"], row["site"]) == (1, "mlp")]
-
-    def sum_nats(evaluated_model) -> list[float]:
-        """Return the sum over the labels of each sequence."""
-        with torch.no_grad():
-            logits, _ = evaluated_model(torch.from_numpy(documents[:, :10]))
-        return [
-            -sum(
-                row[position].log_softmax(-1)[document[10 + position]].item()
-                for position in range(number)
-            )
-            for row, document, number in zip(logits, documents, num_labels)
-        ]
-
-    unedited = sum_nats(model)
-    with torch.no_grad():
-        set_beta_logit(model.transformer.h[1], 0.0)
-    edited = sum_nats(model)
-    mean = (sum(edited) - sum(unedited)) / 17
-    assert effect["difference"] == pytest.approx(mean, abs=1e-10)
-    assert effect["windows"] == 3
-    residuals = [
-        edited[index] - unedited[index] - mean * number
-        for index, number in enumerate(num_labels)
-        if number
+def test_sequences_without_targets_do_not_count(model):
+    documents = np.random.default_rng(0).integers(1, 200, (3, 20))
+    documents[1, 10:] = 0
+    runs = [
+        LoadedRun("", model, None, LabeledDocuments(chosen), list(range(len(chosen))))
+        for chosen in (documents, documents[[0, 2]])
     ]
-    variance = sum(residual**2 for residual in residuals) / (3 - 1)
-    standard_error = 3 / 17 * math.sqrt(variance / 3)
-    assert effect["ci95"] == pytest.approx(4.302653 * standard_error, rel=1e-6)
+    effects, others = (edits.measure_effects(run, batch_size=3) for run in runs)
+    for effect, other in zip(effects, others, strict=True):
+        assert effect["windows"] == 2
+        assert effect["difference"] == pytest.approx(other["difference"], abs=1e-10)

@@ -61,12 +61,3 @@ def test_the_search_waits_for_a_whole_cross():
     state = tuning.follow_cross(finished.get, num_rates=2, max_tries=12)
     assert state.losses == {}
     assert sorted(state.missing) == [(0.0, -1.0), (0.0, 1.0), (1.0, 0.0)]
-
-
-def test_rates_are_powers_of_two_over_the_start():
-    assert [tuning.to_rate(0.02, power) for power in (0, 1, -2, -0.5)] == [
-        0.02,
-        0.04,
-        0.005,
-        0.01414,
-    ]
