@@ -329,7 +329,7 @@ def test_a_folder_has_every_file_that_its_code_imports(variant):
 def test_a_variant_that_imports_what_its_copy_lacks_is_refused(tmp_path):
     variant_file = tmp_path / "own-gpt.py"
     variant_file.write_text("from utils import units\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="own-gpt.py cannot be exported with `from utils import"):
+    with pytest.raises(ValueError, match=r"own-gpt\.py cannot be exported with `from utils import"):
         collect_modeling_files(variant_file)
 
 
