@@ -41,8 +41,8 @@ NUM_STEPS = 10
 RESUMED_STEP = 6
 # Relative tolerances of losses on another machine. Muon's Newton-Schulz steps amplify rounding at
 # once; AdamW does so after some steps, because it divides by moments that are small at first. The
-# largest difference of AdamW that was seen is 1.2e-4 (MUDD with norms of its own, step 4).
-FIRST_TOLERANCE = {"adamw": 3e-4, "muon": 1e-2}
+# largest difference of AdamW that was seen is 3.4e-4 (July, step 4).
+FIRST_TOLERANCE = {"adamw": 1e-3, "muon": 1e-2}
 LATER_TOLERANCE = 1e-2
 NUM_FIRST_STEPS = 4
 
