@@ -474,8 +474,8 @@ def run_missing(
                     running[pool.submit(run, item)] = item
             if not running:
                 return
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
                 store(running.pop(future), future.result())
 
 

@@ -39,7 +39,7 @@ def test_help_has_the_keys_of_a_model_and_the_values_of_the_file_and_the_command
 
 
 def test_config_files_are_run_in_order_in_one_namespace(tmp_path):
-    """What a file defines for itself is no setting."""
+    """A function that a file defines for itself is no setting."""
     (tmp_path / "long.py").write_text(
         "from __future__ import annotations\nimport math\ndef double(x):\n    return 2 * x\n"
         "max_steps = double(9)\nseed = 3\n"

@@ -469,7 +469,7 @@ class RankAlone(World):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_ranks_evaluate_in_the_same_number_of_passes(rank):
-    """Of five sequences, the third rank has only one, and makes its second pass without any."""
+    """The third rank has only one of five sequences, and makes its second pass without any."""
     model = CountingModel()
     scores = evaluate(
         model,
