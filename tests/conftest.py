@@ -11,3 +11,4 @@ from helpers import (  # noqa: F401
     pytest_report_header,
     server,
 )
+from recorded_graphs import recordings  # noqa: F401

@@ -1,8 +1,12 @@
-"""What only a GPU can show; run with `pytest -m gpu`."""
+"""What only a GPU can show; run with `pytest -m gpu`.
+
+GPU_TESTS_DEVICE=cpu rehearses these tests on a CPU, so that the minutes of a GPU show nothing else.
+"""
 
 import contextlib
 import copy
 import functools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,15 +26,16 @@ from model.loss import linear_cross_entropy
 from model.precision import linear_fp32
 from training import checkpoint, distributed, metrics
 from training.batches import MicroBatch
-from training.checkpoint import TrainState
 from training.config import TrainConfig
 from training.graphs import StepGraph
-from training.loss_scale import LossScaler
 from utils.processes import World
 
+DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
+    ),
 ]
 SIZE = {
     "vocab_size": 512,
@@ -55,6 +60,13 @@ WIDE = {
 def fresh_compiler():
     """After eight compilations of a function, torch.compile would run it eagerly."""
     torch.compiler.reset()
+
+
+@pytest.fixture
+def capture(request):
+    """Capture steps as CUDA graphs, or on a CPU as recordings."""
+    if DEVICE == "cpu":
+        request.getfixturevalue("recordings")
 
 
 def run_training(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
@@ -88,11 +100,11 @@ def check_gradients(model_name, dtype, tolerance, compiled) -> None:
     model.double()(ids, targets)[1].backward()
     expected = collect_gradient(model)
     model.zero_grad()
-    model.float().cuda()
+    model.float().to(DEVICE)
     torch.compiler.reset()  # all models share code, which is recompiled only a few times
     forward = torch.compile(model, fullgraph=True) if compiled else model
-    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        _, loss = forward(ids.cuda(), targets.cuda())
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        _, loss = forward(ids.to(DEVICE), targets.to(DEVICE))
     loss.backward()
     assert (collect_gradient(model) - expected).norm() < tolerance * expected.norm()
 
@@ -110,13 +122,21 @@ def compute_loss_and_gradient(model, ids, targets, kernels_setting, dtype) -> tu
     return loss.item(), collect_gradient(model)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted kernels take too long at this width")
 @pytest.mark.parametrize(
-    "model_name",
-    ["gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", "DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC"],
+    ("model_name", "state_dtype"),
+    [
+        ("gpt-mha-rope", "bfloat16"),
+        ("DDL-vdim1-gpt-mha-rope", "float32"),
+        ("DDL-gpt-mha-rope", "bfloat16"),
+        ("DDL-gpt-mha-rope-CC-EC", "bfloat16"),
+        ("DDL-gpt-mha-rope-CC-EC", "float32"),
+    ],
 )
-def test_a_fused_model_is_as_accurate_as_a_plain_one(model_name):
+def test_a_fused_model_is_as_accurate_as_a_plain_one(model_name, state_dtype):
     """At the small model's width, under the compiler and autocast, as in training."""
-    model = move_parameters(build(model_name, **WIDE), std=0.02).cuda()
+    model = build(model_name, **WIDE, state_dtype=state_dtype)
+    model = move_parameters(model, std=0.02).cuda()
     ids, targets = torch.randint(0, WIDE["vocab_size"], (2, 4, 1024), device="cuda")
     exact_loss, exact = compute_loss_and_gradient(model, ids, targets, "off", torch.float32)
     plain_loss, plain = compute_loss_and_gradient(model, ids, targets, "off", torch.bfloat16)
@@ -143,8 +163,8 @@ def test_the_loss_by_chunks_equals_that_of_float64(compiled):
     compute_loss = linear_cross_entropy
     if compiled:
         compute_loss = torch.compile(linear_cross_entropy, fullgraph=True)
-    inputs = [x.cuda().requires_grad_() for x in (hidden, weight)]
-    value = compute_loss(*inputs, targets.cuda(), chunk_size=256)
+    inputs = [x.to(DEVICE).requires_grad_() for x in (hidden, weight)]
+    value = compute_loss(*inputs, targets.to(DEVICE), chunk_size=256)
     gradients = torch.autograd.grad(value, inputs)
     assert value.item() == pytest.approx(expected.item(), rel=1e-4)
     for gradient, expected_gradient in zip(gradients, expected_gradients):
@@ -153,20 +173,22 @@ def test_the_loss_by_chunks_equals_that_of_float64(compiled):
     assert (gradients[0][::7] == 0).all()
 
 
-def product_and_gradients(layer, x, weight):
+def product_and_gradients(layer, x, weight, autocast):
     """Return linear_fp32(layer, x), and the gradients of x and of the layer's parameters."""
-    y = linear_fp32(layer, x.requires_grad_())
+    with autocast:
+        y = linear_fp32(layer, x.requires_grad_())
     gradients = torch.autograd.grad(y, (x, *layer.parameters()), weight.to(y.dtype))
     return y.detach(), *gradients
 
 
 def test_gates_are_not_rounded_to_bfloat16_or_tf32():
-    layer = torch.nn.Linear(512, 64).cuda()
-    x = torch.randn(4096, 512, device="cuda")
-    weight = torch.randn(4096, 64, device="cuda")
-    expected = product_and_gradients(copy.deepcopy(layer).double(), x.double(), weight)
-    with torch.autocast("cuda", torch.bfloat16):
-        results = product_and_gradients(layer, x.detach(), weight)
+    layer = torch.nn.Linear(512, 64, device=DEVICE)
+    x = torch.randn(4096, 512, device=DEVICE)
+    weight = torch.randn(4096, 64, device=DEVICE)
+    exact_layer = copy.deepcopy(layer).double()
+    expected = product_and_gradients(exact_layer, x.double(), weight, contextlib.nullcontext())
+    autocast = torch.autocast(DEVICE, torch.bfloat16)
+    results = product_and_gradients(layer, x.detach(), weight, autocast)
     for result, reference in zip(results, expected):
         assert (result - reference).norm() < 1e-5 * reference.norm()
 
@@ -177,7 +199,7 @@ def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
         arguments = small_run(
             corpus,
             run,
-            device="cuda",
+            device=DEVICE,
             dtype="bfloat16",
             compile=True,
             max_steps=max_steps,
@@ -205,6 +227,7 @@ def test_cuda_graphs_change_no_bits(corpus, tmp_path, monkeypatch, model_name):
 
 
 # research/gpu.py runs the tests of the graph of a step in a process of their own
+@pytest.mark.usefixtures("capture")
 @pytest.mark.parametrize("model_name", GRAPHED_MODELS)
 def test_the_graph_of_a_step_changes_no_bits(corpus, tmp_path, monkeypatch, model_name):
     check_bits_with_graphs(corpus, tmp_path, monkeypatch, "step", model_name)
@@ -219,7 +242,7 @@ def check_bits_with_graphs(
             corpus,
             folder / name,
             model=model_name,
-            device="cuda",
+            device=DEVICE,
             dtype="bfloat16",
             compile=True,
             cuda_graphs=cuda_graphs,
@@ -239,17 +262,18 @@ def check_bits_with_graphs(
 def one_rank():
     """A process group of NCCL with one rank, because a GPU cannot have two."""
     address = f"tcp://localhost:{find_free_port()}"
-    dist.init_process_group("nccl", init_method=address, rank=0, world_size=1)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("one_rank", "capture")
 def test_the_graph_of_a_step_contains_the_buckets_of_ddp():
     """NCCL itself has nothing to do with one rank."""
-    world = World(0, 2, torch.device("cuda"))  # of two ranks, so that DDP is used
+    world = World(0, 2, torch.device(DEVICE))  # of two ranks, so that DDP is used
     steps = [
-        [MicroBatch(*torch.randint(0, 512, (2, 2, 128), device="cuda")) for _ in range(2)]
+        [MicroBatch(*torch.randint(0, 512, (2, 2, 128), device=DEVICE)) for _ in range(2)]
         for _ in range(2)
     ]
     results = {}
@@ -265,14 +289,14 @@ def test_the_graph_of_a_step_contains_the_buckets_of_ddp():
             model=model,
             train_model=train_model,
             autocast=contextlib.nullcontext(),
-            scaler=LossScaler(TrainState(), config, torch.float32),
+            scaler=None,
         )
         compute_gradients = functools.partial(train.compute_gradients, run)
         if setting == "step":
             compute_gradients = StepGraph(model, compute_gradients)
         results[setting] = []
         for batches in steps:
-            loss, norm = compute_gradients(batches, 1.0)
+            loss, norm = compute_gradients(batches)
             results[setting].append((loss.item(), norm.item(), collect_gradient(model)))
             model.zero_grad(set_to_none=True)
     for (loss, norm, gradient), expected in zip(results["step"], results["off"], strict=True):
@@ -282,7 +306,7 @@ def test_the_graph_of_a_step_contains_the_buckets_of_ddp():
 
 
 def test_prefetched_batches_arrive_completely():
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(DEVICE, 0 if DEVICE == "cuda" else None)
     batches = [torch.arange(i, i + 1_000_000) for i in range(20)]
     for i, (tensor,) in enumerate(prefetched(lambda i: (batches[i],), range(20), device)):
         assert tensor.device == device
@@ -294,7 +318,7 @@ def test_a_resumed_run_has_the_same_bits(corpus, tmp_path, monkeypatch):
         arguments = small_run(
             corpus,
             run,
-            device="cuda",
+            device=DEVICE,
             dtype="bfloat16",
             compile=True,
             deterministic=True,
@@ -327,14 +351,14 @@ def test_a_nonfinite_step_changes_no_weights(corpus, tmp_path, monkeypatch, caps
         warmup_steps=0,
         grad_clip=0.0,
         checkpoint_interval=1,
-        device="cuda",
+        device=DEVICE,
     )
     with pytest.raises(SystemExit) as stopped:
         run_training(monkeypatch, arguments)
     assert stopped.value.code == 1
-    assert "step 2: loss" in capsys.readouterr().err
-    diagnosis = (run / "nonfinite" / "diagnosis.json").read_text()
-    assert "transformer.wte.weight" in diagnosis
+    message = capsys.readouterr().err
+    assert "step 2: loss" in message
+    assert "the gradient of transformer.wte.weight is not finite" in message
     last_checkpoint = checkpoint.find(run)
     saved_state = checkpoint.find(run / "nonfinite")
     for file in ("model.safetensors", "optimizer.safetensors"):

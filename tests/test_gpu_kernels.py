@@ -29,6 +29,8 @@ CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
 # Two or three tokens a program, and a last program with fewer: 1,100 rows on 132 multiprocessors.
 STEPS = [
     *(Step(768, v, 1, 2, 550, "bf16", pending=v % 2) for v in (1, 2, 4, 8)),
+    # a float32 state, as in config/*_small.py
+    *(Step(768, v, K, 2, 550, "mixed", pending=1) for v, K in ((1, 1), (4, 1), (4, 4))),
     Step(768, 4, 4, 3, 60, "bf16", store=False),
     Step(37, 8, 4, 2, 60),
     Step(96, 2, 3, 2, 40, "fp16", form="raw", value_input="context"),

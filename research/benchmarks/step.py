@@ -181,8 +181,6 @@ def run(args: SimpleNamespace) -> None:
     """Print and store the figures of `bench.py step`."""
     device = processes.pick_device(args.device)
     complete_arguments(args, device)
-    # as in training
-    torch.set_float32_matmul_precision("high")
     if device.type == "cpu":
         processes.keep_freed_memory()
     # All models share the code that is compiled. With the default limit the ninth would silently run
