@@ -1,6 +1,7 @@
 """Run scripts in the process of the test, because starting Python with torch takes three seconds."""
 
 import contextlib
+import gc
 import importlib
 import io
 import multiprocessing
@@ -64,6 +65,8 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
             code = main() or 0
         except SystemExit as end:
             code = end.code or 0
+    # the traceback of an error may keep the file that locks its run folder open
+    gc.collect(1)
     return subprocess.CompletedProcess(argv, code, out.getvalue().encode(), err.getvalue().encode())
 
 
