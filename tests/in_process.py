@@ -22,6 +22,11 @@ import torch.distributed as dist
 from utils import processes
 from utils.processes import World
 
+# The first backward pass of a process starts the threads of its devices, after which no fork can compute
+# gradients. After fake tensors, a CUDA build of torch takes a machine without a GPU for one that has
+# some; before, it starts none.
+torch.ones(1, requires_grad=True).backward()
+
 
 @contextlib.contextmanager
 def restore_signals() -> Iterator[None]:
