@@ -59,6 +59,20 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or anchor in list_anchors(target), f"{path}#{anchor}"
 
 
+# ---- tables ----
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_have_a_head_and_as_many_cells_in_each_row(page):
+    """An empty line within a table, for example, would end it."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    tables = re.findall(r"(?:^\|.*\n)+", text + "\n", flags=re.M)
+    for table in tables:
+        head, rule, *rows = [re.split(r"(?<!\\)\|", line) for line in table.splitlines()]
+        assert {cell.strip(" -:") for cell in rule} == {""}, head
+        assert {len(row) for row in (rule, *rows)} == {len(head)}, head
+
+
 # ---- commands ----
 
 
