@@ -38,6 +38,8 @@ from typing import BinaryIO, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
 from configurator import argument, option, read_command_line
 from training import metrics, settings
 from utils import errors
@@ -52,6 +54,7 @@ TURN_STEPS = 30
 NUM_TURNS = 2
 # A program is ready in a minute with compiled code, and in two without, beside eleven others.
 START_SECONDS = 180
+RUN_BYTES = 11 * 2**30  # of GPU memory that a run reserves, rounded up; an H200 holds twelve
 PROFILED_STEPS = 3
 TRAIN = (
     "$PYTHON train.py config/{config}.py --dataset=python_stdlib --vocab_size=50304 --global_batch_size=32 "
@@ -159,6 +162,13 @@ def list_speeds(device: str) -> list[list[Task]]:
             options = options[:2]
         groups.append([train(device, config, setting) for config, setting in options])
     return groups
+
+
+def count_runs_at_once(device: str) -> int:
+    """Return how many runs the memory holds."""
+    if device == "cpu":
+        return 2
+    return max(torch.cuda.get_device_properties(0).total_memory // RUN_BYTES, 1)
 
 
 def profile(device: str) -> Task:
@@ -290,8 +300,7 @@ class Session:
     def run_in_turns(self, tasks: list[Task], deadline: float) -> None:
         """Start runs of train.py side by side, and hold each until it trains alone, in turns.
 
-        Starting one takes ten times as long as the steps that are timed, and needs the GPU little. The
-        memory of the GPU must hold all of them.
+        Starting one takes ten times as long as the steps that are timed, and needs the GPU little.
         """
         start_deadline = min(time.monotonic() + START_SECONDS, deadline)
 
@@ -365,7 +374,9 @@ def run_tests(session: Session, device: str, deadline: float) -> None:
 def run_speed(session: Session, device: str, deadline: float) -> None:
     """Run the pack `speed`."""
     for group in list_speeds(device):
-        session.run_in_turns(group, deadline)
+        size = count_runs_at_once(device)
+        for first in range(0, len(group), size):
+            session.run_in_turns(group[first : first + size], deadline)
     session.run(profile(device), deadline)
 
 
