@@ -2,7 +2,7 @@
 
 A model has a row in the paper if the paper trained its variant in its size. Whether the model was
 trained as the paper's was is left to the reader: a line under the table lists every setting that
-differs from the config file that follows the paper's text.
+differs from the config file that follows the paper's text of January, and names a loss of July's.
 """
 
 import csv
@@ -57,24 +57,38 @@ class Published:
     config_file: str = ""
     differences: tuple[str, ...] = ()
 
+    # whether July's text alone, which computes v from c, has the loss
+    has_loss_of_july: bool = False
+
     def remark(self, label: str) -> str:
         """Return the line that belongs under a table with this model; "" if nothing differs."""
         if not self.results:
             return f"The paper reports no results for {label} ({self.description})."
-        if not self.differences:
-            return ""
-        return (
-            f"Settings of {label} that differ from the paper's ({self.config_file}): "
-            f"{', '.join(self.differences)}."
-        )
+        sentences = []
+        if self.has_loss_of_july:
+            sentences.append(
+                f"The paper's loss of {label} is that of its July text (ddl_v_input=context)."
+            )
+        if self.differences:
+            sentences.append(
+                f"Settings of {label} that differ from the paper's ({self.config_file}): "
+                f"{', '.join(self.differences)}."
+            )
+        return " ".join(sentences)
+
+
+@cache
+def read_rows() -> list[dict[str, str]]:
+    """Return the rows of results/published.csv."""
+    lines = RESULTS_FILE.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 @cache
 def read_results() -> dict[tuple[str, str], dict[str, dict[str, float]]]:
     """Return the paper's results by (variant, size), number of shots, and task or metric."""
     results: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    lines = RESULTS_FILE.read_text(encoding="utf-8").splitlines()
-    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+    for row in read_rows():
         by_shots = results.setdefault((row["model"], row["size"]), {})
         by_shots.setdefault(row["shots"], {})[row["metric"]] = float(row["value"])
     return results
@@ -110,7 +124,9 @@ def find(
     train_dataset = Path(settings.get("dataset", "")).name
     if val_dataset not in ("", train_dataset, recipe["dataset"]):
         differences.append(f"validated on {val_dataset} (paper: {recipe['dataset']})")
-    return Published(results, description, config_file, tuple(differences))
+    loss = {"model": variant, "size": size, "metric": "val_loss", "text": "july"}
+    has_loss_of_july = any(loss.items() <= row.items() for row in read_rows())
+    return Published(results, description, config_file, tuple(differences), has_loss_of_july)
 
 
 def find_size(model_config: GPTConfig) -> str | None:

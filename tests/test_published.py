@@ -50,10 +50,13 @@ def test_every_published_average_is_that_of_its_row():
 
 @pytest.mark.parametrize("size", published.SIZES)
 @pytest.mark.parametrize("variant", PAPER)
-def test_a_run_of_the_papers_text_has_its_row_and_no_remark(variant, size):
+def test_a_run_of_the_papers_text_has_its_row_and_no_differences(variant, size):
     paper = find(f"{published.CONFIG_NAMES[variant]}_{size}")
     assert paper.results == published.read_results()[variant, size]
-    assert paper.remark("run") == ""
+    remark = ""
+    if variant.endswith(("-CC", "-EC")):  # January has no losses of these
+        remark = "The paper's loss of run is that of its July text (ddl_v_input=context)."
+    assert paper.remark("run") == remark
 
 
 @pytest.mark.parametrize(
