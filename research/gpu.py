@@ -197,7 +197,10 @@ def list_learning(device: str) -> list[Task]:
         f"--dataset={CORPUS} --max_steps={steps} --warmup_steps={steps // 10} "
         f"--eval_interval={steps // 8} --eval_batches=8 --checkpoint_interval={steps}"
     )
-    return [train(device, config, options) for config in CONFIGS[:2]]
+    return [
+        dataclasses.replace(train(device, config, options), name=f"{config}, {steps} steps")
+        for config in CONFIGS[:2]
+    ]
 
 
 # ---- how it is measured ----
