@@ -386,7 +386,14 @@ def run_speed(session: Session, device: str, deadline: float) -> None:
 def run_learning(session: Session, device: str, deadline: float) -> None:
     """Run the pack `learning`."""
     session.run(prepare_packages(device), deadline)
-    session.run_side_by_side(list_learning(device), deadline)
+    runs = list_learning(device)
+    session.run_side_by_side(runs, deadline)
+    for task in runs:
+        curve = task.run / "metrics.jsonl"
+        if curve.exists():  # for `report.py curves`
+            folder = session.out / task.name.split(",")[0]
+            folder.mkdir(exist_ok=True)
+            shutil.copy(curve, folder)
 
 
 class Pack(NamedTuple):
