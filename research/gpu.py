@@ -129,7 +129,8 @@ def check_training(device: str) -> list[Task]:
     last_step = 4 if device == "cpu" else 20
     steps = f"--max_steps={last_step} --checkpoint_interval={last_step // 2} --deterministic=True"
     last = f"checkpoints/step_{last_step:08d}"
-    run, resumed = RUNS / "run", RUNS / "resumed"
+    run = RUNS / "run"
+    resumed = RUNS / "resumed"
     # from the middle, as if the run had been killed after it
     resume = f"""
         {make_command(device, CC_EC, run, steps)}
@@ -180,9 +181,11 @@ def profile(device: str) -> Task:
 
 def prepare_packages(device: str) -> Task:
     """Return a task that prepares the source of the installed packages, about 90 million tokens."""
-    source, vocab_size = sysconfig.get_path("purelib"), 50304
+    source = sysconfig.get_path("purelib")
+    vocab_size = 50304
     if device == "cpu":
-        source, vocab_size = "training", 4096
+        source = "training"
+        vocab_size = 4096
     script = (
         f"$PYTHON data/text/prepare.py --source={shlex.quote(source)} --suffixes=.py "
         f"--vocab_size={vocab_size} --out={CORPUS}"
@@ -253,22 +256,11 @@ class Program:
             exit_code = "stopped"
             self.send(signal.SIGKILL)
             self.process.wait()
-        figures = {"seconds": round(time.monotonic() - self.start_time, 1), "exit_code": exit_code}
-        run = self.task.run
-        if run is None:
-            return figures
-        steps = read_steps(run)
-        timed_steps = [step for turn in self.turns for step in turn] or steps[FIRST_STEPS:]
-        figures |= describe_form(self.task.script)
-        figures |= {"steps": len(steps), "losses": [round(step["loss"], 5) for step in steps]}
-        figures |= find_medians(timed_steps)
-        if self.turns:
-            figures["turns"] = [find_medians(turn).get("tokens_per_second") for turn in self.turns]
-        evaluations = [record for record in read_records(run) if "val_loss" in record]
-        if evaluations:
-            figures["val_losses"] = [(record["step"], record["val_loss"]) for record in evaluations]
-        for trace in run.glob("profile/*.json.gz"):
-            figures["gpu_kernels"] = list_kernels(trace)
+        seconds = round(time.monotonic() - self.start_time, 1)
+        figures = {"seconds": seconds, "exit_code": exit_code}
+        if self.task.run is not None:
+            figures.update(describe_form(self.task.script))
+            figures.update(summarize_run(self.task.run, self.turns))
         return figures
 
 
@@ -341,6 +333,26 @@ def read_records(run: Path) -> list[dict]:
 def read_steps(run: Path) -> list[dict]:
     """Return the records of training steps."""
     return [record for record in read_records(run) if "loss" in record]
+
+
+def summarize_run(run: Path, turns: list[list[dict]]) -> dict:
+    """Return the losses of a run, and the medians over its turns, or over all but the first steps."""
+    records = read_records(run)
+    steps = [record for record in records if "loss" in record]
+    timed_steps = [step for turn in turns for step in turn] or steps[FIRST_STEPS:]
+    summary = {
+        "steps": len(steps),
+        "losses": [round(step["loss"], 5) for step in steps],
+        "val_losses": [
+            (record["step"], record["val_loss"]) for record in records if "val_loss" in record
+        ],
+        **find_medians(timed_steps),
+    }
+    if turns:
+        summary["turns"] = [find_medians(turn).get("tokens_per_second") for turn in turns]
+    for trace in run.glob("profile/*.json.gz"):
+        summary["gpu_kernels"] = list_kernels(trace)
+    return summary
 
 
 def find_medians(steps: list[dict]) -> dict[str, float]:
