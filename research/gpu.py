@@ -249,19 +249,22 @@ class Program:
         self.send(signal.SIGSTOP)
         self.turns.append(read_steps(self.task.run)[first : first + TURN_STEPS])
 
-    def end(self) -> dict:
-        """End the program, and return what it has shown."""
+    def describe(self) -> dict:
+        """Return what the program has shown; one that has not ended is going to be stopped."""
         exit_code = self.process.poll()
-        if exit_code is None:
-            exit_code = "stopped"
-            self.send(signal.SIGKILL)
-            self.process.wait()
-        seconds = round(time.monotonic() - self.start_time, 1)
-        figures = {"seconds": seconds, "exit_code": exit_code}
+        figures = {
+            "seconds": round(time.monotonic() - self.start_time, 1),
+            "exit_code": "stopped" if exit_code is None else exit_code,
+        }
         if self.task.run is not None:
             figures.update(describe_form(self.task.script))
             figures.update(summarize_run(self.task.run, self.turns))
         return figures
+
+    def end(self) -> None:
+        """End all processes."""
+        self.send(signal.SIGKILL)
+        self.process.wait()
 
 
 class Session:
@@ -285,7 +288,8 @@ class Session:
         """Run a task until it ends, or until the deadline."""
         program = Program(task, self.log)
         program.wait(deadline, task.num_steps)
-        self.add(task.name, program.end())
+        self.add(task.name, program.describe())
+        program.end()
 
     def run_side_by_side(self, tasks: list[Task], deadline: float) -> None:
         """Run tasks that are not timed."""
@@ -312,8 +316,9 @@ class Session:
             for program in programs:
                 if program.is_held:
                     program.take_turn(deadline)
+                self.add(program.task.name, program.describe())
         for program in programs:
-            self.add(program.task.name, program.end())
+            program.end()
 
 
 def describe_form(script: str) -> dict[str, object]:
