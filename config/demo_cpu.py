@@ -19,9 +19,9 @@ hidden_size = 128
 init = "normal"  # the loss is lower here, but not clearly (research/docs/demo.md)
 
 # With so few tokens, small batches are better: more steps matter more than less gradient noise.
-# Muon learns about twice as fast as AdamW here. The learning rates are the best ones for this model
-# (research/docs/demo.md); the best ones for the additive model are learning_rate=8e-2 and
-# muon_learning_rate=5e-3.
+# Muon learns about twice as fast as AdamW here. The learning rates are those of this model
+# (research/docs/demo.md); the best ones for the additive model are learning_rate=4e-2 and
+# muon_learning_rate=1e-2.
 max_steps = 800
 global_batch_size = 8
 micro_batch_size = 8
