@@ -42,7 +42,7 @@ import torch
 
 from configurator import argument, option, read_command_line
 from training import metrics, settings
-from utils import errors
+from utils import errors, processes
 from utils.provenance import ROOT, current_commit, describe_machine
 
 WORK = Path(tempfile.gettempdir()) / "deep_delta_learning_gpu"
@@ -52,9 +52,8 @@ CORPUS = WORK / "packages"
 FIRST_STEPS = 10  # of train.py, which compile and let the allocator grow
 TURN_STEPS = 30
 NUM_TURNS = 2
-# A program is ready in a minute with compiled code, and in two without, beside eleven others.
-START_SECONDS = 180
-RUN_BYTES = 11 * 2**30  # of GPU memory that a run reserves, rounded up; an H200 holds twelve
+START_SECONDS = 180  # six programs side by side needed 42 to 113 (results/gpu/pack1_call1.json)
+RUN_BYTES = 11 * 2**30  # more than a run with a bfloat16 state reserves (pack 2: up to 10.2 GiB)
 PROFILED_STEPS = 3
 TRAIN = (
     "$PYTHON train.py config/{config}.py --dataset=python_stdlib --vocab_size=50304 --global_batch_size=32 "
@@ -103,7 +102,7 @@ def make_command(device: str, config: str, run: Path, options: str) -> str:
 
 
 def train(device: str, config: str, options: str, num_steps: int | None = None) -> Task:
-    """Return a task that trains, and is ended after num_steps before it evaluates."""
+    """Return a task that trains until max_steps, or is ended after num_steps."""
     name = f"{config} {options}".replace("--", "").strip()
     run = RUNS / name.replace(" ", "_").replace("/", "_")
     return Task(name, make_command(device, config, run, options), run, num_steps)
@@ -180,7 +179,7 @@ def profile(device: str) -> Task:
 
 
 def prepare_packages(device: str) -> Task:
-    """Return a task that prepares the source of the installed packages, about 90 million tokens."""
+    """Return a task that prepares the source of the installed packages, 80 to 90 million tokens."""
     source = sysconfig.get_path("purelib")
     vocab_size = 50304
     if device == "cpu":
@@ -195,7 +194,7 @@ def prepare_packages(device: str) -> Task:
 
 def list_learning(device: str) -> list[Task]:
     """Return runs with the same batches, which run side by side, so that a deadline cuts both alike."""
-    steps = 2400 if device == "cuda" else 40  # of 32,768 tokens, so that no token comes twice
+    steps = 2400 if device == "cuda" else 40  # of 32,768 tokens, so that hardly a token comes twice
     options = (
         f"--dataset={CORPUS} --max_steps={steps} --warmup_steps={steps // 10} "
         f"--eval_interval={steps // 8} --eval_batches=8 --checkpoint_interval={steps}"
@@ -355,8 +354,9 @@ def summarize_run(run: Path, turns: list[list[dict]]) -> dict:
     }
     if turns:
         summary["turns"] = [find_medians(turn).get("tokens_per_second") for turn in turns]
-    for trace in run.glob("profile/*.json.gz"):
-        summary["gpu_kernels"] = list_kernels(trace)
+    if len(steps) > FIRST_STEPS:  # a profile has been written completely
+        for trace in run.glob("profile/*.json.gz"):
+            summary["gpu_kernels"] = list_kernels(trace)
     return summary
 
 
@@ -444,6 +444,7 @@ def main() -> None:
         raise ValueError(f"no pack {name}{errors.suggest(name, PACKS)}")
     if (out / "figures.json").exists():
         raise ValueError(f"{out} has the figures of an earlier call; give another --out")
+    processes.pick_device(args.device)  # refuses a GPU that is not there
     out.mkdir(parents=True, exist_ok=True)
     for folder in (RUNS, CORPUS):
         shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+import torch
 from helpers import ROOT, configure
 
 from research import gpu
@@ -133,3 +134,11 @@ def test_mistakes_are_refused(words, message, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         gpu.main()
     assert (tmp_path / "figures.json").read_text() == "{}"
+
+
+def test_a_missing_gpu_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "speed", f"--out={tmp_path / 'figures'}"])
+    with pytest.raises(ValueError, match="torch finds no GPU; give --device=cpu"):
+        gpu.main()
+    assert not list(tmp_path.iterdir())
